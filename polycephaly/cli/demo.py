@@ -1,0 +1,124 @@
+"""`polycephaly demo`: things to watch, each with a checked result."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+DEFAULT_LATENCY = 0.15
+MAX_LATENCY = 10
+
+DEFAULT_DRONES = "1,2,3,5,8,13,20"
+# Each drone downloads the funds file (4 MB) from somebody else's server.
+LIVE_DRONES = "8"
+
+EXAMPLES = """\b
+Examples:
+  polycephaly demo securities                     generated data, less than half a minute
+  polycephaly demo securities --drones 1,8,20     II with these numbers of drones only
+  polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
+  polycephaly demo securities --live --drones 8   the exchange's own site
+"""
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    if value is None:
+        value = LIVE_DRONES if ctx.params["live"] else DEFAULT_DRONES
+    numbers = [part.strip() for part in value.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,2,8")
+    return tuple(map(int, numbers))
+
+
+def _latency(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    # Not click.FloatRange, which lets nan through.
+    if value is not None and not 0 <= value <= MAX_LATENCY:
+        raise click.BadParameter(f"{value} is not between 0 and {MAX_LATENCY} seconds")
+    return value
+
+
+@click.group()
+def demo() -> None:
+    """Run a demo."""
+
+
+@demo.command(epilog=EXAMPLES)
+@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Serve the files in DIR.")
+@click.option(
+    "--live", is_flag=True, is_eager=True, help="Load from nasdaqtrader.com instead of the loopback."
+)
+@click.option(
+    "--latency",
+    type=float,
+    callback=_latency,
+    metavar="SECONDS",
+    help=f"Wait of the loopback server before each answer.  [default: {DEFAULT_LATENCY}]",
+)
+@click.option(
+    "--drones",
+    callback=_counts,
+    metavar="N,N,...",
+    help=f"Numbers of drones for experiment II.  [default: {DEFAULT_DRONES}; with --live: {LIVE_DRONES}]",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Write the result to FILE as JSON.",
+)
+@click.pass_context
+def securities(
+    ctx: click.Context,
+    data: Path | None,
+    live: bool,
+    latency: float | None,
+    drones: tuple[int, ...],
+    json_file: Path | None,
+) -> None:
+    """Load five lists of securities, with one head and with many, and compare the times.
+
+    NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page by page,
+    all over HTTP. By default a server on the loopback serves generated files and waits before each answer, as
+    a distant one would.
+
+    The exit status is 0 when all experiments loaded the same lists, and 1 when they did not or a source
+    failed.
+    """
+    if live and (data is not None or latency is not None):
+        raise click.UsageError("--live loads from the real site: it goes with neither --data nor --latency.")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise click.BadParameter(f"no such directory: {json_file.parent}", param_hint="--json")
+
+    from polycephaly.demos.securities import experiments, report
+    from polycephaly.demos.securities.parse import SourceError
+    from polycephaly.demos.securities.site import LiveSite
+    from polycephaly.demos.securities.source import loopback
+
+    seconds = DEFAULT_LATENCY if latency is None else latency
+    outcomes: list[experiments.Outcome] = []
+    try:
+        with nullcontext(LiveSite()) if live else loopback(data, seconds) as site:
+            wait = "" if live else f", {seconds:g} s before each answer"
+            click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
+            for outcome in experiments.run(site, experiments.plan(drones)):
+                outcomes.append(outcome)
+                click.echo(report.row(outcome, baseline=outcomes[0]))
+    except SourceError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(report.summary(outcomes))
+    if json_file is not None:
+        _write_json(json_file, report.as_json(outcomes))
+    if not report.equal(outcomes):
+        ctx.exit(1)
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from error

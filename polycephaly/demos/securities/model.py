@@ -1,0 +1,77 @@
+"""Securities, the five lists that the demo loads, and the pages that funds come on.
+
+Nothing here knows where a security came from. The symbol is the key: one name may stand on several symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+LISTS = ("nyse", "amex", "nasdaq", "etfs", "funds")
+"""The names of the five lists, in the order in which they are loaded and shown."""
+
+OTHER_PAGE = "0-9"
+PAGES = (OTHER_PAGE, *ascii_uppercase)
+"""The pages of funds: one per letter, after one for the names that begin with none (3i, 1290, 'Advised')."""
+
+NYSE, AMEX, NASDAQ = "N", "A", "Q"
+"""Exchange codes of the files. The NASDAQ file has no such column: it lists one exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """What all securities have."""
+
+    symbol: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Security):
+    """A security that trades on an exchange: a stock or an ETF, or one that exists to test the systems."""
+
+    exchange: str
+    tier: str
+    etf: bool
+    test: bool
+    round_lot: int
+
+    @property
+    def stock(self) -> bool:
+        return not self.etf and not self.test
+
+
+@dataclass(frozen=True, slots=True)
+class Fund(Security):
+    """A mutual fund, unit trust or annuity."""
+
+    family: str
+    kind: str
+    category: str
+    agent: str
+
+
+Lists = Mapping[str, Sequence[Security]]
+"""One experiment's result: a list of securities under each name of `LISTS`."""
+
+
+def stocks(listings: Iterable[Listing], exchange: str) -> list[Listing]:
+    """The stocks of one exchange: neither its ETFs nor its test issues."""
+    return [listing for listing in listings if listing.exchange == exchange and listing.stock]
+
+
+def etfs(listings: Iterable[Listing]) -> list[Listing]:
+    """The exchange-traded funds, of every exchange."""
+    return [listing for listing in listings if listing.etf]
+
+
+def page_of(name: str) -> str:
+    """The page of `PAGES` that a fund of this name is on.
+
+    >>> page_of("iShares"), page_of("3i Growth"), page_of("'Advised' Income")
+    ('I', '0-9', '0-9')
+    """
+    initial = name[:1].upper()
+    return initial if initial in PAGES else OTHER_PAGE

@@ -1,0 +1,72 @@
+"""The demo's result: a table with bars for the terminal, row by row, and JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from polycephaly.demos.securities.experiments import Outcome
+
+BAR_WIDTH = 50
+
+THE_TALK = "The talk of 2009: 114 s sequential, 35 s combined; II was best with 8 drones."
+
+HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
+
+
+def row(outcome: Outcome, baseline: Outcome) -> str:
+    """One experiment's line below `HEADER`: its speed-up is against the baseline, and so is its bar."""
+    experiment, share = outcome.experiment, outcome.seconds / baseline.seconds
+    bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
+    numbers = f"{experiment.drones:>7}{experiment.threads:>9}{outcome.seconds:>9.3f}{1 / share:>9.1f}x"
+    return f"{experiment.name:<12}{numbers}  {bar}"
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """What to know after the last row: the sizes of the lists, whether they are equal, the talk's figures."""
+    sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
+    return "\n".join(["", sizes, _verdict(outcomes), *_best_of_ii(outcomes), THE_TALK])
+
+
+def equal(outcomes: Iterable[Outcome]) -> bool:
+    """Whether all experiments loaded the same lists."""
+    return not any(outcome.astray for outcome in outcomes)
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The result for programs: the sizes of the lists, whether they are equal, each experiment's time."""
+    return {
+        "lists": outcomes[0].rows,
+        "equal": equal(outcomes),
+        "experiments": [
+            {
+                "name": outcome.experiment.name,
+                "seconds": round(outcome.seconds, 6),
+                "drones": outcome.experiment.drones,
+                "threads": outcome.experiment.threads,
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
+    if equal(outcomes):
+        return f"The five lists are the same in all {len(outcomes)} runs, row for row."
+    differing = (
+        f"{o.experiment.name} with {o.experiment.drones} drones ({', '.join(map(_title, o.astray))})"
+        for o in outcomes
+        if o.astray
+    )
+    return f"THE LISTS DIFFER from the first run's in: {'; '.join(differing)}"
+
+
+def _best_of_ii(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    pooled = [outcome for outcome in outcomes if outcome.experiment.name == "II"]
+    if pooled:
+        best = min(pooled, key=lambda outcome: outcome.seconds)
+        yield f"II was best with {best.experiment.drones} drones: {best.seconds:.2f} s."
+
+
+def _title(name: str) -> str:
+    return {"etfs": "ETFs", "funds": "funds"}.get(name, name.upper())

@@ -1,0 +1,102 @@
+"""Loading the five lists over HTTP: what every experiment does, each with its own way to share the work.
+
+A `Site` is only an address, so it travels: its methods go to drones as callables, its `repr` is an expression
+for code strings.
+
+    site.load_funds()   ==   one load_letter(page) after another   <--HTTP--   /funds/A, /funds/B, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import httpx
+
+from polycephaly.demos.securities import parse
+from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
+from polycephaly.demos.securities.model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stocks
+from polycephaly.demos.securities.parse import Document, SourceError
+
+NASDAQ_TRADER = "https://www.nasdaqtrader.com/dynamic/SymDir"
+SECONDS_TO_ANSWER = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A server of the three files, and of the funds' pages below `/funds/`.
+
+    Every method downloads what it needs anew and raises `SourceError` when it does not come. A site holds no
+    connection.
+    """
+
+    url: str
+
+    # On the loopback, neither a proxy from the environment nor a certificate store has a say.
+    _client: ClassVar[Mapping[str, Any]] = {"trust_env": False, "verify": False}
+
+    def load_nyse(self) -> list[Listing]:
+        """The stocks of the New York Stock Exchange."""
+        return stocks(parse.other_listed(self._get(OTHER_LISTED)), NYSE)
+
+    def load_amex(self) -> list[Listing]:
+        """The stocks of NYSE American, the former AMEX."""
+        return stocks(parse.other_listed(self._get(OTHER_LISTED)), AMEX)
+
+    def load_nasdaq(self) -> list[Listing]:
+        """The stocks of NASDAQ."""
+        return stocks(parse.nasdaq_listed(self._get(NASDAQ_LISTED)), NASDAQ)
+
+    def load_etfs(self) -> list[Listing]:
+        """The exchange-traded funds of all exchanges: those of NASDAQ first."""
+        nasdaq = parse.nasdaq_listed(self._get(NASDAQ_LISTED))
+        return etfs(nasdaq + parse.other_listed(self._get(OTHER_LISTED)))
+
+    def load_letter(self, letter: str) -> list[Fund]:
+        """The funds on one of `PAGES`."""
+        return parse.funds(self._get(f"funds/{letter}"))
+
+    def load_funds(self) -> list[Fund]:
+        """All funds, one page after another."""
+        return [fund for letter in PAGES for fund in self.load_letter(letter)]
+
+    def forget(self) -> None:
+        """Drop what this image keeps of the site, so that the next experiment starts as the last one did."""
+
+    def _get(self, path: str) -> Document:
+        url = f"{self.url}/{path}"
+        try:
+            with httpx.Client(timeout=SECONDS_TO_ANSWER, **self._client) as client:
+                response = client.get(url)
+        except httpx.HTTPError as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise SourceError(url, f"no answer: {reason}") from error
+        if response.status_code != httpx.codes.OK:
+            status = f"{response.status_code} {response.reason_phrase}"
+            raise SourceError(url, f"expected a file; got status {status}")
+        return Document.decode(url, response.content)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSite(Site):
+    """The exchange's own server. It has no pages of funds: an image cuts them from one download."""
+
+    url: str = NASDAQ_TRADER
+
+    _client: ClassVar[Mapping[str, Any]] = {"follow_redirects": True}
+
+    def load_letter(self, letter: str) -> list[Fund]:
+        return _pages(self).get(letter, [])
+
+    def forget(self) -> None:
+        _pages.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _pages(site: LiveSite) -> dict[str, list[Fund]]:
+    pages: dict[str, list[Fund]] = {}
+    for fund in parse.funds(site._get(FUNDS)):
+        pages.setdefault(page_of(fund.name), []).append(fund)
+    return pages

@@ -1,0 +1,52 @@
+"""Where the securities come from: a loopback site that lives as long as a `with` block.
+
+owner --stdin (lifeline)--> server process --stdout: its port--> owner
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from polycephaly.demos.securities.parse import SourceError
+from polycephaly.demos.securities.site import Site
+
+
+@contextmanager
+def loopback(data: Path | None = None, latency: float = 0.0) -> Iterator[Site]:
+    """A site on the loopback, in a process of its own, gone when the block ends.
+
+    It serves the symbol-directory files in `data`, or generated ones, and answers each request after
+    `latency` seconds. Raises `SourceError`, naming the file, when `data` has not what it should.
+
+    >>> with loopback() as site:
+    ...     len(site.load_amex()) < len(site.load_nyse())
+    True
+    """
+    command = [sys.executable, "-m", "polycephaly.demos.securities.server", "--latency", str(latency)]
+    if data is not None:
+        command += ["--data", str(data)]
+    # A session of its own: Ctrl-C goes to the owner, which ends the server when it is done with it.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as server:
+        try:
+            yield Site(f"http://127.0.0.1:{_port(server)}")
+        finally:
+            # Closing the lifeline may not do: drones forked meanwhile hold copies of it until they end.
+            server.terminate()
+
+
+def _port(server: subprocess.Popen[bytes]) -> int:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the loopback server ended with status {server.wait()} before it served")
+    told = json.loads(line)
+    if "error" in told:
+        raise SourceError(*told["error"])
+    return int(told["port"])

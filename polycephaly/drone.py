@@ -1,0 +1,346 @@
+"""`Drone`: one headless image of one's own. `promise` and `doit`: a fresh one for one piece of work."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from .crew import Crew, Plan
+from .hub import forward
+from .image import namespace
+from .launch.launcher import START_METHODS, default_start_method
+from .link import Line, Link, State
+from .promise import Promise
+
+__all__ = ["Drone", "doit", "promise"]
+
+T = TypeVar("T")
+
+_names = itertools.count(1)
+
+
+class Drone:
+    """A headless copy of this image, with a namespace that stays.
+
+    It is forked from the image as it is at this moment (``start="spawn"``: a fresh interpreter that imports
+    the main module). `env` is added to its environment, `cwd` is its directory, ``initializer(*initargs)``
+    runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
+    `TimeoutError`.
+
+    It ends with whoever made it: a native thread (when that ends), an asyncio task, or, when no reference to
+    it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
+    methods may be called from any thread.
+
+    Raises `ValueError` for a start method that there is not, and `OSError` where no process can be started.
+
+    >>> import polycephaly as poly
+    >>> with poly.Drone() as drone:
+    ...     drone.doit("x = 41")
+    ...     drone.doit("x + 1")
+    42
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str | None = None,
+        start: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        timeout: float | None = None,
+        detached: bool = False,
+    ) -> None:
+        name = name or f"drone-{next(_names)}"
+        plan = Plan(
+            size=1,
+            name=name,
+            drone_name=lambda index: name,
+            start=check_start(start),
+            env=check_env(env),
+            cwd=check_cwd(cwd),
+            initializer=check_initializer(initializer),
+            initargs=tuple(initargs),
+            output=forward,
+            retries=0,
+            timeout=check_timeout(timeout),
+            max_tasks=None,
+            on_death="end",
+        )
+        self._own(Crew(plan), detached)
+
+    def _own(self, crew: Crew, detached: bool) -> None:
+        weakref.finalize(self, crew.close).atexit = False
+        self._crew = crew
+        if not detached:
+            end_with_owner(crew)
+        try:
+            crew.begun.result()
+        except BaseException:
+            crew.kill()
+            crew.wait_ended()
+            raise
+        self._link = crew.first
+
+    @classmethod
+    def _of(cls, crew: Crew, link: Link) -> Drone:
+        """A pool's drone."""
+        drone = cls.__new__(cls)
+        drone._crew, drone._link = crew, link
+        return drone
+
+    # -- work -------------------------------------------------------------------------------------
+
+    @overload
+    def promise(self, work: str, /) -> Promise[Any]: ...
+    @overload
+    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    @overload
+    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+
+    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
+        """Has `work` done by this drone, after what it was given before; a promise of its value.
+
+        `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
+        the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
+        waited for first. Raises `TypeError` for anything else, `RuntimeError` when the drone was released.
+        """
+        check_work(work, args, kwargs)
+        return self._crew.submit(work, args, kwargs, self._link)
+
+    @overload
+    def doit(self, work: str, /) -> Any: ...
+    @overload
+    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+    @overload
+    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+    def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+        return wait_for(self.promise(work, *args, **kwargs))
+
+    # -- its namespace ----------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.doit(namespace.get, name)
+        except NameError as error:
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.push({name: value})
+
+    def push(self, names: Mapping[str, Any]) -> None:
+        """Binds names in the drone's namespace; done when it returns."""
+        self.doit(namespace.push, dict(names))
+
+    def pull(self, *names: str) -> tuple[Any, ...]:
+        """The values of `names`, in that order. Raises `NameError` for one that there is not."""
+        return self.doit(namespace.pull, *names)
+
+    # -- stopping ---------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`."""
+        self._crew.hub.post(lambda: self._crew.interrupt(self._link))
+
+    def kill(self) -> None:
+        """SIGKILL: what it runs is rejected with `DroneDied`. Returns once it is dead."""
+        self._crew.hub.post(lambda: self._link.launcher.kill(self._link.number))
+        self._link.ended.result()
+
+    def release(self, wait: bool = True) -> None:
+        """Takes no more work, finishes what it has, and ends. Doing so twice is no error."""
+        if self._crew.plan.on_death == "end":
+            self._crew.close()
+            if wait:
+                self._crew.wait_ended()
+        else:
+            self._crew.hub.post(lambda: self._crew.retire(self._link))
+            if wait:
+                self._link.ended.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.release()
+        else:
+            self._crew.close(cancel=True, running=True)
+            self._crew.wait_ended()
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        pid = self._link.pid
+        assert pid is not None  # it was started before anybody got hold of it
+        return pid
+
+    @property
+    def name(self) -> str:
+        return self._link.name
+
+    @property
+    def alive(self) -> bool:
+        return self._link.alive
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it lives; negative: the signal that ended it, as in `multiprocessing`."""
+        return self._link.exitcode
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Drone) and other._link is self._link
+
+    def __hash__(self) -> int:
+        return hash(self._link)
+
+    def __repr__(self) -> str:
+        if self._link.state is State.DEAD:
+            state = f"ended, exit code {self.exitcode}"
+        elif self._link.flight:
+            state = "busy"
+        else:
+            state = "idle"
+        return f"<Drone {self.name} pid {self._link.pid}, {state}>"
+
+
+@overload
+def promise(work: str, /) -> Promise[Any]: ...
+@overload
+def promise(work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+@overload
+def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+
+
+def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
+    """Has one piece of work done by a fresh drone, forked from this image as it is now.
+
+    The drone ends when the work is done; or before, with the thread or asyncio task that called this.
+
+    >>> import polycephaly as poly
+    >>> poly.promise("6 * 7").value
+    42
+    """
+    check_work(work, args, kwargs)
+    drone = Drone()
+    made: Promise[Any] = drone.promise(work, *args, **kwargs)
+    drone.release(wait=False)
+    return made
+
+
+def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+    return wait_for(promise(work, *args, **kwargs))
+
+
+def wait_for(promised: Promise[T]) -> T:
+    try:
+        return promised.result()
+    except BaseException:
+        promised.cancel()  # nothing, unless it was the wait that was broken off
+        raise
+
+
+# -- whose end is whose -----------------------------------------------------------------------------
+
+
+class _ThreadsDrones:
+    """What a native thread started. A thread's locals are dropped when it ends, and this with them."""
+
+    def __init__(self) -> None:
+        self.crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+    def __del__(self) -> None:
+        for crew in list(self.crews):
+            crew.kill()
+
+
+class _Locals(threading.local):
+    def __init__(self) -> None:
+        self.drones = _ThreadsDrones()
+
+
+_locals = _Locals()
+
+
+def end_with_owner(crew: Crew) -> None:
+    """Ends `crew` with the running asyncio task, or else with this native thread."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        task = asyncio.current_task()
+        if task is not None:
+            known = weakref.ref(crew)
+            task.add_done_callback(lambda _: (crew := known()) is not None and crew.kill())
+            return
+    if threading.current_thread() is not threading.main_thread():
+        _locals.drones.crews.add(crew)
+
+
+# -- checking what was asked for ---------------------------------------------------------------------
+
+
+def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(work, str):
+        if args or kwargs:
+            raise TypeError("a code string takes no arguments: push them, or use a callable")
+    elif not callable(work):
+        raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
+
+
+def check_start(start: str | None) -> str:
+    if start is None:
+        return default_start_method()
+    if start not in START_METHODS:
+        raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
+    return start
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return timeout
+
+
+def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
+    if cwd is None:
+        return None
+    if not os.path.isdir(cwd):
+        raise NotADirectoryError(f"cwd={os.fspath(cwd)!r} is not a directory")
+    return os.path.abspath(cwd)
+
+
+def check_env(env: Any) -> Callable[[int], dict[str, str]]:
+    if env is None:
+        return lambda index: {}
+    if callable(env):
+        return lambda index: dict(env(index))
+    if isinstance(env, Mapping):
+        fixed = dict(env)
+        return lambda index: fixed
+    raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
+
+
+def check_initializer(initializer: Any) -> Any:
+    if initializer is not None and not callable(initializer):
+        raise TypeError("initializer must be a callable")
+    return initializer
+
+
+def check_output(output: Any) -> Callable[[Line], object] | None:
+    if output == "forward":
+        return forward
+    if output == "discard":
+        return None
+    if callable(output):
+        return output  # type: ignore[no-any-return]
+    raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")

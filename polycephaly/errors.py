@@ -1,0 +1,57 @@
+"""What can go wrong, in words a caller can act on.
+
+`DroneDied` is a `BrokenProcessPool`, so code written for the standard library's executor catches it.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+__all__ = ["DroneDied", "RemoteError"]
+
+
+class RemoteError(Exception):
+    """Stands for a remote exception that cannot be pickled, or cannot be rebuilt here.
+
+    Attributes: ``type_name`` (dotted name of the original type), ``message`` (its ``str``) and
+    ``traceback`` (the remote traceback as text).
+    """
+
+    def __init__(self, type_name: str, message: str, traceback: str = "") -> None:
+        super().__init__(type_name, message, traceback)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+
+
+class DroneDied(BrokenProcessPool):
+    """The drone that held this work ended before it could answer.
+
+    Attributes: ``drone`` (its name), ``exitcode`` (negative: ended by that signal, as in
+    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that it
+    wrote there) and ``stack`` (what `faulthandler` left, or "").
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        drone: str = "",
+        exitcode: int | None = None,
+        running: str | None = None,
+        stderr: str = "",
+        stack: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.drone = drone
+        self.exitcode = exitcode
+        self.running = running
+        self.stderr = stderr
+        self.stack = stack
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__

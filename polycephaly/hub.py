@@ -1,0 +1,356 @@
+"""The hub: one thread per image that owns the ZeroMQ socket and everything said on it.
+
+    callers ──append──> crew.queue ┐                           ┌──WORK──> ROUTER ──> drones
+    callers ──post────> inbox ─────┤── turn: the hub's thread ─┤
+    drones ──RESULTS──> ROUTER ────┤                           └──> deliveries ── after the turn ──> promises
+    zygotes ──reports──> lifeline ─┤
+    drones' output ────> pipes ────┘
+
+All state of crews and links is changed by this thread alone, in its *turn*, under a lock that exists only so
+that a fork can wait for the turn's end (launch/safepoint.py). A turn runs no code of users: values are
+unpickled, promises settled (and so callbacks called) and lines printed after it, from `deliveries`.
+
+Going to sleep without losing a wake-up:
+    hub     H1 offers the bell   H2 looks at inbox and queues   H3 sleeps in epoll
+    caller  C1 appends           C2 takes the bell, if there    C3 writes to the eventfd
+If C1 comes before H2, the hub sees the entry. If it comes after, then H1 came before C2, so the caller finds
+the bell (or another caller has just taken it, and that one writes). C2 and C3 are straight-line code up to the
+call itself, where CPython runs no signal handler, so Ctrl-C cannot come between them.
+
+The hub starts with the first crew and ends with the last: an image without drones has no thread of ours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import itertools
+import logging
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pickle import loads
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from .launch import lifeline, safepoint
+from .link import Line, Link
+from .promise import FINISHED, Promise, settlers
+from .wire.endpoint import Endpoint
+from .wire.exceptions import unpack_exception
+from .wire.messages import (
+    HELLO, PROTOCOL, RESULTS, RETURNED, VALUE, WITHDRAWN, Malformed, Outcome, head_type, numbers, unpack_outcomes,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from .crew import Crew
+    from .work import Work
+
+__all__ = ["Hub", "lease_hub"]
+
+log = logging.getLogger("polycephaly.hub")
+
+_hub: Hub | None = None
+
+
+def lease_hub() -> Hub:
+    """This image's hub, started if need be. It lives until `Hub.give_back` was called as often."""
+    global _hub
+    with safepoint.guard:
+        if _hub is None:
+            _hub = Hub()
+        _hub.leases += 1
+        return _hub
+
+
+def _forget_hub() -> None:
+    """In a forked child: the hub stayed behind with its threads; nothing of it may be used or tidied up here."""
+    global _hub
+    if _hub is not None:
+        _left_behind.append(_hub)
+        _hub = None
+    settlers.clear()
+
+
+_left_behind: list[Any] = []
+os.register_at_fork(after_in_child=_forget_hub)
+
+
+def _end_with_interpreter() -> None:
+    hub = _hub
+    if hub is not None:
+        hub.post(hub.abandon_all)
+        hub.thread.join(timeout=5.0)
+
+
+class Hub:
+    def __init__(self) -> None:
+        self.endpoint = Endpoint()
+        self.leases = 0
+        self.gone = False
+        self.crews: list[Crew] = []
+        self.ending: list[Promise[None]] = []
+        """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
+        self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
+        self._router = self.endpoint.router
+        self._turn = threading.Lock()
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._errands: list[Callable[[], object]] = []
+        self._deliveries: list[Callable[[], object]] = []
+        self._links: dict[bytes, Link] = {}
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._timer_numbers = itertools.count()
+        self._asleep = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = lifeline.own(select.epoll())
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        # The router's descriptor tells of news only: so before each sleep `_turn_once` reads all there is.
+        self._epoll.register(self._router.getsockopt(zmq.FD), select.EPOLLIN | select.EPOLLET)  # type: ignore[call-overload]
+        atexit.unregister(_end_with_interpreter)
+        atexit.register(_end_with_interpreter)
+        safepoint.add_turn(self.thread, self._turn)
+        self.thread.start()
+
+    # -- from any thread --------------------------------------------------------------------------
+
+    def post(self, act: Callable[[], object]) -> None:
+        """Has `act` called in the hub's next turn. Takes no lock, so finalizers may call it."""
+        self._inbox.append(act)
+        self.wake()
+
+    def wake(self) -> None:
+        if self._asleep:
+            try:
+                del self._bell
+            except AttributeError:  # somebody else rings it
+                return
+            os.eventfd_write(self._wake_fd, 1)
+
+    # -- the hub's thread: what crews use in a turn ---------------------------------------------------
+
+    def add_link(self, link: Link) -> None:
+        self._links[link.identity] = link
+
+    def remove_link(self, link: Link) -> None:
+        self._links.pop(link.identity, None)
+
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        self._watched[fd] = act
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            with suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        heapq.heappush(self._timers, (monotonic() + seconds, next(self._timer_numbers), act))
+
+    def send(self, frames: list[bytes]) -> None:
+        self._router.send_multipart(frames)
+
+    def deliver(self, act: Callable[[], object]) -> None:
+        """After the turn: `act` may run code of users. In the order of the calls."""
+        self._deliveries.append(act)
+
+    def run_errand(self, act: Callable[[], object]) -> None:
+        """Outside any turn, in the hub's thread: for what forks."""
+        self._errands.append(act)
+
+    def receive(self) -> None:
+        """Reads all that drones have sent."""
+        router = self._router
+        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+            link = self._links.get(identity)
+            try:
+                if link is None:
+                    raise Malformed("its sender is nobody's drone")
+                self._hear(link, frames)
+            except Malformed as wrong:
+                log.warning("a message was dropped: %s", wrong)
+
+    def abandon_all(self) -> None:
+        for crew in list(self.crews):
+            crew.abandon()
+
+    # -- the hub's thread: its life ---------------------------------------------------------------
+
+    def _live(self) -> None:
+        settlers.add(threading.get_ident())
+        try:
+            while True:
+                with self._turn:
+                    self._turn_once()
+                self._deliver()
+                gone = self.leases == 0 and self._end()
+                ended, self.ending = self.ending, []
+                for promise in ended:
+                    promise._settle(FINISHED, None, None)
+                if gone:
+                    return
+                self._sleep()
+        finally:
+            settlers.discard(threading.get_ident())
+
+    def _turn_once(self) -> None:
+        inbox = self._inbox
+        while inbox:
+            self._guarded(inbox.popleft())
+        self.receive()
+        now = monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._guarded(heapq.heappop(self._timers)[2])
+        for crew in self.crews:
+            if crew.queue or crew.pinned_waiting:
+                crew.dispatch(now)
+            crew.after_turn()
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception:
+            log.exception("a bug in polycephaly: %r failed", act)
+
+    def _deliver(self) -> None:
+        while self._deliveries or self._errands:
+            deliveries, self._deliveries = self._deliveries, []
+            errands, self._errands = self._errands, []
+            for act in (*deliveries, *errands):
+                try:
+                    act()
+                except BaseException:  # SystemExit from a callback too: this thread serves everybody
+                    log.exception("a callback failed")
+
+    def _sleep(self) -> None:
+        self._bell = True
+        self._asleep = True
+        if not self._anything_to_do():
+            timeout = max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
+            news = self._epoll.poll(timeout)
+        else:
+            news = []
+        self._asleep = False
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        if news:
+            with self._turn:
+                for fd, _ in news:
+                    act = self._watched.get(fd)
+                    if act is not None:
+                        self._guarded(act)
+
+    def _anything_to_do(self) -> bool:
+        return bool(
+            self._inbox
+            or self._deliveries
+            or self._errands
+            or self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
+            or any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
+        )
+
+    def _end(self) -> bool:
+        """Ends the hub, unless somebody has leased it again."""
+        global _hub
+        with safepoint.guard:
+            if self.leases or self._inbox:
+                return False
+            if _hub is self:
+                _hub = None
+            self.gone = True
+            safepoint.remove_turn(self.thread)
+            self.endpoint.close()
+            lifeline.close(self._epoll)
+            os.close(self._wake_fd)
+        return True
+
+    def give_back(self) -> None:
+        """Undoes one `lease_hub`. Not in a turn: it takes the guard."""
+        with safepoint.guard:
+            self.leases -= 1
+
+    # -- what drones say --------------------------------------------------------------------------
+
+    def _hear(self, link: Link, frames: list[bytes]) -> None:
+        kind = head_type(frames)
+        if kind == RESULTS:
+            self._hear_results(link, unpack_outcomes(frames))
+        elif kind == HELLO:
+            said = numbers(frames)
+            if said[:1] != (PROTOCOL,):
+                raise Malformed(f"{link.name} speaks protocol {said[:1]}, not {PROTOCOL}")
+            link.crew.hello(link)
+        elif kind == RETURNED:
+            link.crew.returned(link, numbers(frames))
+        else:
+            raise Malformed(f"{link.name} sent a message of type {kind!r}")
+
+    def _hear_results(self, link: Link, outcomes: list[Outcome]) -> None:
+        self.print_lines(link)  # what the work printed is out before its promise settles
+        now = link.last_heard = monotonic()
+        settled: list[tuple[Work, Outcome]] = []
+        for outcome in outcomes:
+            work = link.answered(outcome.number)
+            if work is None:
+                continue  # withdrawn, or lost and answered all the same
+            if outcome.status != WITHDRAWN:
+                link.tasks_done += 1
+                work.definition.took(outcome.finished - outcome.started)
+                work.received = now
+                settled.append((work, outcome))
+        if settled:
+            self.deliver(lambda: _settle_all(link, settled))
+        link.crew.answered(link)
+
+    def print_lines(self, link: Link) -> None:
+        lines = link.printed()
+        if lines and link.crew.output is not None:
+            output = link.crew.output
+            self.deliver(lambda: _print_all(output, lines))
+
+
+def _settle_all(link: Link, settled: list[tuple[Work, Outcome]]) -> None:
+    for work, outcome in settled:
+        promise, payload = work.promise, outcome.payload
+        work.started, work.finished = outcome.started, outcome.finished
+        work.drone, work.bytes_received = link.name, len(payload)
+        work.drop_payload()
+        if outcome.output:
+            promise.output = outcome.output
+        error: BaseException | None = None
+        value = None
+        try:
+            if outcome.status == VALUE:
+                if len(payload):
+                    value = loads(payload)
+            else:
+                error = unpack_exception(bytes(payload))
+                work.crew.explain(error)
+        except BaseException as wrong:
+            wrong.add_note(f"while unpickling the result of {work.definition.label}")
+            error = wrong
+        try:
+            promise._settle(FINISHED, value, error)
+        except BaseException:
+            log.exception("a callback of %r failed", promise)
+
+
+def _print_all(output: Callable[[Line], object], lines: list[Line]) -> None:
+    for line in lines:
+        output(line)
+
+
+def forward(line: Line) -> None:
+    """Writes a drone's line to the controller's own stream of that name."""
+    stream = sys.stdout if line.stream == "stdout" else sys.stderr
+    if stream is not None:
+        with suppress(ValueError, OSError):  # closed, or its reader has gone
+            stream.write(line + "\n")
+            stream.flush()

@@ -1,0 +1,153 @@
+"""What a drone can be asked to do: callables and code strings that the hub has defined here.
+
+A definition arrives as bytes and is opened when it is first called, by the thread that runs work, so that an
+error in opening it rejects that call and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+from collections.abc import Callable, Iterator
+from pickle import loads
+from types import CodeType, CoroutineType, FunctionType
+from typing import Any
+
+from ..wire.capture import main_namespace
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE
+
+__all__ = ["Definition", "Hole", "define"]
+
+_CODE_SHOWN = 1000
+"""So many code strings keep their source lines for tracebacks."""
+
+
+class Hole:
+    """Stands in pickled arguments where the value of a promise is to go."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __reduce__(self) -> tuple[type[Hole], tuple[int]]:
+        return Hole, (self.index,)
+
+
+class Definition:
+    """One callable or code string, called with pickled arguments."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def call(self, kind: int, payload: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Callable(Definition):
+    _function: Callable[..., Any] | None = None
+    _free: tuple[str, ...] = ()
+
+    def call(self, kind: int, payload: Any) -> Any:
+        function = self._function
+        if function is None:
+            function = self._open()
+        try:
+            args, kwargs = _arguments(kind, payload)
+        except BaseException as error:
+            error.add_note(f"while unpickling the arguments of {getattr(function, '__qualname__', function)}")
+            raise
+        if self._free:
+            _graft(function, self._free)
+        value = function(*args, **kwargs)
+        if type(value) is CoroutineType:
+            import asyncio
+
+            return asyncio.run(value)
+        return value
+
+    def _open(self) -> Callable[..., Any]:
+        try:
+            function: Callable[..., Any] = loads(self._payload)
+        except BaseException as error:
+            error.add_note("while unpickling the work itself")
+            raise
+        if type(function) is FunctionType and function.__module__ == "__main__":
+            self._free = tuple(_free_names(function))
+        self._function = function
+        return function
+
+
+class _Code(Definition):
+    _body: CodeType | None = None
+    _last: CodeType | None = None
+
+    def call(self, kind: int, payload: Any) -> Any:
+        if self._body is None:
+            self._compile()
+        namespace = main_namespace()
+        exec(self._body, namespace)  # type: ignore[arg-type]
+        return None if self._last is None else eval(self._last, namespace)
+
+    def _compile(self) -> None:
+        source = self._payload.decode("utf-8", "surrogatepass")
+        name = f"<doit {next(_doits)}>"
+        linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
+        _shown.append(name)
+        if len(_shown) > _CODE_SHOWN:
+            linecache.cache.pop(_shown.pop(0), None)
+        tree = ast.parse(source, name)
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+            self._last = compile(last, name, "eval", dont_inherit=True)
+        self._body = compile(tree, name, "exec", dont_inherit=True)
+
+
+_doits = itertools.count(1)
+_shown: list[str] = []
+
+
+def define(kind: int, payload: bytes) -> Definition:
+    return _Code(payload) if kind == DEFINE_CODE else _Callable(payload)
+
+
+def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kind == CALL:
+        return (loads(payload) if len(payload) else ()), {}
+    if kind == CALL_KEYWORDS:
+        args, kwargs = loads(payload)
+        return args, kwargs
+    assert kind == CALL_FILLED
+    outer, values = loads(payload)
+    args, kwargs = loads(outer)
+
+    def fill(arg: Any) -> Any:
+        return values[arg.index] if type(arg) is Hole else arg
+
+    return tuple(map(fill, args)), {name: fill(arg) for name, arg in kwargs.items()}
+
+
+# A function of `__main__` that came by value has a namespace of its own, with what it captured. What it names
+# beyond that (it was there at the snapshot, or was pushed here) it finds in this image's `__main__`.
+
+
+def _graft(function: Any, names: tuple[str, ...]) -> None:
+    namespace, main = function.__globals__, main_namespace()
+    for name in names:
+        if name in main:
+            namespace[name] = main[name]
+
+
+def _free_names(function: FunctionType) -> Iterator[str]:
+    namespace = function.__globals__
+    if namespace is main_namespace():
+        return
+    functions = [function, *(f for f in namespace.values() if isinstance(f, FunctionType))]
+    codes = [f.__code__ for f in functions if f.__globals__ is namespace]
+    seen: set[str] = set()
+    while codes:
+        code = codes.pop()
+        seen.update(code.co_names)
+        codes.extend(c for c in code.co_consts if isinstance(c, CodeType))
+    yield from seen - namespace.keys()

@@ -1,0 +1,294 @@
+"""A drone's life: it takes work in batches, runs it in its main thread, and sends back what came of it.
+
+    hub ──WORK──> socket ──> todo ──main thread: run──> outcomes ──RESULTS──> hub
+                    └──> the ear (a thread): hears while the main thread is busy
+                            RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
+
+The main thread reads the socket itself while it is idle or between tasks, so short work crosses no thread.
+Only when one task has run for a *window* does the ear begin to listen. Whoever touches the socket holds
+`_socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the middle, and each of
+these steps is atomic, so a task is either run or given back, never both.
+
+Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
+that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
+interrupt that comes as the task ends is reported as the task's error, and one that comes later is ignored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pickle import dumps
+from queue import SimpleQueue
+from time import monotonic, sleep
+from typing import Any
+
+import zmq
+
+from ..launch.page import RunningPage
+from ..launch.zygote import Nest, Order
+from ..wire import endpoint
+from ..wire.capture import MainSnapshot, capture
+from ..wire.exceptions import pack_exception
+from ..wire.messages import (
+    CANCEL, DEFINE_CALLABLE, DEFINE_CODE, ERROR, FORGET, HELLO, PROTOCOL, RECALL, RETURNED, STOP, VALUE, WITHDRAWN,
+    WORK, Malformed, head_type, numbers, pack_numbers, pack_outcomes, unpack_work,
+)  # fmt: skip
+from .console import open_console
+from .definitions import Definition, define
+
+__all__ = ["hatch"]
+
+FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
+WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
+LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
+
+
+def hatch(order: Order, nest: Nest, page: RunningPage, snapshot: MainSnapshot) -> None:
+    """The drone's main function: serves until told to stop."""
+    endpoint.home_of_parent = nest.home
+    drone = _Drone(order, nest, page, snapshot)
+    try:
+        drone.serve()
+    finally:
+        drone.close()
+
+
+class _Task:
+    __slots__ = ("definition", "kind", "number", "payload")
+
+    def __init__(self, number: int, kind: int, definition: Definition, payload: Any) -> None:
+        self.number = number
+        self.kind = kind
+        self.definition = definition
+        self.payload = payload
+
+
+class _Drone:
+    def __init__(self, order: Order, nest: Nest, page: RunningPage, snapshot: MainSnapshot) -> None:
+        self._tail = open_console()
+        faulthandler.enable(file=2)
+        self._snapshot = snapshot
+        self._row = page.row(order.slot)
+        self._definitions: dict[int, Definition] = {}
+        self._todo: deque[_Task] = deque()
+        self._outcomes: list[tuple[int, int, float, float, bytes, bytes]] = []
+        self._flushed = 0.0
+        self._stopping = False
+        self._current = self._target = 0
+        self._main_thread = threading.get_ident()
+        signal.signal(signal.SIGINT, self._on_sigint)
+        self._context, self._socket = endpoint.connect(nest.home, bytes.fromhex(order.identity))
+        self._socket_turn = threading.Lock()
+        self._ear = _Ear(self)
+        self._socket.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
+
+    # -- the main thread --------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        todo = self._todo
+        while True:
+            if not todo:
+                self._flush()
+                if self._stopping and not todo:
+                    return
+                self._listen(wait=not todo)
+                continue
+            self._ear.wake()
+            try:
+                task = todo.popleft()
+            except IndexError:  # the ear has just given it back
+                continue
+            self._outcomes.append(self._run(task))
+            del task  # what it held is not kept while waiting for more
+            if monotonic() - self._flushed > FLUSH_AFTER:
+                self._flush()
+                self._listen(wait=False)
+
+    def _run(self, task: _Task) -> tuple[int, int, float, float, bytes, bytes]:
+        number = self._row[0] = task.number
+        status, payload = VALUE, b""
+        started = monotonic()
+        try:
+            try:
+                self._current = number
+                value = task.definition.call(task.kind, task.payload)
+                if value is not None:
+                    payload = self._capture_result(value)
+                    del value
+            finally:
+                self._current = 0
+        except BaseException as error:
+            self._current = 0
+            status, payload = ERROR, self._pack(error)
+        return number, status, started, monotonic(), payload, self._tail.take()
+
+    def _capture_result(self, value: object) -> bytes:
+        try:
+            return self._capture(value)
+        except BaseException as error:
+            error.add_note(f"while pickling the result, a {type(value).__qualname__}")
+            raise
+
+    def _capture(self, value: object) -> bytes:
+        return capture(value, self._snapshot)
+
+    def _pack(self, error: BaseException) -> bytes:
+        try:
+            return pack_exception(error, self._capture)
+        except BaseException as worse:  # its own code broke off its packing: tell at least what it was
+            told = RuntimeError(f"a {type(error).__qualname__} could not be sent: {type(worse).__qualname__}")
+            return pack_exception(told, lambda value: dumps(value, 5))
+
+    def _flush(self) -> None:
+        outcomes = self._outcomes
+        if outcomes:
+            with self._socket_turn:
+                self._socket.send_multipart(pack_outcomes(outcomes))
+            self._row[1] = outcomes[-1][0]
+            outcomes.clear()
+        self._flushed = monotonic()
+
+    def _listen(self, wait: bool) -> None:
+        """Hears what has come; with `wait` at least one message. Holding the turn keeps the ear away."""
+        with self._socket_turn:
+            if wait:
+                self._hear(self._socket.recv_multipart())
+            self.hear_all()
+
+    def close(self) -> None:
+        """Runs the exit handlers registered here, and delivers what is in the socket."""
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        self._socket.close()
+        self._context.term()
+
+    # -- either thread, holding the socket's turn ---------------------------------------------------
+
+    def hear_all(self) -> None:
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            self._hear(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            self._HEARD[head_type(frames)](self, frames)
+        except (Malformed, KeyError) as wrong:
+            os.write(2, f"a malformed message was dropped: {wrong}\n".encode())
+
+    def _hear_work(self, frames: list[bytes]) -> None:
+        definitions, todo = self._definitions, self._todo
+        for number, kind, definition, payload in unpack_work(frames):
+            if kind == DEFINE_CALLABLE or kind == DEFINE_CODE:
+                definitions[number] = define(kind, bytes(payload))
+            elif kind == FORGET:
+                definitions.pop(number, None)
+            elif definition in definitions:
+                todo.append(_Task(number, kind, definitions[definition], payload))
+            else:
+                raise Malformed(f"work {number} calls the unknown definition {definition}")
+
+    def _hear_recall(self, frames: list[bytes]) -> None:
+        returned = []
+        with suppress(IndexError):
+            while True:
+                returned.append(self._todo.pop().number)
+        self._socket.send_multipart(pack_numbers(RETURNED, returned[::-1]))
+
+    def _hear_cancel(self, frames: list[bytes]) -> None:
+        targets = set(numbers(frames))
+        withdrawn = []
+        for task in list(self._todo):
+            if task.number in targets:
+                with suppress(ValueError):  # the main thread has just begun it
+                    self._todo.remove(task)
+                    withdrawn.append((task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
+        if withdrawn:
+            self._socket.send_multipart(pack_outcomes(withdrawn))
+        current = self._current
+        if current and (current in targets or 0 in targets):
+            self._target = current
+            signal.pthread_kill(self._main_thread, signal.SIGINT)
+
+    def _hear_stop(self, frames: list[bytes]) -> None:
+        self._stopping = True
+
+    _HEARD: dict[bytes, Callable[[_Drone, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
+        WORK: _hear_work,
+        RECALL: _hear_recall,
+        CANCEL: _hear_cancel,
+        STOP: _hear_stop,
+    }
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        if self._target and self._target == self._current:
+            self._target = 0
+            raise KeyboardInterrupt("interrupted by the controller")
+
+    # -- what the ear looks at ----------------------------------------------------------------------
+
+    @property
+    def current(self) -> int:
+        return self._current
+
+    def hear_if_free(self) -> None:
+        if self._socket_turn.acquire(blocking=False):
+            try:
+                self.hear_all()
+            finally:
+                self._socket_turn.release()
+
+    def socket_fd(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))  # type: ignore[call-overload]
+
+
+class _Ear:
+    """Listens while the main thread is busy with one task for longer than the window.
+
+    It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
+    Parking: it says so, then looks again, then waits for a token. The main thread looks at `_parked` at each
+    task and sends a token. A task that begins between the two looks of the ear is seen by the second; one
+    token too many costs one tick.
+    """
+
+    def __init__(self, drone: _Drone) -> None:
+        self._drone = drone
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._parked = False
+        self._fd = drone.socket_fd()
+        threading.Thread(target=self._live, name="polycephaly-ear", daemon=True).start()
+
+    def wake(self) -> None:
+        if self._parked:
+            self._parked = False
+            self._tokens.put(None)
+
+    def _live(self) -> None:
+        readable = select.poll()
+        readable.register(self._fd, select.POLLIN)
+        seen = 0
+        while True:
+            current = self._drone.current
+            if current == 0:
+                self._parked = True
+                if self._drone.current == 0:
+                    self._tokens.get()
+                self._parked = False
+            elif current == seen:
+                # The descriptor tells of news only; what came before the ear began must be looked for.
+                with suppress(zmq.ZMQError):
+                    self._drone.hear_if_free()
+                    readable.poll(LOOK_AGAIN * 1000)
+                continue
+            seen = current
+            sleep(WINDOW)

@@ -1,0 +1,25 @@
+"""What `drone[name]`, `push` and `pull` do, on the drone: plain work, sent like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..wire.capture import main_namespace
+
+__all__ = ["pull", "push"]
+
+
+def push(names: dict[str, Any]) -> None:
+    main_namespace().update(names)
+
+
+def pull(*names: str) -> tuple[Any, ...]:
+    namespace = main_namespace()
+    for name in names:
+        if name not in namespace:
+            raise NameError(f"name {name!r} is not defined", name=name)
+    return tuple(namespace[name] for name in names)
+
+
+def get(name: str) -> Any:
+    return pull(name)[0]

@@ -1,0 +1,157 @@
+"""The controller's end of a zygote: takes the snapshot, gives orders, hears how drones start and end.
+
+    start="fork"    safepoint.fork() here and now: the zygote is this image as it is at this moment
+    start="spawn"   a fresh interpreter through multiprocessing's spawn context, which imports the main module
+                    again as the standard library does; it becomes the zygote and forks the drones
+
+Made in the thread that asks for it; afterwards only the hub's thread uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any, cast
+
+from ..wire.capture import MainSnapshot
+from . import lifeline, safepoint
+from .page import RunningPage
+from .zygote import MAX_ORDER, Nest, Order, run_zygote
+
+__all__ = ["START_METHODS", "Launcher", "default_start_method"]
+
+START_METHODS = ("fork", "spawn")
+
+
+def default_start_method() -> str:
+    """Fork where the platform can do it soundly; macOS system libraries do not survive it."""
+    import sys
+
+    return "fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn"
+
+
+class Launcher:
+    """One zygote. `ready` once it has reported; `snapshot` says what its images have in `__main__`."""
+
+    def __init__(self, method: str, nest: Nest) -> None:
+        self.page = RunningPage(nest.slots)
+        self.ready = False
+        self.snapshot = MainSnapshot()
+        self._process: BaseProcess | None = None
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = lifeline.own(mine)
+        try:
+            if method == "fork":
+                self.pid = self._fork(theirs, nest)
+            else:
+                self.pid = self._spawn(theirs, nest)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            theirs.close()
+        self.pidfd = lifeline.open_pidfd(self.pid)
+
+    def _fork(self, control: socket.socket, nest: Nest) -> int:
+        owner = os.getpid()
+        pid = safepoint.fork()
+        if pid == 0:
+            run_zygote(control, nest, self.page, self.snapshot, owner)
+        return pid
+
+    def _spawn(self, control: socket.socket, nest: Nest) -> int:
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(
+            target=_become_zygote,
+            args=(_Handed(control.fileno()), _Handed(self.page.fd), nest, os.getpid()),
+            name="polycephaly-zygote",
+            daemon=True,
+        )
+        process.start()
+        self._process = process
+        return cast(int, process.pid)
+
+    # -- orders and reports -----------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def start(self, order: Order, stdout: int, stderr: int) -> None:
+        """Asks for a drone. Raises `OSError` where the zygote cannot be reached."""
+        message = order.to_json()
+        if len(message) > MAX_ORDER:
+            raise ValueError(f"env= is too large to hand to a drone: {len(message)} of at most {MAX_ORDER} bytes")
+        socket.send_fds(self._control, [message], [stdout, stderr])
+
+    def kill(self, number: int) -> None:
+        """SIGKILL by the drone's own parent, so that it cannot hit another process with the same number."""
+        with suppress(OSError):
+            self._control.send(json.dumps({"kill": number}).encode())
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """What the zygote has told since the last call; None once it is gone."""
+        heard: list[dict[str, Any]] = []
+        while True:
+            try:
+                message = self._control.recv(MAX_ORDER * 8, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return heard
+            except OSError:
+                return heard or None
+            if not message:
+                return heard or None
+            report = json.loads(message)
+            if "ready" in report:
+                self.ready = True
+                if self._process is not None:
+                    self.snapshot = MainSnapshot(report["names"])
+            heard.append(report)
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Lets go of the lifeline: the zygote ends, and all that is left of its drones with it."""
+        lifeline.close(self._control)
+
+    def reap(self) -> int | None:
+        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is known."""
+        code: int | None = None
+        if self._process is not None:
+            self._process.join()
+            code = self._process.exitcode
+            self._process.close()
+        else:
+            with suppress(ChildProcessError):  # somebody else's os.wait() has had it
+                code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self.page.close()
+        return code
+
+
+class _Handed:
+    """A descriptor handed to a spawned process: pickled by multiprocessing's own means."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _detach, (DupFd(self.fd),)
+
+
+def _detach(handed: Any) -> int:
+    return cast(int, handed.detach())
+
+
+def _become_zygote(control: int, page: int, nest: Nest, owner: int) -> None:
+    # multiprocessing forbids children to its daemons; drones may start what they like, and all of it is ended.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    snapshot = MainSnapshot()
+    run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), snapshot, owner)

@@ -1,0 +1,113 @@
+"""How the end of one process becomes the end of those that depend on it.
+
+    controller ── lifeline (its only other end) ·· pidfd ──> zygote ── PR_SET_PDEATHSIG ──> drone ──> what it started
+                                                           └── kills the process group, and each orphan ─────┘
+
+Three means, each for what the others cannot see:
+
+* a **lifeline**: a socket pair; the owner alone holds the other end. However the owner ends, the kernel closes
+  that end, and the zygote reads end-of-file. A copy of it in any other process would keep it alive, so what
+  must not cross a fork is listed in `OURS` and closed first thing in every forked child.
+* a **pidfd** of the owner: readable when that process has ended, whatever copies of descriptors there are
+  (Linux 5.3). It also covers a child that C code forked behind Python's back.
+* **PR_SET_PDEATHSIG**: the kernel kills the child when the *thread* that forked it ends. So it serves only
+  where that thread is a process's main one, as the zygote's. It is lost when the parent ends before it is
+  armed: hence the look at `getppid()` afterwards.
+
+`PR_SET_CHILD_SUBREAPER` makes orphans of a dead drone children of the zygote, even those that made a session
+of their own, so that it can find and kill them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+__all__ = ["OURS", "become_subreaper", "children", "close", "die_with_parent", "end_process_group", "open_pidfd", "own"]
+
+
+class Closable(Protocol):
+    def close(self) -> object: ...
+
+
+OURS: set[Closable] = set()
+"""What this image has open and no forked child may keep. Objects, not numbers: each knows when it is closed,
+so that closing twice cannot hit another file that has got the number since."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+F = TypeVar("F", bound=Closable)
+
+
+def own(file: F) -> F:
+    OURS.add(file)
+    return file
+
+
+def close(file: Closable) -> None:
+    OURS.discard(file)
+    with suppress(OSError):
+        file.close()
+
+
+def _after_fork_in_child() -> None:
+    for file in list(OURS):
+        close(file)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once process `pid` has ended; None where the kernel has no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def die_with_parent(parent: int) -> None:
+    """To be called in a forked child: SIGKILL for this process when the thread that forked it ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The direct children of this (single-threaded) process, zombies included."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+            return set(map(int, listed.read().split()))
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        return _children_by_search()
+
+
+def _children_by_search() -> set[int]:
+    me, found = os.getpid(), set()
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{name}/stat") as stat:
+                if int(stat.read().rpartition(")")[2].split()[1]) == me:
+                    found.add(int(name))
+    return found
+
+
+def end_process_group(leader: int) -> None:
+    """SIGKILL for every process of that group. Safe while the leader is unreaped: its number is not reused."""
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)

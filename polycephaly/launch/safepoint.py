@@ -1,0 +1,70 @@
+"""Forking an image that has threads of ours.
+
+A fork copies one thread. Whatever another thread had half done, and whatever lock it held, stays so in the
+child for ever. So while `fork` forks, each of our threads stands at a *safe point*, where it holds no lock
+and has nothing half done: each does its work under a lock of its own, a *turn*, listed here, and `fork` takes
+all turns first. Afterwards the parent gives them back; in the child, hooks make everything anew.
+
+Lock order: `guard` before turns; a thread in its turn never takes `guard`, and runs no code of users.
+
+Python 3.12 warns of every fork with threads. Where all Python threads but this one are ours, they stand safe
+and the warning would be wrong; silencing it changes `warnings`' global state for a moment, and that is safe
+for the same reason: nobody else is there to see it. With threads of the user's own it is left to speak.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any
+
+__all__ = ["add_turn", "fork", "remove_turn"]
+
+guard = threading.RLock()
+"""Held while a hub begins, ends or forks."""
+
+_turns: dict[threading.Thread, threading.Lock] = {}
+
+
+def add_turn(thread: threading.Thread, turn: threading.Lock) -> None:
+    with guard:
+        _turns[thread] = turn
+
+
+def remove_turn(thread: threading.Thread) -> None:
+    with guard:
+        _turns.pop(thread, None)
+
+
+def fork() -> int:
+    """`os.fork` at a safe point. In the child every lock of ours is new and no thread of ours exists."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # None, closed, or a stand-in: what it holds must not be written twice
+            stream.flush()
+    with guard, ExitStack() as standing:
+        for turn in list(_turns.values()):
+            standing.enter_context(turn)
+        with _no_warning_of_our_threads():
+            pid = os.fork()
+        if pid == 0:
+            standing.pop_all()  # those locks are not ours any more: `_after_fork_in_child` forgot them
+        return pid
+
+
+def _no_warning_of_our_threads() -> Any:
+    others = set(threading.enumerate()) - {threading.current_thread()} - set(_turns)
+    if others or sys.version_info < (3, 12):
+        return nullcontext()
+    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+
+
+def _after_fork_in_child() -> None:
+    global guard
+    guard = threading.RLock()
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,255 @@
+"""The zygote: a quiet copy of the main image, from which the drones are forked.
+
+    hub ──START + stdout, stderr──> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
+    hub <──started, failed, exited── zygote <──SIGCHLD── drone    lifeline in one; JSON, descriptors beside it)
+
+It is single-threaded and runs nothing of the user's, so it can fork at any time; whatever the main image does
+afterwards, the drones are all of the same snapshot. It is its drones' parent: it reaps them, tells how they
+ended, and kills what they left. Its own end is the end of them all, and its owner's end is its own.
+
+Every child of the zygote that is not a drone is an orphan of a dead one (a drone is a subreaper: orphans of
+its own descendants go to it while it lives), so those are killed wherever they are met.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from ..wire.capture import MainSnapshot
+from . import lifeline
+from .page import RunningPage
+
+__all__ = ["Nest", "Order", "run_zygote"]
+
+MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
+
+_RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the zygote needs to know to start one drone."""
+
+    number: int
+    slot: int
+    identity: str  # hex; who knows it may speak to the hub, so it is in no file and on no command line
+    name: str
+    env: dict[str, str]
+    cwd: str | None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """What all drones of one zygote share. `hatch` is the drone's main function."""
+
+    hatch: Callable[[Order, Nest, RunningPage, MainSnapshot], None]
+    home: str  # the owner's private directory, with its socket
+    slots: int
+
+
+def run_zygote(control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int) -> NoReturn:
+    """The zygote's life. Never returns: the frames below belong to the main image."""
+    status = 1
+    try:
+        zygote = _Zygote(control, nest, page, snapshot, owner)
+        zygote.serve()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            zygote.end_everything()
+        os._exit(status)
+
+
+def leave_the_main_image() -> None:
+    """What a fork must forget: signal handlers, exit handlers, the standard input."""
+    signal.set_wakeup_fd(-1)
+    for name in _RESET:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    atexit._clear()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays
+
+
+class _Zygote:
+    def __init__(self, control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int) -> None:
+        self._control = control
+        self._nest = nest
+        self._page = page
+        self._snapshot = snapshot
+        self._drones: dict[int, int] = {}  # pid -> number
+        with suppress(OSError):
+            os.setsid()
+        lifeline.become_subreaper()
+        leave_the_main_image()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        # Armed before the look at getppid(): an owner that ended earlier has left another parent behind.
+        self._owner = lifeline.open_pidfd(owner)
+        self._owner_gone = os.getppid() != owner
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, every page that the drones share
+
+    def serve(self) -> None:
+        """Until the owner closes the lifeline or ends."""
+        poll = select.poll()
+        for fd in (self._control.fileno(), self._woken, self._owner):
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
+        self._report(ready=os.getpid(), names=self._snapshot.names())
+        while not self._owner_gone:
+            for fd, _ in poll.poll():
+                if fd == self._control.fileno():
+                    self._obey()
+                elif fd == self._owner:
+                    self._owner_gone = True
+                else:
+                    with suppress(BlockingIOError):
+                        os.read(self._woken, 4096)
+                    self._reap()
+
+    # -- orders -----------------------------------------------------------------------------------
+
+    def _obey(self) -> None:
+        try:
+            message, fds = _receive(self._control)
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._owner_gone = True
+            return
+        order = json.loads(message)
+        try:
+            if "kill" in order:
+                self._kill(order["kill"])
+            else:
+                self._start(Order(**order), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _start(self, order: Order, streams: list[int]) -> None:
+        self._page.clear(order.slot)
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report(failed=order.number, errno=error.errno)
+            return
+        if pid == 0:
+            self._hatch(order, streams, zygote)
+        self._drones[pid] = order.number
+        self._report(started=order.number, pid=pid)
+
+    def _kill(self, number: int) -> None:
+        for pid, its in self._drones.items():
+            if its == number:
+                os.kill(pid, signal.SIGKILL)  # our child, unreaped: the number is surely its own
+
+    def _hatch(self, order: Order, streams: list[int], zygote: int) -> NoReturn:
+        """In the forked child: becomes a headless image, then runs it to its end."""
+        status = 1
+        try:
+            lifeline.die_with_parent(zygote)
+            os.setsid()
+            lifeline.become_subreaper()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for target, stream in zip((1, 2), streams, strict=True):
+                os.dup2(stream, target)
+            self._control.close()
+            for fd in (self._woken, self._wake, self._owner, *streams):
+                if fd is not None:
+                    os.close(fd)
+            os.environ.update(order.env)
+            if order.cwd is not None:
+                os.chdir(order.cwd)
+            gc.enable()
+            self._nest.hatch(order, self._nest, self._page, self._snapshot)
+            status = 0
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(status)
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Reaps who has ended, and kills whatever a dead drone left."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            number = self._drones.get(pid)
+            if number is not None:
+                lifeline.end_process_group(pid)  # before it is reaped: until then its number is not reused
+            _, status = os.waitpid(pid, 0)
+            if number is not None:
+                del self._drones[pid]
+                self._kill_orphans()
+                shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
+                self._report(exited=number, status=status)
+
+    def _kill_orphans(self) -> bool:
+        orphans = lifeline.children() - self._drones.keys()
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(orphans)
+
+    def end_everything(self) -> None:
+        """Kills and reaps all drones and all that they started; removes the owner's directory if it is gone."""
+        for pid in self._drones:
+            lifeline.end_process_group(pid)
+        self._drones.clear()
+        while self._kill_orphans():
+            with suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        if self._owner_ended():
+            shutil.rmtree(self._nest.home, ignore_errors=True)
+
+    def _owner_ended(self) -> bool:
+        if self._owner is None:
+            return self._owner_gone
+        return bool(select.select([self._owner], [], [], 0)[0])
+
+    def _report(self, **what: Any) -> None:
+        with suppress(OSError):  # the owner is gone: the lifeline tells that in a moment
+            self._control.send(json.dumps(what).encode())
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    message, extra, _, _ = control.recvmsg(MAX_ORDER, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return message, list(fds)

@@ -1,0 +1,202 @@
+"""The hub's end of one drone: what it was sent, what it prints, how it is.
+
+    Starting ──HELLO──> Preparing (initializer) ──> Ready ──> Retiring (no new work) ──> Stopping ──> dead
+                                                                                any state ──exited──> dead
+
+Only the hub's thread changes a link; other threads may read `pid`, `state`, `exitcode`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from io import FileIO
+from typing import TYPE_CHECKING
+
+from .launch import lifeline
+from .launch.launcher import Launcher
+from .promise import Promise
+from .wire.messages import FORGET, pack_work
+
+if TYPE_CHECKING:
+    from .crew import Crew
+    from .work import Work
+
+__all__ = ["BUDGET", "Line", "Link", "State", "Stream"]
+
+BUDGET = 0.005
+"""Seconds of work that a drone may hold ahead: enough to hide the way there and back, little to wait behind."""
+SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
+_DEFINITIONS_KEPT = 256
+_TAIL_LINES = 20
+_READS = 16  # of one pipe at a time: a drone that never stops writing must not keep the hub
+
+
+class State(IntEnum):
+    STARTING, PREPARING, READY, RETIRING, STOPPING, DEAD = range(6)
+
+
+class Line(str):
+    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose."""
+
+    __slots__ = ("drone", "stream", "text")
+
+    def __new__(cls, text: str, drone: str, stream: str) -> Line:
+        line = super().__new__(cls, f"[{drone}] {text}")
+        line.text, line.drone, line.stream = text, drone, stream
+        return line
+
+
+class Stream:
+    """The reading end of one of a drone's output pipes; gives whole lines."""
+
+    def __init__(self, fd: int, drone: str, name: str) -> None:
+        os.set_blocking(fd, False)
+        self._file = lifeline.own(FileIO(fd, "r"))
+        self._drone = drone
+        self._name = name
+        self._rest = b""
+        self.open = True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def lines(self) -> list[Line]:
+        """What has come since the last call. `open` turns False at end-of-file."""
+        pieces = [self._rest]
+        for _ in range(_READS):
+            piece = self._file.read(65536)
+            if piece is None:
+                break
+            if not piece:
+                self.open = False
+                break
+            pieces.append(piece)
+        *whole, self._rest = b"".join(pieces).split(b"\n")
+        if not self.open and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        return [Line(each.decode("utf-8", "replace"), self._drone, self._name) for each in whole]
+
+    def close(self) -> None:
+        self.open = False
+        lifeline.close(self._file)
+
+
+class Link:
+    """One drone, as the hub sees it."""
+
+    def __init__(self, crew: Crew, number: int, slot: int, name: str, launcher: Launcher) -> None:
+        self.crew = crew
+        self.number = number
+        self.slot = slot
+        self.name = name
+        self.launcher = launcher
+        self.identity = b"\x01" + os.urandom(16)
+        self.state = State.STARTING
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self.ended: Promise[None] = Promise()
+        self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
+        self.pinned: deque[Work] = deque()  # work that only this drone may run
+        self.load = 0.0  # seconds of work in flight, as estimated
+        self.unknown = 0  # how many in flight have no estimate
+        self.tasks_done = 0
+        self.last_heard = 0.0
+        self.recalled = False
+        self.streams: list[Stream] = []
+        self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.stack: list[str] = []
+        self._defined: dict[int, None] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not State.DEAD
+
+    def runs(self, number: int) -> bool:
+        """Has that work been begun? From any thread; the page says what the drone says."""
+        return self.alive and self.launcher.page.started(self.slot) == number
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def takes(self, pinned: bool = False) -> bool:
+        """May it be sent something now? If idle, anything; else known short work, up to half the budget.
+        A retiring drone takes only its own (`pinned`) work."""
+        return (self.state is State.READY or (pinned and self.state is State.RETIRING)) and (
+            not self.flight or (not self.unknown and self.load < BUDGET / 2)
+        )
+
+    def tasks_left(self, most: int | None) -> int:
+        """How many more pieces of work it may be sent before it has had its `most`."""
+        return 1 << 30 if most is None else most - self.tasks_done - len(self.flight)
+
+    def fits(self, work: Work, load: float, holds_some: bool) -> bool:
+        """Would `work` go with what it holds? Work of unknown length goes alone."""
+        estimate = work.definition.seconds
+        return not holds_some or (estimate is not None and load + estimate <= BUDGET)
+
+    def frames(self, batch: list[Work], now: float) -> list[bytes]:
+        """The message that brings it `batch`, with the definitions that it has not got yet."""
+        items = []
+        flight, defined = self.flight, self._defined
+        for work in batch:
+            definition = work.definition
+            if definition.number not in defined:
+                if len(defined) >= _DEFINITIONS_KEPT:
+                    oldest = next(iter(defined))
+                    del defined[oldest]
+                    items.append((oldest, FORGET, 0, b""))
+                defined[definition.number] = None
+                items.append((definition.number, definition.kind, 0, definition.payload))
+            items.append((work.number, work.kind, definition.number, work.payload))
+            flight[work.number] = work
+            work.link = self
+            work.sent = now
+            seconds = definition.seconds
+            if seconds is None:
+                self.unknown += 1
+                work.estimate = -1.0
+            else:
+                work.estimate = seconds if seconds > SHORTEST else SHORTEST
+                self.load += work.estimate
+        self.last_heard = now
+        return [self.identity, *pack_work(items)]
+
+    def answered(self, number: int) -> Work | None:
+        """Takes a work out of flight; None where it is not there."""
+        work = self.flight.pop(number, None)
+        if work is not None:
+            if work.estimate < 0:
+                self.unknown -= 1
+            else:
+                self.load -= work.estimate
+            if not self.flight:
+                self.load = 0.0
+        return work
+
+    # -- what it prints ---------------------------------------------------------------------------
+
+    def printed(self) -> list[Line]:
+        """Takes what has come through its pipes, and remembers the end of what it wrote to stderr."""
+        heard: list[Line] = []
+        for stream in self.streams:
+            if stream.open:
+                heard.extend(stream.lines())
+        for line in heard:
+            if line.stream == "stderr":
+                if self.stack or line.text.startswith("Fatal Python error"):
+                    self.stack.append(line.text)
+                self.stderr.append(line.text)
+        return heard
+
+    def close_streams(self, unwatch: Callable[[int], None]) -> None:
+        for stream in self.streams:
+            with suppress(ValueError, OSError):
+                unwatch(stream.fileno())
+            stream.close()
+        self.streams.clear()
+
+

@@ -1,0 +1,276 @@
+"""`Pool`: several drones behind one queue; a `concurrent.futures.Executor` too."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from .crew import Crew, Plan
+from .drone import (
+    Drone, check_cwd, check_env, check_initializer, check_output, check_start, check_timeout, check_work, wait_for,
+)  # fmt: skip
+from .link import Line, State
+from .promise import Promise
+
+__all__ = ["Pool"]
+
+T = TypeVar("T")
+
+_names = itertools.count(1)
+
+AHEAD = 0.01  # seconds of work that `map` keeps under way for each drone, once it knows how long a call takes
+MOST_AHEAD = 4096  # calls; also bounds the results that a slow consumer leaves waiting
+
+
+class Pool(Executor):
+    """`drones` headless copies of this image behind one queue (by default as many as usable cores).
+
+    All are forked from one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
+    `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and
+    `timeout`. Further:
+
+    ``output``     "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable
+                   that is given each line (a `str` with attributes ``text``, ``drone`` and ``stream``)
+    ``retries``    how often work is run again whose drone died while running it
+    ``max_tasks``  a drone is replaced after so many pieces of work
+    ``on_death``   "replace" the drone, or "break" the pool, as the standard library's executor does
+
+    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. A pool to
+    which no reference is left finishes its work and ends. All methods may be called from any thread.
+
+    Raises `ValueError` for numbers and names that make no sense, and `OSError` where the machine's limits
+    do not allow so many drones; those already started are ended then.
+
+    >>> import polycephaly as poly
+    >>> with poly.Pool(2) as pool:
+    ...     list(pool.map(abs, [-1, -2, -3]))
+    [1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        drones: int | None = None,
+        *,
+        name: str | None = None,
+        start: str | None = None,
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        output: str | Callable[[Line], object] = "forward",
+        retries: int = 0,
+        timeout: float | None = None,
+        max_tasks: int | None = None,
+        on_death: str = "replace",
+    ) -> None:
+        if drones is None:
+            drones = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        size = _at_least("drones", drones, 1)
+        name = name or f"pool-{next(_names)}"
+        if on_death not in ("replace", "break"):
+            raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
+        plan = Plan(
+            size=size,
+            name=name,
+            drone_name=lambda index: f"{name}.{index}",
+            start=check_start(start),
+            env=check_env(env),
+            cwd=check_cwd(cwd),
+            initializer=check_initializer(initializer),
+            initargs=tuple(initargs),
+            output=check_output(output),
+            retries=_at_least("retries", retries, 0),
+            timeout=check_timeout(timeout),
+            max_tasks=None if max_tasks is None else _at_least("max_tasks", max_tasks, 1),
+            on_death=on_death,
+        )
+        self._crew = Crew(plan)
+        weakref.finalize(self, self._crew.close).atexit = False
+        try:
+            self._crew.begun.result()
+        except BaseException:
+            self._crew.kill()
+            self._crew.wait_ended()
+            raise
+
+    # -- work -------------------------------------------------------------------------------------
+
+    @overload
+    def promise(self, work: str, /) -> Promise[Any]: ...
+    @overload
+    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    @overload
+    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+
+    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
+        """Has `work` done by any free drone; see `Drone.promise`."""
+        check_work(work, args, kwargs)
+        return self._crew.submit(work, args, kwargs)
+
+    @overload
+    def doit(self, work: str, /) -> Any: ...
+    @overload
+    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+    @overload
+    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+    def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+        return wait_for(self.promise(work, *args, **kwargs))
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:  # type: ignore[override]
+        """The standard library's spelling of `promise`."""
+        return self.promise(fn, *args, **kwargs)
+
+    def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
+        """Has `work` done once by each drone: a list of promises, one per drone.
+
+        A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
+        """
+        check_work(work, args, kwargs)
+        return [each.promise(work, *args, **kwargs) for each in self.drones]
+
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+    ) -> Iterator[T]:
+        """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
+
+        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
+        calls), so they may be endless, and a slow consumer slows the drones down. ``ordered=False`` gives
+        results as they come. `timeout` seconds from this call, waiting raises `TimeoutError`. A call's error is
+        raised in its place; then, or when the iterator is closed, what is under way is cancelled.
+        `chunksize` is accepted for the standard library's sake: there is nothing to tune.
+        """
+        if chunksize is not None:
+            _at_least("chunksize", chunksize, 1)
+        if buffersize is not None:
+            _at_least("buffersize", buffersize, 1)
+        check_work(fn, (), {})
+        calls = zip(*iterables) if iterables else iter(())  # noqa: B905 - the shortest ends it, as in `map`
+        end = None if timeout is None else monotonic() + timeout
+        flow = self._flow(fn, calls, end, buffersize, ordered)
+        next(flow)  # the first calls go out now, not at the first `next`
+        return flow
+
+    def _flow(
+        self, fn: Any, calls: Iterator[tuple[Any, ...]], end: float | None, buffersize: int | None, ordered: bool
+    ) -> Iterator[Any]:
+        crew = self._crew
+        under_way: deque[Promise[Any]] = deque()
+        arrived: deque[Promise[Any]] = deque()  # unordered: those that settled
+        news: Promise[None] = Promise()
+        definition = crew.book.define(fn)
+
+        def settled(promise: Promise[Any]) -> None:
+            arrived.append(promise)
+            news._settle("FINISHED", None, None)
+
+        def left() -> float | None:
+            return None if end is None else end - monotonic()
+
+        try:
+            first, count, exhausted = True, 0, False
+            while True:
+                ahead = buffersize or _ahead(crew.plan.size, definition.seconds)
+                while not exhausted and count < ahead:
+                    call = next(calls, None)
+                    if call is None:
+                        exhausted = True
+                        break
+                    promise = crew.submit(fn, call, {})
+                    count += 1
+                    if ordered:
+                        under_way.append(promise)
+                    else:
+                        promise._hook(settled)
+                if first:
+                    first = False
+                    yield None
+                    continue
+                if not count:
+                    return
+                if ordered:
+                    next_one = under_way.popleft()
+                else:
+                    while not arrived:
+                        news.result(left())
+                        news = Promise()
+                    next_one = arrived.popleft()
+                count -= 1
+                try:
+                    yield next_one.result(left())
+                except TimeoutError:
+                    if not next_one.done():
+                        next_one.cancel()
+                    raise
+                del next_one
+        finally:
+            for promise in under_way:
+                promise.cancel()
+
+    # -- the pool itself --------------------------------------------------------------------------
+
+    @property
+    def drones(self) -> list[Drone]:
+        """Its drones at this moment; work given to one of them is run by that one."""
+        return [Drone._of(self._crew, link) for link in list(self._crew.links) if link.state < State.RETIRING]
+
+    def refresh(self) -> None:
+        """Takes a new snapshot of this image and replaces the drones by new ones forked from it.
+
+        Work that runs is finished by the old drones; what waits is done by the new ones. What the old ones
+        had in their namespaces beyond the snapshot is gone.
+        """
+        self._crew.refresh()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes no more work, finishes what there is, and ends; waits for that unless told not to.
+
+        With `cancel_futures`, work that no drone has begun is cancelled. Doing so twice is no error.
+        """
+        self._crew.close(cancel=cancel_futures)
+        if wait:
+            self._crew.wait_ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._crew.close(cancel=kind is not None, running=kind is not None)
+        self._crew.wait_ended()
+
+    def __repr__(self) -> str:
+        crew = self._crew
+        if crew.over:
+            return f"<Pool {crew.plan.name}, ended>"
+        busy = sum(bool(link.flight) for link in crew.links)
+        return f"<Pool {crew.plan.name}: {len(crew.links)} drones, {busy} busy, {crew.pending()} pieces of work>"
+
+
+def _ahead(drones: int, seconds: float | None) -> int:
+    """How many calls to keep under way."""
+    least = 4 * drones
+    if seconds is None:
+        return least
+    return max(least, min(MOST_AHEAD, int(drones * AHEAD / max(seconds, 1e-6))))
+
+
+def _at_least(what: str, number: int, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what} is a whole number, not {number!r}")
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, not {number}")
+    return number

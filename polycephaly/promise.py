@@ -1,0 +1,470 @@
+"""Promises: a value that is not there yet.
+
+A `Promise` is a `concurrent.futures.Future` that costs one object: no lock and no condition is made until
+somebody waits in a way that needs one.
+
+    settler (hub, canceller, user)                  waiter, callback, `await`
+    --------------------------------                -------------------------------------
+    S1  del self._open      (claims, once)          W1  append a hook to self._hooks
+    S2  result, exception, then _state              W2  look at _state: settled? pop hooks myself
+    S3  pop hooks one by one, call each
+
+Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly one goes
+on and the others learn that they lost. A hook is called by whoever pops it from the list, and `list.pop` is
+atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if it came after, then S2 came
+before W2, and the waiter finds the promise settled and pops the hook itself.
+
+S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
+at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state.
+
+This module knows nothing of drones: who is to run the work is a `Source`, seen only when cancelling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from _thread import allocate_lock, get_ident
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition
+from time import monotonic
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+__all__ = ["Promise", "Source", "Spans", "as_completed", "gather", "race"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+PENDING = "PENDING"
+RUNNING = "RUNNING"
+CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
+FINISHED = "FINISHED"
+
+log = logging.getLogger("polycephaly.promise")
+
+settlers: set[int] = set()
+"""Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
+
+
+class Source(Protocol):
+    """Who works on a promise, as far as the promise cares."""
+
+    def cancel(self, promise: Promise[Any], /) -> None:
+        """The promise was cancelled: withdraw or interrupt its work. Must not block."""
+
+    def running(self, promise: Promise[Any], /) -> bool:
+        """Has its work been started?"""
+
+    def spans(self, promise: Promise[Any], /) -> Spans:
+        """When and where its work went."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The life of one piece of work. Times are `time.monotonic` seconds, None while not reached.
+
+    ``queued`` (the call), ``sent`` (by the hub), ``started`` and ``finished`` (on the drone), ``received``
+    (by the hub); ``bytes_sent`` and ``bytes_received`` count the pickles; ``drone`` is the drone's name.
+    """
+
+    queued: float | None = None
+    sent: float | None = None
+    started: float | None = None
+    finished: float | None = None
+    received: float | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    drone: str | None = None
+
+
+class Promise(Future[T], Generic[T]):
+    """A value to come. Settled once, by a value or an error; every method may be called from any thread.
+
+    >>> from polycephaly import Promise
+    >>> p = Promise()
+    >>> p.set_result(41)
+    >>> p.then(lambda v: v + 1).value
+    42
+    """
+
+    _state: str = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    _source: Source | None = None
+    _hooks: list[Callable[[Promise[Any]], object]] | None = None
+    _made_condition: Condition | None = None
+    output: str = ""
+    """The tail of what the work printed, once settled (at most 4 KiB)."""
+
+    def __init__(self, source: Source | None = None) -> None:
+        # Future.__init__ is left out on purpose: it makes a lock and a condition.
+        self._open = None
+        if source is not None:
+            self._source = source
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    @property
+    def value(self) -> T:
+        """Waits, then gives the value or raises the error: `result` without a timeout."""
+        return self.result()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value, waiting for at most `timeout` seconds.
+
+        Raises what the work raised, `TimeoutError`, or `concurrent.futures.CancelledError`.
+        """
+        if self._state != FINISHED:
+            self._wait(timeout)
+        error = self._exception
+        if error is None:
+            return cast(T, self._result)
+        try:
+            raise error
+        finally:
+            del error, self  # the traceback must not keep this frame, and so the promise, alive
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, or None where there was a value. Waits like `result`."""
+        if self._state != FINISHED:
+            self._wait(timeout)
+        return self._exception
+
+    def done(self) -> bool:
+        return self._state == FINISHED or self._state == CANCELLED
+
+    def cancelled(self) -> bool:
+        return self._state == CANCELLED
+
+    def running(self) -> bool:
+        """Whether the work is being run right now, as far as is known here."""
+        if self._state == PENDING and self._source is not None:
+            return self._source.running(self)
+        return self._state == RUNNING
+
+    @property
+    def spans(self) -> Spans:
+        """When it was queued, sent, started, finished and received; bytes; drone."""
+        return Spans() if self._source is None else self._source.spans(self)
+
+    # -- acting -----------------------------------------------------------------------------------
+
+    def cancel(self, running: bool = True) -> bool:
+        """Withdraws work that is queued; interrupts work that runs, unless ``running=False``.
+
+        An interrupted drone that does not come back within its grace period is killed and replaced.
+        Returns whether the promise is now cancelled: False where it had settled before.
+        """
+        source = self._source
+        if not self.done() and (source is None or not running) and self.running():
+            return False
+        if not self._settle(CANCELLED, None, None):
+            return self._state == CANCELLED
+        if source is not None:
+            source.cancel(self)
+        return True
+
+    def then(self, fn: Callable[[T], U | Promise[U]]) -> Promise[U]:
+        """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
+
+        `fn` is called in the thread that settles this promise, so it must not wait.
+        """
+        after: Promise[U] = Promise()
+
+        def go_on(done: Promise[Any]) -> None:
+            if done._state == CANCELLED:
+                after._settle(CANCELLED, None, None)
+                return
+            if done._exception is not None:
+                after._settle(FINISHED, None, done._exception)
+                return
+            try:
+                value = fn(done._result)
+            except BaseException as error:
+                after._settle(FINISHED, None, error)
+                return
+            if isinstance(value, Promise):
+                value._hook(lambda inner: after._settle(inner._state, inner._result, inner._exception))
+            else:
+                after._settle(FINISHED, value, None)
+
+        self._hook(go_on)
+        return after
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Calls ``fn(promise)`` when settled, at once if it is: in the thread that settles it."""
+        self._hook(cast(Callable[[Promise[Any]], object], fn))
+
+    def set_result(self, result: T) -> None:
+        """Settles by a value. Raises `InvalidStateError` where it is settled already."""
+        if not self._settle(FINISHED, result, None):
+            raise InvalidStateError(f"{self._state}: {self!r}")
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Settles by an error. Raises `InvalidStateError` where it is settled already."""
+        if not self._settle(FINISHED, None, exception):
+            raise InvalidStateError(f"{self._state}: {self!r}")
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """For executors, as in the standard library: False where the promise was cancelled."""
+        if self._state == CANCELLED:
+            return False
+        if self._state != PENDING:
+            raise InvalidStateError(f"Future in unexpected state: {self._state}")
+        self._state = RUNNING
+        return True
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            yield from self._await_in_asyncio()
+        if self._state == CANCELLED:
+            _raise_asyncio_cancelled()
+        return self.result()
+
+    # -- settling and waiting ---------------------------------------------------------------------
+
+    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool:
+        """Settles unless somebody else did; tells which. See the head of this file."""
+        try:
+            del self._open
+        except AttributeError:
+            return False
+        self._result = result
+        self._exception = exception
+        self._state = state
+        if self._hooks is not None:
+            self._run_hooks()
+        if self._made_condition is not None:
+            self._notify(self._made_condition)
+        return True
+
+    def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        self.__dict__.setdefault("_hooks", []).append(hook)
+        if self.done():
+            self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        hooks = self._hooks
+        while hooks:
+            try:
+                hook = hooks.pop(0)
+            except IndexError:  # another thread popped the last one
+                break
+            try:
+                hook(self)
+            except Exception:
+                log.exception("exception calling callback for %r", self)
+
+    def _notify(self, condition: Condition) -> None:
+        """Tells the standard library's waiters: it makes the condition, looks at `_state` under it and
+        then installs its waiter, so either it sees the state or we see the waiter."""
+        with condition:
+            for waiter in self._waiters:
+                if self._state == CANCELLED:
+                    waiter.add_cancelled(self)
+                elif self._exception is not None:
+                    waiter.add_exception(self)
+                else:
+                    waiter.add_result(self)
+            condition.notify_all()
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self.done():
+            if get_ident() in settlers:
+                raise RuntimeError(
+                    f"a callback waited for {self!r} in the thread that settles promises, which would then "
+                    "wait for itself; use .then(), or wait in a thread of your own"
+                )
+            here = allocate_lock()
+            here.acquire()
+
+            def wake(_: Promise[Any]) -> None:
+                here.release()
+
+            self._hook(wake)
+            if not here.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                with suppress(ValueError):
+                    cast("list[Any]", self._hooks).remove(wake)
+                if not self.done():
+                    raise TimeoutError(f"{self!r} was not settled within {timeout} s")
+        if self._state == CANCELLED:
+            raise CancelledError()
+
+    def _await_in_asyncio(self) -> Generator[Any, None, None]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not turn.done():
+                turn.set_result(None)
+
+        def settled(_: Promise[Any]) -> None:
+            with suppress(RuntimeError):  # the loop was closed in the meantime: nobody is there to be told
+                loop.call_soon_threadsafe(wake)
+
+        self._hook(settled)
+        try:
+            yield from turn
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    # -- what the standard library's wait() and as_completed() look at ------------------------------
+
+    @property
+    def _condition(self) -> Condition:  # type: ignore[override]
+        condition = self._made_condition
+        if condition is None:
+            self.__dict__.setdefault("_waiters", [])
+            condition = self.__dict__.setdefault("_made_condition", Condition())
+        return condition
+
+    def __repr__(self) -> str:
+        if self._state == CANCELLED:
+            state = "cancelled"
+        elif self._state != FINISHED:
+            state = "running" if self.running() else "pending"
+        elif self._exception is not None:
+            state = f"rejected: {type(self._exception).__name__}"
+        else:
+            state = f"fulfilled: {type(self._result).__name__}"
+        return f"<Promise {state} at {id(self):#x}>"
+
+
+def _raise_asyncio_cancelled() -> NoReturn:
+    asyncio = sys.modules["asyncio"]
+    raise asyncio.CancelledError()
+
+
+def gather(*promises: Future[Any]) -> Promise[list[Any]]:
+    """A promise of the list of values, in the order given; the first error rejects it.
+
+    Cancelling it cancels all of them, as `asyncio.gather` does.
+
+    >>> import polycephaly as poly
+    >>> a, b = poly.Promise(), poly.Promise()
+    >>> both = poly.gather(a, b)
+    >>> b.set_result(2); a.set_result(1)
+    >>> both.value
+    [1, 2]
+    """
+    _check_promises("gather", promises)
+    everyone: Promise[list[Any]] = Promise(_Several(promises))
+    waiting_for = list(promises)
+
+    def one_settled(future: Future[Any]) -> None:
+        if future.cancelled():
+            everyone._settle(FINISHED, None, CancelledError())
+        elif (error := future.exception()) is not None:
+            everyone._settle(FINISHED, None, error)
+        else:
+            waiting_for.pop()  # atomic; which one does not matter, only how many are left
+            if not waiting_for:
+                everyone._settle(FINISHED, [p.result() for p in promises], None)
+
+    if not promises:
+        everyone._settle(FINISHED, [], None)
+    for each in promises:
+        each.add_done_callback(one_settled)
+    return everyone
+
+
+def race(*promises: Future[T]) -> Promise[T]:
+    """A promise that settles as the first of them does. The others are left alone.
+
+    Raises `ValueError` when there is nobody to race.
+    """
+    _check_promises("race", promises)
+    if not promises:
+        raise ValueError("race() of no promises would never settle")
+    first: Promise[T] = Promise()
+
+    def one_settled(future: Future[T]) -> None:
+        if future.cancelled():
+            first._settle(CANCELLED, None, None)
+        else:
+            error = future.exception()
+            first._settle(FINISHED, None if error else future.result(), error)
+
+    for each in promises:
+        each.add_done_callback(one_settled)
+    return first
+
+
+class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
+    """Iterates over promises in the order in which they settle; with ``async for`` too.
+
+    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator; plain
+    iteration only.
+
+    >>> import polycephaly as poly
+    >>> a, b = poly.Promise(), poly.Promise()
+    >>> b.set_result("b"); a.set_result("a")
+    >>> [p.value for p in poly.as_completed([a, b])]
+    ['a', 'b']
+    """
+
+    def __init__(self, promises: Iterable[Future[T]], timeout: float | None = None) -> None:
+        everyone = tuple(dict.fromkeys(promises))
+        _check_promises("as_completed", everyone)
+        # One place a finisher: the k-th that settles fills the k-th place.
+        self._places: list[Promise[Future[T]]] = [Promise() for _ in everyone]
+        self._next = 0
+        self._end = None if timeout is None else monotonic() + timeout
+        turn = itertools.count()
+
+        def one_settled(future: Future[T]) -> None:
+            self._places[next(turn)]._settle(FINISHED, future, None)
+
+        for each in everyone:
+            each.add_done_callback(one_settled)
+
+    def __iter__(self) -> as_completed[T]:
+        return self
+
+    def __next__(self) -> Future[T]:
+        if self._next == len(self._places):
+            raise StopIteration
+        left = None if self._end is None else max(0.0, self._end - monotonic())
+        future = self._places[self._next].result(left)
+        self._next += 1
+        return future
+
+    def __aiter__(self) -> as_completed[T]:
+        return self
+
+    async def __anext__(self) -> Future[T]:
+        if self._next == len(self._places):
+            raise StopAsyncIteration
+        place = self._places[self._next]
+        self._next += 1
+        return await place
+
+
+class _Several:
+    """The source of a gathered promise: cancelling it cancels them all."""
+
+    def __init__(self, promises: tuple[Future[Any], ...]) -> None:
+        self._promises = promises
+
+    def cancel(self, _: Promise[Any]) -> None:
+        for each in self._promises:
+            each.cancel()
+
+    def running(self, _: Promise[Any]) -> bool:
+        return any(each.running() for each in self._promises)
+
+    def spans(self, _: Promise[Any]) -> Spans:
+        return Spans()
+
+
+def _check_promises(what: str, promises: Iterable[object]) -> None:
+    for each in promises:
+        if not isinstance(each, Future):
+            raise TypeError(f"{what}() takes promises, not {each!r}")

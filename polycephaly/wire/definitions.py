@@ -1,0 +1,183 @@
+"""Work that is called often is sent once: the controller's book of callables and code strings.
+
+    fn ──> Book.define ──> Definition(number, payload) ──> a DEFINE item, once for each drone that needs it
+                                                      └──> CALL items carry the number alone
+
+When may a function pickled before be reused? A function by reference: always. A function by value: while
+everything that it would capture (closure cells, globals, defaults) is the very same immutable object as it
+was then; those objects are its *witnesses*. Where one of them could have been changed in place, the function
+is pickled again at each call, since a call captures the values of its moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+from weakref import ref
+
+from .capture import ATOMS, MainSnapshot, capture
+from .messages import DEFINE_CALLABLE, DEFINE_CODE
+
+__all__ = ["Book", "Definition"]
+
+_NOT_THERE = object()
+_KEPT_CODE = 1024
+_numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
+
+
+class Definition:
+    """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
+
+    __slots__ = ("kind", "label", "number", "payload", "seconds")
+
+    def __init__(self, number: int, kind: int, payload: bytes, label: str) -> None:
+        self.number = number
+        self.kind = kind
+        self.payload = payload
+        self.label = label
+        self.seconds: float | None = None
+
+    def took(self, seconds: float) -> None:
+        """Follows the measured time; a longer one is believed sooner than a shorter one."""
+        old = self.seconds
+        if old is None:
+            self.seconds = seconds
+        else:
+            self.seconds = old + (seconds - old) * (0.5 if seconds > old else 0.1)
+
+
+class _Entry(NamedTuple):
+    function: ref[Any]
+    witnesses: tuple[tuple[Any, str, Any], ...]  # (dict or cell, name, the object that was there)
+    definition: Definition
+
+
+class Book:
+    """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
+
+    def __init__(self, snapshot: MainSnapshot) -> None:
+        self.snapshot = snapshot
+        self._entries: dict[int, _Entry] = {}
+        self._code: dict[str, Definition] = {}
+
+    def define(self, work: str | Callable[..., Any]) -> Definition:
+        """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
+        if isinstance(work, str):
+            return self._define_code(work)
+        entry = self._entries.get(id(work))
+        if entry is not None and entry.function() is work and all(map(_stands, entry.witnesses)):
+            return entry.definition
+        try:
+            payload = capture(work, self.snapshot)
+        except Exception as error:
+            error.add_note(f"while pickling the work itself, {label(work)}")
+            raise
+        definition = Definition(next(_numbers), DEFINE_CALLABLE, payload, label(work))
+        if entry is not None:
+            definition.seconds = entry.definition.seconds
+        self._remember(work, definition)
+        return definition
+
+    def _define_code(self, source: str) -> Definition:
+        known = self._code.get(source)
+        if known is None:
+            payload = source.encode("utf-8", "surrogatepass")
+            known = Definition(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
+            if len(self._code) >= _KEPT_CODE:
+                self._code.clear()
+            self._code[source] = known
+        return known
+
+    def _remember(self, work: Any, definition: Definition) -> None:
+        if not isinstance(work, (FunctionType, BuiltinFunctionType, type)):
+            return  # an instance or a bound method: its state may change at any time
+        try:
+            witnesses = tuple(_witnesses(work, self.snapshot, set()))
+        except _Mutable:
+            return
+        key, entries = id(work), self._entries
+
+        def forget(_: object) -> None:
+            entries.pop(key, None)
+
+        entries[key] = _Entry(ref(work, forget), witnesses, definition)
+
+
+class _Mutable(Exception):
+    """Something captured could change in place."""
+
+
+def label(work: object) -> str:
+    """How a piece of work is called in messages."""
+    if isinstance(work, str):
+        return f"code {work[:60]!r}"
+    name = getattr(work, "__qualname__", None) or getattr(work, "__name__", None)
+    return str(name) if name else f"a {type(work).__qualname__}"
+
+
+def _stands(witness: tuple[Any, str, Any]) -> bool:
+    place, name, value = witness
+    if type(place) is dict:
+        return place.get(name, _NOT_THERE) is value
+    try:
+        return place.cell_contents is value
+    except ValueError:  # the cell is empty now
+        return False
+
+
+def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
+    """What the pickle of `work` depends on; raises `_Mutable` where looking again would not show a change."""
+    if id(work) in seen or _by_reference(work, snapshot):
+        return
+    seen.add(id(work))
+    if not isinstance(work, FunctionType):
+        raise _Mutable  # a class by value
+    if work.__dict__:
+        raise _Mutable
+    for value in (*(work.__defaults__ or ()), *(work.__kwdefaults__ or {}).values()):
+        yield from _witnesses_of_value(value, snapshot, seen)
+    for cell in work.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError as empty:
+            raise _Mutable from empty
+        yield from _witnesses_of_value(value, snapshot, seen)
+        yield cell, "", value
+    namespace = work.__globals__
+    for name in set(_names(work.__code__)):
+        value = namespace.get(name, _NOT_THERE)
+        if value is not _NOT_THERE and not snapshot.unchanged(name, value):
+            yield from _witnesses_of_value(value, snapshot, seen)
+        yield namespace, name, value
+
+
+def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
+    if isinstance(value, ATOMS) or isinstance(value, ModuleType):
+        return
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        yield from _witnesses(value, snapshot, seen)
+    elif type(value) is tuple:
+        for each in value:
+            yield from _witnesses_of_value(each, snapshot, seen)
+    else:
+        raise _Mutable
+
+
+def _by_reference(work: Any, snapshot: MainSnapshot) -> bool:
+    module = getattr(work, "__module__", None)
+    if module == "__main__":
+        return snapshot.holds(work)
+    found: Any = sys.modules.get(module or "")
+    for step in getattr(work, "__qualname__", "").split("."):
+        found = getattr(found, step, None)
+    return found is work
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names  # globals and attributes alike: an attribute's name costs a look-up, no more
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,142 @@
+"""One piece of work on its way: what was called, where it is, and the promise of its result.
+
+    call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
+
+Arguments are pickled when the call is made. Where one of them is a promise, a *hole* is pickled in its place;
+a synchronization counter (CEFOS) counts the promises still open, and the work is queued as it reaches zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from .image.definitions import Hole
+from .promise import CANCELLED, FINISHED, Promise, Spans
+from .wire.capture import MainSnapshot, capture
+from .wire.definitions import Definition
+from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
+
+if TYPE_CHECKING:
+    from .crew import Crew
+    from .link import Link
+
+__all__ = ["Work"]
+
+_numbers = itertools.count(1)
+
+
+class Work:
+    """It is its promise's `Source`. After the call only the hub's thread changes it."""
+
+    __slots__ = ("__weakref__", "bytes_received", "crew", "definition", "drone", "estimate", "finished", "kind", "link",
+                 "number", "payload", "promise", "queued", "received", "retries", "sent", "size", "started",
+                 "target")  # fmt: skip
+
+    def __init__(self, crew: Crew, retries: int, target: Link | None = None) -> None:
+        self.number = next(_numbers)
+        self.promise: Promise[Any] = Promise(self)
+        self.crew = crew
+        self.target = target  # the only drone it may run on, if there is one
+        self.link: Link | None = None  # the drone it was sent to
+        self.retries = retries
+        self.kind = CALL
+        self.payload = b""
+        self.estimate = 0.0
+        self.queued = monotonic()
+        self.sent = 0.0  # 0.0: not yet
+
+    def capture(
+        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
+    ) -> list[Promise[Any]]:
+        """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
+        self.definition = definition
+        inputs: list[Promise[Any]] = []
+        for arg in args:
+            if isinstance(arg, Promise):
+                inputs.append(arg)
+        if kwargs:
+            inputs.extend(arg for arg in kwargs.values() if isinstance(arg, Promise))
+        if inputs:
+            args, kwargs = _with_holes(args, kwargs, inputs)
+        try:
+            if kwargs or inputs:
+                self.kind = CALL_KEYWORDS
+                self.payload = capture((args, kwargs), snapshot)
+            elif args:
+                self.payload = capture(args, snapshot)
+        except Exception as error:
+            error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, snapshot)}")
+            raise
+        return inputs
+
+    def when_filled(self, inputs: list[Promise[Any]], go: Callable[[Work], None]) -> None:
+        """Calls `go` once, when all `inputs` have values; rejects this work when one is rejected."""
+        open_ = list(inputs)
+
+        def one_settled(settled: Promise[Any]) -> None:
+            if settled._state == CANCELLED:
+                self.promise._settle(FINISHED, None, CancelledError("a promise among the arguments was cancelled"))
+            elif settled._exception is not None:
+                self.promise._settle(FINISHED, None, settled._exception)
+            else:
+                open_.pop()  # the synchronization counter: `pop` is atomic
+                if open_:
+                    return
+                self._fill([p._result for p in inputs])
+            go(self)
+
+        for each in inputs:
+            each._hook(one_settled)
+
+    def drop_payload(self) -> None:
+        """It is answered: what it carried need not be kept as long as its promise."""
+        self.size, self.payload = len(self.payload), b""
+
+    def _fill(self, values: list[Any]) -> None:
+        try:
+            self.payload = capture((self.payload, values), self.crew.book.snapshot)
+            self.kind = CALL_FILLED
+        except Exception as error:
+            error.add_note(f"while pickling a promise's value for {self.definition.label}")
+            self.promise._settle(FINISHED, None, error)
+
+    # -- Source: what the promise asks ------------------------------------------------------------
+
+    def cancel(self, _: Promise[Any]) -> None:
+        self.crew.hub.post(lambda: self.crew.withdraw(self))
+
+    def running(self, _: Promise[Any]) -> bool:
+        return self.link is not None and self.link.runs(self.number)
+
+    def spans(self, promise: Promise[Any]) -> Spans:
+        if not promise.done() or promise.cancelled() or not hasattr(self, "received"):
+            name = self.link.name if self.link is not None else None
+            return Spans(queued=self.queued, sent=self.sent or None, drone=name)
+        return Spans(
+            self.queued, self.sent, self.started, self.finished, self.received, self.size, self.bytes_received, self.drone
+        )
+
+
+def _with_holes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Promise[Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    places = itertools.count()
+
+    def hole(arg: Any) -> Any:
+        return Hole(next(places)) if isinstance(arg, Promise) else arg
+
+    return tuple(map(hole, args)), {name: hole(arg) for name, arg in kwargs.items()}
+
+
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot) -> str:
+    """Which argument it was that does not pickle."""
+    for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+        try:
+            capture(arg, snapshot)
+        except Exception:
+            return f"{name}, a {type(arg).__qualname__}"
+    return "all of them together"

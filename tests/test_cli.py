@@ -1,0 +1,208 @@
+"""The `polycephaly` command: what it prints, how it ends, and what it leaves when it is stopped (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import polycephaly
+from polycephaly.cli.demo import securities
+from polycephaly.demos.securities.generate import symbol_directory
+from polycephaly.demos.securities.model import LISTS
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "polycephaly"]
+DEMO = [*COMMAND, "demo", "securities"]
+
+
+def polycephaly_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A demo that will not end by itself for a while, as far as its table's header."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*DEMO, *arguments], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("experiment"):
+        assert process.poll() is None
+    return process
+
+
+def family(process: subprocess.Popen[str]) -> list[int]:
+    """A pidfd for each descendant; it tells the end even of a process that nobody reaps."""
+    pidfds = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(ProcessLookupError):
+            pidfds.append(os.pidfd_open(child.pid))
+    return pidfds
+
+
+def assert_gone(pidfds: list[int], within: float) -> None:
+    deadline = time.monotonic() + within
+    try:
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], "still running"
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "symdir"
+    directory.mkdir()
+    for name, document in symbol_directory().items():
+        (directory / name).write_bytes(document.text.encode())
+    return directory
+
+
+def test_version_is_the_packages() -> None:
+    done = polycephaly_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"polycephaly {polycephaly.__version__}\n")
+
+
+def test_help_shows_examples_and_loads_neither_httpx_nor_zmq() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "polycephaly", "demo", "securities", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0
+    assert "polycephaly demo securities --data ./symdir" in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "click" in loaded
+    assert loaded.isdisjoint({"httpx", "zmq", "cloudpickle"})
+
+
+def test_the_demo_shows_a_table_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = polycephaly_command("demo", "securities", "--latency", "0.01", "--drones", "1,3", "--json", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the same in all 4 runs" in done.stdout
+    result = json.loads(path.read_text())
+    assert tuple(result["lists"]) == LISTS
+    assert result["equal"] is True
+    shape = [(run["name"], run["drones"], run["threads"]) for run in result["experiments"]]
+    assert shape == [("sequential", 0, 1), ("I", 5, 1), ("II", 1, 1), ("II", 3, 1)]
+    assert all(run["seconds"] > 0 for run in result["experiments"])
+
+
+def test_the_demo_serves_the_files_of_a_directory(directory: Path) -> None:
+    done = polycephaly_command("demo", "securities", "--data", directory, "--latency", "0", "--drones", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(None, "no such file"), ("", "empty"), ("<!DOCTYPE html>\n<html>", "an HTML page")],
+)
+def test_a_file_that_is_none_gives_one_line_and_status_1(
+    content: str | None, what: str, directory: Path
+) -> None:
+    path = directory / "otherlisted.txt"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    done = polycephaly_command("demo", "securities", "--data", directory)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert str(path) in line
+    assert what in line
+
+
+def test_a_missing_directory_gives_one_line_and_status_1(tmp_path: Path) -> None:
+    done = polycephaly_command("demo", "securities", "--data", tmp_path / "nowhere")
+    assert (done.returncode, done.stderr) == (1, f"Error: {tmp_path / 'nowhere'}: no such directory\n")
+
+
+def test_a_live_site_out_of_reach_gives_one_line_and_status_1() -> None:
+    # A proxy that refuses makes the real site unreachable on any machine.
+    environment = os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run([*DEMO, "--live"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "nasdaqtrader.com" in line
+    assert "no answer" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--drones", "0"),
+        ("--drones", "1,,2"),
+        ("--drones", "many"),
+        ("--latency", "-1"),
+        ("--latency", "nan"),
+        ("--latency", "inf"),
+        ("--live", "--data", "symdir"),
+        ("--live", "--latency", "1"),
+        ("--json", "no/such/directory/file.json"),
+        ("--what",),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error_without_a_run(arguments: tuple[str, ...]) -> None:
+    done = polycephaly_command("demo", "securities", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_stopped_in_the_baseline_leaves_nothing(signum: signal.Signals) -> None:
+    with start("--latency", "5") as demo:
+        pidfds = family(demo)
+        demo.send_signal(signum)
+        _, errors = demo.communicate()
+    assert pidfds
+    assert_gone(pidfds, within=2)
+    assert demo.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_demo_stopped_while_its_drones_work_leaves_nothing(signum: signal.Signals) -> None:
+    with start("--latency", "0.05") as demo:
+        assert demo.stdout is not None
+        while not demo.stdout.readline().startswith("sequential"):
+            assert demo.poll() is None
+        # Experiment I has begun: its first drone shows as a second child beside the server.
+        while len(pidfds := family(demo)) < 2:
+            assert demo.poll() is None
+            for pidfd in pidfds:
+                os.close(pidfd)
+        demo.send_signal(signum)
+        _, errors = demo.communicate()
+    assert_gone(pidfds, within=2)
+    assert demo.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert "Traceback" not in errors
+
+
+def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
+    with start("--latency", "0.02", "--drones", "1") as demo:
+        pidfds = family(demo)
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        demo.stdout.close()
+        assert demo.stderr.read() == ""
+    assert_gone(pidfds, within=2)
+    assert demo.returncode == 1
+
+
+@pytest.mark.parametrize(("arguments", "drones"), [((), (1, 2, 3, 5, 8, 13, 20)), (("--live",), (8,))])
+def test_fewer_drones_go_to_the_exchanges_own_site(
+    arguments: tuple[str, ...], drones: tuple[int, ...]
+) -> None:
+    with securities.make_context("securities", list(arguments)) as context:
+        assert context.params["drones"] == drones
