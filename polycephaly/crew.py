@@ -37,10 +37,12 @@ from .hub import Hub, lease_hub
 from .image.main import hatch
 from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
+from .launch import lifeline
 from .link import BUDGET, Line, Link, State, Stream
 from .promise import FINISHED, Promise
 from .wire.capture import main_namespace
 from .wire.definitions import Book
+from .wire.lane import Lane
 from .wire.messages import CANCEL, RECALL, STOP, pack_numbers
 from .work import Work
 
@@ -214,25 +216,29 @@ class Crew:
         index = next(i for i in itertools.count() if self.plan.drone_name(i) not in taken)
         name = self.plan.drone_name(index)
         link = Link(self, next(_links), slot, name, self._launcher)
-        pipes: list[int] = []
+        ends: list[int] = []
         try:
             env = {str(k): str(v) for k, v in self.plan.env(index).items()}
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
-                pipes.append(writer)
+                ends.append(writer)
                 link.streams.append(Stream(reader, name, stream))
+            mine, its = Lane.pair()
+            ends.append(its.detach())
+            link.lane = lifeline.own(Lane(mine))
             order = Order(link.number, slot, link.identity.hex(), name, env, self.plan.cwd)
-            self._launcher.start(order, *pipes)
+            self._launcher.start(order, ends)
         except Exception as error:
-            link.close_streams(self.hub.unwatch)
+            link.close(self.hub.unwatch)
             self._free_slots.append(slot)
             self._cannot_start(_named(error))
             return False
         finally:
-            for fd in pipes:
+            for fd in ends:
                 os.close(fd)
         for each in link.streams:
             self.hub.watch(each.fileno(), partial(self._read_stream, link, each))
+        self.hub.watch(link.lane.fileno(), partial(self.hub.receive_by_lane, link))
         self.links.append(link)
         if not hasattr(self, "first"):
             self.first = link
@@ -290,7 +296,7 @@ class Crew:
             self._break(_because("the initializer cannot be sent", error))
             return
         work.promise._hook(lambda promise: self.hub.post(partial(self._prepared, link, promise)))
-        self.hub.send(link.frames([work], work.queued))
+        self.hub.send(link, link.frames([work], work.queued), [work])
 
     def _prepared(self, link: Link, promise: Promise[Any]) -> None:
         if link.state is not State.PREPARING:
@@ -357,7 +363,7 @@ class Crew:
                 break
             load += seconds
         if batch:
-            self.hub.send(link.frames(batch, now))
+            self.hub.send(link, link.frames(batch, now), batch)
             if self.plan.timeout is not None:
                 self.hub.after(self.plan.timeout, partial(self._timed_out, link, batch[0]))
         return len(batch)
@@ -382,7 +388,7 @@ class Crew:
         link.recalled = False
         if link.state is State.READY and len(link.flight) > 1 and link.last_heard == last_heard and not self.queue:
             link.recalled = True  # until it answers
-            self.hub.send([link.identity, *pack_numbers(RECALL)])
+            self.hub.send(link, pack_numbers(RECALL))
 
     def returned(self, link: Link, given_back: tuple[int, ...]) -> None:
         link.recalled = False
@@ -415,7 +421,7 @@ class Crew:
         if link.state is State.READY:
             link.state = State.RETIRING
             if len(link.flight) > 1:
-                self.hub.send([link.identity, *pack_numbers(RECALL)])
+                self.hub.send(link, pack_numbers(RECALL))
             self._stop_if_retired(link)
         elif link.state < State.READY:
             link.state = State.STOPPING
@@ -457,13 +463,13 @@ class Crew:
             self._look_for_end = True
 
     def _interrupt(self, link: Link, work: Work) -> None:
-        self.hub.send([link.identity, *pack_numbers(CANCEL, (work.number,))])
+        self.hub.send(link, pack_numbers(CANCEL, (work.number,)))
         self.hub.after(GRACE, partial(self._kill_if_still, link, work))
 
     def interrupt(self, link: Link) -> None:
         """Interrupts whatever `link` runs."""
         if link.alive:
-            self.hub.send([link.identity, *pack_numbers(CANCEL, (0,))])
+            self.hub.send(link, pack_numbers(CANCEL, (0,)))
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
         # Behind other work in the same drone it is not what holds the drone up.
@@ -482,7 +488,8 @@ class Crew:
         before = link.state
         link.state, link.exitcode = State.DEAD, exitcode
         self.hub.print_lines(link)
-        self.hub.receive()  # what had already reached this process counts
+        self.hub.receive_by_lane(link)  # what had already reached this process counts
+        self.hub.receive()
         page = link.launcher.page
         order = list(link.flight)
         sent = order.index(page.sent(link.slot)) + 1 if page.sent(link.slot) in link.flight else 0
@@ -577,7 +584,7 @@ class Crew:
     def _remove(self, link: Link) -> None:
         self.hub.remove_link(link)
         self.hub.print_lines(link)
-        link.close_streams(self.hub.unwatch)
+        link.close(self.hub.unwatch)
         link.state = State.DEAD
         if link in self.links:
             self.links.remove(link)
@@ -645,7 +652,7 @@ class Crew:
 
     def _stop(self, link: Link) -> None:
         link.state = State.STOPPING
-        self.hub.send([link.identity, *pack_numbers(STOP)])
+        self.hub.send(link, pack_numbers(STOP))
         self.hub.after(STOP_GRACE, lambda: link.alive and link.launcher.kill(link.number))
 
     def abandon(self) -> None:

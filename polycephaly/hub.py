@@ -31,7 +31,7 @@ import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pickle import loads
 from time import monotonic
@@ -153,8 +153,8 @@ class Hub:
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._timer_numbers), act))
 
-    def send(self, frames: list[bytes]) -> None:
-        self._router.send_multipart(frames)
+    def send(self, link: Link, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        link.send(frames, self._router, works)
 
     def deliver(self, act: Callable[[], object]) -> None:
         """After the turn: `act` may run code of users. In the order of the calls."""
@@ -164,8 +164,18 @@ class Hub:
         """Outside any turn, in the hub's thread: for what forks."""
         self._errands.append(act)
 
+    def receive_by_lane(self, link: Link) -> None:
+        while (lane := link.lane) is not None and (frames := lane.receive()) is not None:
+            if not frames:  # its other end is closed; the zygote will tell how the drone ended
+                self.unwatch(lane.fileno())
+                return
+            try:
+                self._hear(link, frames)
+            except Malformed as wrong:
+                log.warning("a message of %s was dropped: %s", link.name, wrong)
+
     def receive(self) -> None:
-        """Reads all that drones have sent."""
+        """Reads all that drones have sent by bulk."""
         router = self._router
         while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
@@ -173,6 +183,8 @@ class Hub:
             try:
                 if link is None:
                     raise Malformed("its sender is nobody's drone")
+                if not link.bulk_open:
+                    link.open_bulk(router)
                 self._hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message was dropped: %s", wrong)

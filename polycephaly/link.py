@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from io import FileIO
@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .promise import Promise
+from .wire.lane import Lane
 from .wire.messages import FORGET, pack_work
 
 if TYPE_CHECKING:
+    import zmq
+
     from .crew import Crew
     from .work import Work
 
@@ -108,6 +111,10 @@ class Link:
         self.last_heard = 0.0
         self.recalled = False
         self.streams: list[Stream] = []
+        self.lane: Lane | None = None
+        self.bulk_open = False
+        self._bulk_waiting: list[list[bytes]] = []
+        self._bulk_unanswered = 0
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: list[str] = []
         self._defined: dict[int, None] = {}
@@ -163,12 +170,34 @@ class Link:
                 work.estimate = seconds if seconds > SHORTEST else SHORTEST
                 self.load += work.estimate
         self.last_heard = now
-        return [self.identity, *pack_work(items)]
+        return pack_work(items)
+
+    def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:
+        """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""
+        if not self._bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
+            return
+        for work in works:
+            work.by_bulk = True
+        self._bulk_unanswered += len(works)
+        if self.bulk_open:
+            router.send_multipart([self.identity, *frames])
+        else:
+            self._bulk_waiting.append(frames)
+
+    def open_bulk(self, router: zmq.Socket[bytes]) -> None:
+        """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
+        self.bulk_open = True
+        for frames in self._bulk_waiting:
+            router.send_multipart([self.identity, *frames])
+        self._bulk_waiting.clear()
 
     def answered(self, number: int) -> Work | None:
         """Takes a work out of flight; None where it is not there."""
         work = self.flight.pop(number, None)
         if work is not None:
+            if work.by_bulk:
+                work.by_bulk = False
+                self._bulk_unanswered -= 1
             if work.estimate < 0:
                 self.unknown -= 1
             else:
@@ -192,11 +221,12 @@ class Link:
                 self.stderr.append(line.text)
         return heard
 
-    def close_streams(self, unwatch: Callable[[int], None]) -> None:
-        for stream in self.streams:
+    def close(self, unwatch: Callable[[int], None]) -> None:
+        for end in (*self.streams, *([self.lane] if self.lane is not None else [])):
             with suppress(ValueError, OSError):
-                unwatch(stream.fileno())
-            stream.close()
+                unwatch(end.fileno())
+            lifeline.close(end)
         self.streams.clear()
+        self.lane = None
 
 

@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 class Work:
     """It is its promise's `Source`. After the call only the hub's thread changes it."""
 
-    __slots__ = ("__weakref__", "bytes_received", "crew", "definition", "drone", "estimate", "finished", "kind", "link",
+    __slots__ = ("__weakref__", "by_bulk", "bytes_received", "crew", "definition", "drone", "estimate", "finished", "kind", "link",
                  "number", "payload", "promise", "queued", "received", "retries", "sent", "size", "started",
                  "target")  # fmt: skip
 
@@ -46,6 +46,7 @@ class Work:
         self.kind = CALL
         self.payload = b""
         self.estimate = 0.0
+        self.by_bulk = False
         self.queued = monotonic()
         self.sent = 0.0  # 0.0: not yet
 

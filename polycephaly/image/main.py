@@ -1,11 +1,11 @@
 """A drone's life: it takes work in batches, runs it in its main thread, and sends back what came of it.
 
-    hub ──WORK──> socket ──> todo ──main thread: run──> outcomes ──RESULTS──> hub
+    hub ──WORK──> sockets ─> todo ──main thread: run──> outcomes ──RESULTS──> hub
                     └──> the ear (a thread): hears while the main thread is busy
                             RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
 
-The main thread reads the socket itself while it is idle or between tasks, so short work crosses no thread.
-Only when one task has run for a *window* does the ear begin to listen. Whoever touches the socket holds
+The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short work crosses no thread.
+Only when one task has run for a *window* does the ear begin to listen. Whoever touches them holds
 `_socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the middle, and each of
 these steps is atomic, so a task is either run or given back, never both.
 
@@ -21,6 +21,7 @@ import faulthandler
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -38,6 +39,7 @@ from ..launch.zygote import Nest, Order
 from ..wire import endpoint
 from ..wire.capture import MainSnapshot, capture
 from ..wire.exceptions import pack_exception
+from ..wire.lane import Lane
 from ..wire.messages import (
     CANCEL, DEFINE_CALLABLE, DEFINE_CODE, ERROR, FORGET, HELLO, PROTOCOL, RECALL, RETURNED, STOP, VALUE, WITHDRAWN,
     WORK, Malformed, head_type, numbers, pack_numbers, pack_outcomes, unpack_work,
@@ -52,10 +54,10 @@ WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
 LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
 
-def hatch(order: Order, nest: Nest, page: RunningPage, snapshot: MainSnapshot) -> None:
+def hatch(order: Order, nest: Nest, lane: socket.socket, page: RunningPage, snapshot: MainSnapshot) -> None:
     """The drone's main function: serves until told to stop."""
     endpoint.home_of_parent = nest.home
-    drone = _Drone(order, nest, page, snapshot)
+    drone = _Drone(order, nest, lane, page, snapshot)
     try:
         drone.serve()
     finally:
@@ -73,7 +75,9 @@ class _Task:
 
 
 class _Drone:
-    def __init__(self, order: Order, nest: Nest, page: RunningPage, snapshot: MainSnapshot) -> None:
+    def __init__(
+        self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, snapshot: MainSnapshot
+    ) -> None:
         self._tail = open_console()
         faulthandler.enable(file=2)
         self._snapshot = snapshot
@@ -86,10 +90,15 @@ class _Drone:
         self._current = self._target = 0
         self._main_thread = threading.get_ident()
         signal.signal(signal.SIGINT, self._on_sigint)
-        self._context, self._socket = endpoint.connect(nest.home, bytes.fromhex(order.identity))
+        self._home, self._identity = nest.home, bytes.fromhex(order.identity)
+        self._lane = Lane(lane)
+        self._bulk: zmq.Socket[bytes] | None = None
         self._socket_turn = threading.Lock()
+        self._news = select.epoll()
+        self._news.register(self._lane.fileno(), select.EPOLLIN)
+        self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
+        self._send(self._hello)
         self._ear = _Ear(self)
-        self._socket.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -152,17 +161,19 @@ class _Drone:
         outcomes = self._outcomes
         if outcomes:
             with self._socket_turn:
-                self._socket.send_multipart(pack_outcomes(outcomes))
+                self._send(pack_outcomes(outcomes))
             self._row[1] = outcomes[-1][0]
             outcomes.clear()
         self._flushed = monotonic()
 
     def _listen(self, wait: bool) -> None:
-        """Hears what has come; with `wait` at least one message. Holding the turn keeps the ear away."""
-        with self._socket_turn:
-            if wait:
-                self._hear(self._socket.recv_multipart())
-            self.hear_all()
+        """Hears what has come; with `wait` at least one message."""
+        while True:
+            with self._socket_turn:
+                heard = self.hear_all()
+            if heard or not wait:
+                return
+            self._news.poll()
 
     def close(self) -> None:
         """Runs the exit handlers registered here, and delivers what is in the socket."""
@@ -171,14 +182,43 @@ class _Drone:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        self._socket.close()
-        self._context.term()
+        with self._socket_turn:
+            if self._bulk is not None:
+                self._bulk.close()
+                self._context.term()
 
     # -- either thread, holding the socket's turn ---------------------------------------------------
 
-    def hear_all(self) -> None:
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
-            self._hear(self._socket.recv_multipart(zmq.NOBLOCK))
+    def hear_all(self) -> bool:
+        """Hears all that has come. The lane first, also before each bulk message: see wire/lane.py."""
+        heard = self._hear_lane()
+        bulk = self._bulk
+        while bulk is not None and bulk.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            frames = bulk.recv_multipart(zmq.NOBLOCK)
+            self._hear_lane()
+            self._hear(frames)
+            heard = True
+        return heard
+
+    def _hear_lane(self) -> bool:
+        heard = False
+        while (frames := self._lane.receive()) is not None:
+            if not frames:  # the hub has let go of us
+                os._exit(0)
+            self._hear(frames)
+            heard = True
+        return heard
+
+    def _send(self, frames: list[bytes]) -> None:
+        if not self._lane.send(frames):
+            self.open_bulk().send_multipart(frames)
+
+    def open_bulk(self) -> zmq.Socket[bytes]:
+        if self._bulk is None:
+            self._context, self._bulk = endpoint.connect(self._home, self._identity)
+            self._bulk.send_multipart(self._hello)
+            self._news.register(self._bulk.getsockopt(zmq.FD), select.EPOLLIN)  # type: ignore[call-overload]
+        return self._bulk
 
     def _hear(self, frames: list[bytes]) -> None:
         try:
@@ -203,7 +243,7 @@ class _Drone:
         with suppress(IndexError):
             while True:
                 returned.append(self._todo.pop().number)
-        self._socket.send_multipart(pack_numbers(RETURNED, returned[::-1]))
+        self._send(pack_numbers(RETURNED, returned[::-1]))
 
     def _hear_cancel(self, frames: list[bytes]) -> None:
         targets = set(numbers(frames))
@@ -214,7 +254,7 @@ class _Drone:
                     self._todo.remove(task)
                     withdrawn.append((task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
         if withdrawn:
-            self._socket.send_multipart(pack_outcomes(withdrawn))
+            self._send(pack_outcomes(withdrawn))
         current = self._current
         if current and (current in targets or 0 in targets):
             self._target = current
@@ -248,8 +288,14 @@ class _Drone:
             finally:
                 self._socket_turn.release()
 
-    def socket_fd(self) -> int:
-        return int(self._socket.getsockopt(zmq.FD))  # type: ignore[call-overload]
+    @property
+    def news_fd(self) -> int:
+        return self._news.fileno()
+
+    def prepare_bulk(self) -> None:
+        """Off the main thread, so that the first work need not wait for it."""
+        with self._socket_turn:
+            self.open_bulk()
 
 
 class _Ear:
@@ -265,7 +311,6 @@ class _Ear:
         self._drone = drone
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._parked = False
-        self._fd = drone.socket_fd()
         threading.Thread(target=self._live, name="polycephaly-ear", daemon=True).start()
 
     def wake(self) -> None:
@@ -274,8 +319,9 @@ class _Ear:
             self._tokens.put(None)
 
     def _live(self) -> None:
+        self._drone.prepare_bulk()
         readable = select.poll()
-        readable.register(self._fd, select.POLLIN)
+        readable.register(self._drone.news_fd, select.POLLIN)
         seen = 0
         while True:
             current = self._drone.current

@@ -82,12 +82,12 @@ class Launcher:
     def fileno(self) -> int:
         return self._control.fileno()
 
-    def start(self, order: Order, stdout: int, stderr: int) -> None:
-        """Asks for a drone. Raises `OSError` where the zygote cannot be reached."""
+    def start(self, order: Order, ends: list[int]) -> None:
+        """Asks for a drone, with its `ends` of stdout, stderr and lane. Raises `OSError`: no zygote is there."""
         message = order.to_json()
         if len(message) > MAX_ORDER:
             raise ValueError(f"env= is too large to hand to a drone: {len(message)} of at most {MAX_ORDER} bytes")
-        socket.send_fds(self._control, [message], [stdout, stderr])
+        socket.send_fds(self._control, [message], ends)
 
     def kill(self, number: int) -> None:
         """SIGKILL by the drone's own parent, so that it cannot hit another process with the same number."""

@@ -1,6 +1,6 @@
 """The zygote: a quiet copy of the main image, from which the drones are forked.
 
-    hub ──START + stdout, stderr──> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
+    hub ──START + three ends──────> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
     hub <──started, failed, exited── zygote <──SIGCHLD── drone    lifeline in one; JSON, descriptors beside it)
 
 It is single-threaded and runs nothing of the user's, so it can fork at any time; whatever the main image does
@@ -59,7 +59,7 @@ class Order:
 class Nest:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[[Order, Nest, RunningPage, MainSnapshot], None]
+    hatch: Callable[[Order, Nest, socket.socket, RunningPage, MainSnapshot], None]
     home: str  # the owner's private directory, with its socket
     slots: int
 
@@ -150,7 +150,7 @@ class _Zygote:
             for fd in fds:
                 os.close(fd)
 
-    def _start(self, order: Order, streams: list[int]) -> None:
+    def _start(self, order: Order, handed: list[int]) -> None:
         self._page.clear(order.slot)
         zygote = os.getpid()
         try:
@@ -159,7 +159,7 @@ class _Zygote:
             self._report(failed=order.number, errno=error.errno)
             return
         if pid == 0:
-            self._hatch(order, streams, zygote)
+            self._hatch(order, handed, zygote)
         self._drones[pid] = order.number
         self._report(started=order.number, pid=pid)
 
@@ -168,7 +168,7 @@ class _Zygote:
             if its == number:
                 os.kill(pid, signal.SIGKILL)  # our child, unreaped: the number is surely its own
 
-    def _hatch(self, order: Order, streams: list[int], zygote: int) -> NoReturn:
+    def _hatch(self, order: Order, handed: list[int], zygote: int) -> NoReturn:
         """In the forked child: becomes a headless image, then runs it to its end."""
         status = 1
         try:
@@ -178,17 +178,18 @@ class _Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for target, stream in zip((1, 2), streams, strict=True):
-                os.dup2(stream, target)
+            stdout, stderr, lane = handed
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
             self._control.close()
-            for fd in (self._woken, self._wake, self._owner, *streams):
+            for fd in (self._woken, self._wake, self._owner, stdout, stderr):
                 if fd is not None:
                     os.close(fd)
             os.environ.update(order.env)
             if order.cwd is not None:
                 os.chdir(order.cwd)
             gc.enable()
-            self._nest.hatch(order, self._nest, self._page, self._snapshot)
+            self._nest.hatch(order, self._nest, socket.socket(fileno=lane), self._page, self._snapshot)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())
@@ -246,7 +247,7 @@ class _Zygote:
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
     message, extra, _, _ = control.recvmsg(MAX_ORDER, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in extra:
