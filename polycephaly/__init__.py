@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from .drone import Drone, doit, promise
     from .errors import DroneDied, RemoteError
     from .pool import Pool
-    from .promise import Promise, as_completed, gather, race
+    from .promises import Promise, as_completed, gather, race
 
 _HOMES = {
     "Drone": "drone",
     "DroneDied": "errors",
     "Pool": "pool",
-    "Promise": "promise",
+    "Promise": "promises",
     "RemoteError": "errors",
-    "as_completed": "promise",
+    "as_completed": "promises",
     "doit": "drone",
-    "gather": "promise",
+    "gather": "promises",
     "promise": "drone",
-    "race": "promise",
+    "race": "promises",
 }
 
 

@@ -39,7 +39,7 @@ from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
 from .launch import lifeline
 from .link import BUDGET, Line, Link, State, Stream
-from .promise import FINISHED, Promise
+from .promises import FINISHED, Promise
 from .wire.capture import main_namespace
 from .wire.definitions import Book
 from .wire.lane import Lane
@@ -48,7 +48,7 @@ from .work import Work
 
 __all__ = ["Crew", "Plan"]
 
-log = logging.getLogger("polycephaly.crew")
+log = logging.getLogger("polycephaly")
 
 GRACE = 1.0  # seconds between an interrupt and a kill
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
@@ -94,6 +94,7 @@ class Crew:
         self._closing = False
         self._broken: BaseException | None = None
         self._look_for_end = False
+        self._zygote_lost = False
         self._failed_starts = 0
         self._last_failure: BaseException | None = None
         self._free_slots = list(range(2 * plan.size - 1, -1, -1))
@@ -140,7 +141,7 @@ class Crew:
         if work.target is None:
             self.queue.append(work)
             if self.hungry:
-                self.hub.wake()
+                self.hub.serve(self)
         else:
             work.target.pinned.append(work)
             self.pinned_waiting = True
@@ -203,9 +204,9 @@ class Crew:
 
     def _fill_up(self) -> None:
         """Starts drones until there are as many as wanted; those on their way out do not count."""
-        have = sum(each.state < State.RETIRING for each in self.links)
-        if self.plan.on_death == "end" and self.begun.done():
+        if self._zygote_lost or (self.plan.on_death == "end" and self.begun.done()):
             return
+        have = sum(each.state < State.RETIRING for each in self.links)
         for _ in range(self._wanted() - have):
             if not self._free_slots or not self._start_one():
                 return
@@ -238,7 +239,6 @@ class Crew:
                 os.close(fd)
         for each in link.streams:
             self.hub.watch(each.fileno(), partial(self._read_stream, link, each))
-        self.hub.watch(link.lane.fileno(), partial(self.hub.receive_by_lane, link))
         self.links.append(link)
         if not hasattr(self, "first"):
             self.first = link
@@ -268,6 +268,7 @@ class Crew:
                 continue
             if "started" in report:
                 link.pid = report["pid"]
+                self._tell(link.born)
                 if all(each.pid for each in self.links):
                     self._tell(self.begun)
                     self._tell(self._renewed)
@@ -330,6 +331,11 @@ class Crew:
                 if link.pinned and link.takes(pinned=True):
                     self._send(link, link.pinned, len(link.pinned), now)
         queue = self.queue
+        if len(queue) == 1:
+            for link in self.links:
+                if not link.flight and link.takes():
+                    self._send(link, queue, 1, now)
+                    return
         while queue:
             roomy = [link for link in self.links if link.takes()]
             if not roomy:
@@ -372,12 +378,12 @@ class Crew:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
         if self._look_for_end:
             self._end_if_done()
-        self.hungry = False
         idle = False
         for link in self.links:
-            if link.takes():
-                self.hungry = True
-                idle = idle or not link.flight
+            if link.state is State.READY and not link.flight:
+                idle = True
+                break
+        self.hungry = idle
         if idle and not self.queue:
             for link in self.links:
                 if len(link.flight) > 1 and not link.recalled and link.state is State.READY:
@@ -435,6 +441,7 @@ class Crew:
     def _renew(self, launcher: Launcher, renewed: Promise[None]) -> None:
         old = list(self.links)
         self._launcher = launcher
+        self._zygote_lost = False
         self._adopt(launcher)
         self.book = Book(launcher.snapshot)
         self._renewed = renewed
@@ -488,7 +495,7 @@ class Crew:
         before = link.state
         link.state, link.exitcode = State.DEAD, exitcode
         self.hub.print_lines(link)
-        self.hub.receive_by_lane(link)  # what had already reached this process counts
+        self.hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
         self.hub.receive()
         page = link.launcher.page
         order = list(link.flight)
@@ -545,11 +552,7 @@ class Crew:
     def _death(self, link: Link, work: Work | None) -> DroneDied:
         code = link.exitcode
         assert code is not None
-        if code < 0:
-            with suppress(ValueError):
-                how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit status {code}"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
         message = f"drone {link.name} (pid {link.pid}) {how}"
         running = work.definition.label if work is not None else None
         if running:
@@ -565,6 +568,11 @@ class Crew:
         if self._last_failure is not None:
             return _because(f"the initializer of {self.plan.name} failed", self._last_failure)
         return _because(f"drones of {self.plan.name} die before they are ready", error)
+
+    def fail(self, error: Exception) -> None:
+        """A bug in our own code: better all its work is rejected than anybody waits for ever."""
+        log.error("a bug in polycephaly breaks %s", self.plan.name, exc_info=error)
+        self._break(_because("a bug in polycephaly", error))
 
     def _break(self, error: BaseException) -> None:
         """Nothing more can be run: rejects all, refuses more, ends the drones."""
@@ -589,6 +597,7 @@ class Crew:
         if link in self.links:
             self.links.remove(link)
             self._free_slots.append(link.slot)
+        self._tell(link.born)
         self._tell(link.ended)
         if link.launcher is not self._launcher and not any(each.launcher is link.launcher for each in self.links):
             link.launcher.close()  # the last drone of an old snapshot
@@ -596,21 +605,24 @@ class Crew:
     def _zygote_gone(self, launcher: Launcher) -> None:
         self.hub.unwatch(launcher.fileno())
         launcher.close()
+        self._zygote_lost = launcher is self._launcher
         orphaned = [each for each in self.links if each.launcher is launcher]
         for link in orphaned:
             if link.pid is not None:  # the kernel has killed it with the zygote; not so what it had started
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(link.pid, signal.SIGKILL)
+        if self.begun.done():
+            for link in orphaned:
+                self._died(link, -signal.SIGKILL)  # the page tells what each was running, so before it is closed
         code = launcher.reap()
         self._launchers.remove(launcher)
         if not self.begun.done():
             self._cannot_start(_start_trouble(self.plan.start, code))
-            orphaned.clear()
-        elif launcher is self._launcher and not self._closing and self.plan.on_death == "replace":
+            for link in orphaned:
+                self._died(link, -signal.SIGKILL)
+        elif self._zygote_lost and self.plan.on_death == "replace" and self._wanted():
             log.warning("the zygote of %s was lost (exit code %s): taking a new snapshot", self.plan.name, code)
             self.hub.run_errand(self._relaunch)
-        for link in orphaned:
-            self._died(link, -signal.SIGKILL)
         self._look_for_end = True
 
     # -- the hub's thread: ending -----------------------------------------------------------------
@@ -680,8 +692,8 @@ class Crew:
         self.hub.deliver(self._finish)
 
     def _finish(self) -> None:
-        self.hub.give_back()
         self.hub.ending.append(self.ended)
+        self.hub.give_back()
 
     def _reject_leftovers(self) -> None:
         with suppress(IndexError):
@@ -707,6 +719,13 @@ class Crew:
 
 def _load(link: Link) -> float:
     return link.load if link.flight else -1.0
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _because(what: str, cause: BaseException) -> BrokenProcessPool:

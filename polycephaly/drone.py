@@ -16,7 +16,7 @@ from .hub import forward
 from .image import namespace
 from .launch.launcher import START_METHODS, default_start_method
 from .link import Line, Link, State
-from .promise import Promise
+from .promises import Promise
 
 __all__ = ["Drone", "doit", "promise"]
 
@@ -181,9 +181,11 @@ class Drone:
 
     @property
     def pid(self) -> int:
-        pid = self._link.pid
-        assert pid is not None  # it was started before anybody got hold of it
-        return pid
+        """Its process; waits a moment where it is just being started."""
+        self._link.born.result()
+        if self._link.pid is None:
+            raise RuntimeError(f"drone {self.name} could not be started")
+        return self._link.pid
 
     @property
     def name(self) -> str:

@@ -1,21 +1,32 @@
-"""The hub: one thread per image that owns the ZeroMQ socket and everything said on it.
+"""The hub: the image's switchboard. It owns the sockets and all that is said on them.
 
-    callers ──append──> crew.queue ┐                           ┌──WORK──> ROUTER ──> drones
-    callers ──post────> inbox ─────┤── turn: the hub's thread ─┤
-    drones ──RESULTS──> ROUTER ────┤                           └──> deliveries ── after the turn ──> promises
+    callers ──append──> crew.queue ┐            ┌──WORK──> lane, or ROUTER ──> drones
+    callers ──post────> inbox ─────┤── a turn ──┤
+    drones ──RESULTS──> lanes ─────┤            └──> deliveries ── after the turn ──> promises
+                        ROUTER ────┤
     zygotes ──reports──> lifeline ─┤
     drones' output ────> pipes ────┘
 
-All state of crews and links is changed by this thread alone, in its *turn*, under a lock that exists only so
-that a fork can wait for the turn's end (launch/safepoint.py). A turn runs no code of users: values are
-unpickled, promises settled (and so callbacks called) and lines printed after it, from `deliveries`.
+All state of crews and links is changed in a *turn*, by whoever holds the turn's lock: the hub's thread, a caller
+that finds a drone idle (it sends its work itself), or a caller that waits (it reads the answers itself). So a
+round trip crosses no thread. A turn runs no code of users: values are unpickled, promises settled (and so
+callbacks called) and lines printed after it, from `deliveries`, by one thread at a time and in order.
+
+Waiting is driving. The lanes have an epoll of their own inside the hub's. A waiting thread takes it out (the
+lanes are *lent*) and reads them itself until its promise is settled. All else (zygotes, output, ZeroMQ, timers)
+goes on waking the hub's thread. A promise that is settled by another thread nudges the driver. One thread
+drives at a time; the others wait for locks. Lanes stay lent after the drive, since another is likely to
+follow, and the hub's thread would otherwise be woken by each answer for nothing; so while they are lent it
+ticks, and takes them back at the first tick that saw no drive.
 
 Going to sleep without losing a wake-up:
-    hub     H1 offers the bell   H2 looks at inbox and queues   H3 sleeps in epoll
-    caller  C1 appends           C2 takes the bell, if there    C3 writes to the eventfd
-If C1 comes before H2, the hub sees the entry. If it comes after, then H1 came before C2, so the caller finds
-the bell (or another caller has just taken it, and that one writes). C2 and C3 are straight-line code up to the
-call itself, where CPython runs no signal handler, so Ctrl-C cannot come between them.
+    sleeper  H1 `hungry`, then offers the bell   H2 looks at inbox and queues   H3 sleeps in epoll
+    caller   C1 appends                          C2 looks at `hungry`           C3 takes a turn, or rings the bell
+If C1 comes before H2, the sleeper sees the entry. If it comes after, then H1 came before C2, so the caller sees
+that the crew is hungry, and takes the turn itself; or, where another holds it, finds the bell (or another
+caller has just taken it, and rings). Who ends a turn looks again (H2), so an entry made during it is not left.
+Taking the bell and writing to the eventfd are straight-line code up to the call itself, where CPython runs no
+signal handler, so Ctrl-C cannot come between them.
 
 The hub starts with the first crew and ends with the last: an image without drones has no thread of ours.
 """
@@ -30,6 +41,7 @@ import os
 import select
 import sys
 import threading
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,8 +52,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from .launch import lifeline, safepoint
+from .launch.shield import Shield, can_be_raised
 from .link import Line, Link
-from .promise import FINISHED, Promise, settlers
+from .promises import FINISHED, Promise, settlers
 from .wire.endpoint import Endpoint
 from .wire.exceptions import unpack_exception
 from .wire.messages import (
@@ -54,7 +67,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub", "lease_hub"]
 
-log = logging.getLogger("polycephaly.hub")
+log = logging.getLogger("polycephaly")
+
+TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
 
 _hub: Hub | None = None
 
@@ -107,10 +122,20 @@ class Hub:
         self._watched: dict[int, Callable[[], object]] = {}
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_numbers = itertools.count()
+        self._delivering = False
+        self._driver = threading.Lock()
+        self._lent = False
+        self._drives = self._drives_seen = 0
+        self._next_tick = 0.0
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = lifeline.own(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._lanes = lifeline.own(select.epoll())
+        self._lane_links: dict[int, Link] = {}
+        self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lanes.register(self._nudge_fd, select.EPOLLIN)
+        self.watch(self._lanes.fileno(), lambda: self._read_lanes(self._lanes.poll(0)))
         # The router's descriptor tells of news only: so before each sleep `_turn_once` reads all there is.
         self._epoll.register(self._router.getsockopt(zmq.FD), select.EPOLLIN | select.EPOLLET)  # type: ignore[call-overload]
         atexit.unregister(_end_with_interpreter)
@@ -133,13 +158,91 @@ class Hub:
                 return
             os.eventfd_write(self._wake_fd, 1)
 
-    # -- the hub's thread: what crews use in a turn ---------------------------------------------------
+    def serve(self, crew: Crew) -> None:
+        """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
+        if not can_be_raised():
+            self.wake()
+            return
+        with Shield():
+            while crew.hungry and crew.queue:
+                if not self._turn.acquire(blocking=False):
+                    self.wake()
+                    return
+                try:
+                    crew.dispatch(monotonic())
+                    crew.after_turn()
+                finally:
+                    self._turn.release()
+
+    def drive(self, promise: Promise[Any], end: float | None) -> None:
+        """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where another
+        thread does so, or this one cannot: then its caller waits for a lock."""
+        if get_ident() in settlers or not can_be_raised():
+            return
+        with Shield(self._nudge) as shield:
+            if not self._driver.acquire(blocking=False):
+                return
+            try:
+                self._drives += 1
+                if not self._lent and not self.gone:
+                    self._lent = True
+                    self._epoll.unregister(self._lanes.fileno())
+                    self.wake()  # so that it ticks
+                promise._hook(self._nudge_driver)
+                self._drive(promise, end, shield)
+            finally:
+                self._driver.release()
+
+    def _take_back_lanes(self) -> None:
+        """In the hub's thread: at a tick, if they were not used since the last one."""
+        now = monotonic()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK
+        if self._driver.acquire(blocking=False):
+            if self._drives == self._drives_seen:
+                self._lent = False
+                self._epoll.register(self._lanes.fileno(), select.EPOLLIN)
+            self._drives_seen = self._drives
+            self._driver.release()
+
+    def _drive(self, promise: Promise[Any], end: float | None, shield: Shield) -> None:
+        news: list[tuple[int, int]] = []
+        while not (promise.done() or shield.tripped or self.gone):
+            if not any(crew.hungry and crew.queue for crew in self.crews):
+                left = None if end is None else end - monotonic()
+                if left is not None and left <= 0:
+                    return
+                news = self._lanes.poll(left)
+            with self._turn:
+                self._read_lanes(news)
+                self._serve_crews(monotonic())
+                batch = self._take_deliveries()
+            if batch is not None:
+                self._deliver(batch)
+
+    def _nudge(self) -> None:
+        os.eventfd_write(self._nudge_fd, 1)
+
+    def _nudge_driver(self, promise: Promise[Any]) -> None:
+        if get_ident() not in settlers or get_ident() == self.thread.ident:
+            self._nudge()
+
+    # -- in a turn: what crews use --------------------------------------------------------------------
 
     def add_link(self, link: Link) -> None:
         self._links[link.identity] = link
+        if link.lane is not None:
+            self._lane_links[link.lane.fileno()] = link
+            self._lanes.register(link.lane.fileno(), select.EPOLLIN)
 
     def remove_link(self, link: Link) -> None:
         self._links.pop(link.identity, None)
+        self._unwatch_lane(link)
+
+    def _unwatch_lane(self, link: Link) -> None:
+        if link.lane is not None and self._lane_links.pop(link.lane.fileno(), None) is not None:
+            self._lanes.unregister(link.lane.fileno())
 
     def watch(self, fd: int, act: Callable[[], object]) -> None:
         self._watched[fd] = act
@@ -152,6 +255,7 @@ class Hub:
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._timer_numbers), act))
+        self.wake()  # if it sleeps, it does not know of this one
 
     def send(self, link: Link, frames: list[bytes], works: Sequence[Work] = ()) -> None:
         link.send(frames, self._router, works)
@@ -163,16 +267,20 @@ class Hub:
     def run_errand(self, act: Callable[[], object]) -> None:
         """Outside any turn, in the hub's thread: for what forks."""
         self._errands.append(act)
+        self.wake()
 
-    def receive_by_lane(self, link: Link) -> None:
+    def receive_by_lane(self, link: Link, *, all_of_it: bool = False) -> None:
+        """Reads one message (the lane's descriptor tells if there are more), or all that there are."""
         while (lane := link.lane) is not None and (frames := lane.receive()) is not None:
             if not frames:  # its other end is closed; the zygote will tell how the drone ended
-                self.unwatch(lane.fileno())
+                self._unwatch_lane(link)
                 return
             try:
                 self._hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
+            if not all_of_it:
+                return
 
     def receive(self) -> None:
         """Reads all that drones have sent by bulk."""
@@ -196,21 +304,20 @@ class Hub:
     # -- the hub's thread: its life ---------------------------------------------------------------
 
     def _live(self) -> None:
-        settlers.add(threading.get_ident())
-        try:
-            while True:
-                with self._turn:
-                    self._turn_once()
-                self._deliver()
-                gone = self.leases == 0 and self._end()
-                ended, self.ending = self.ending, []
-                for promise in ended:
-                    promise._settle(FINISHED, None, None)
-                if gone:
-                    return
-                self._sleep()
-        finally:
-            settlers.discard(threading.get_ident())
+        while True:
+            with self._turn:
+                self._turn_once()
+                batch = self._take_deliveries()
+            if batch is not None:
+                self._deliver(batch)
+            self._run_errands()
+            gone = self.leases == 0 and self._end()
+            ended, self.ending = self.ending, []
+            for promise in ended:
+                promise._settle(FINISHED, None, None)
+            if gone:
+                return
+            self._sleep()
 
     def _turn_once(self) -> None:
         inbox = self._inbox
@@ -220,33 +327,73 @@ class Hub:
         now = monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._guarded(heapq.heappop(self._timers)[2])
-        for crew in self.crews:
-            if crew.queue or crew.pinned_waiting:
-                crew.dispatch(now)
-            crew.after_turn()
+        self._serve_crews(now)
+
+    def _serve_crews(self, now: float) -> None:
+        for crew in self.crews[:]:
+            try:
+                if crew.queue or crew.pinned_waiting:
+                    crew.dispatch(now)
+                crew.after_turn()
+            except Exception as error:
+                crew.fail(error)
+
+    def _read_lanes(self, news: list[tuple[int, int]]) -> None:
+        for fd, _ in news:
+            link = self._lane_links.get(fd)
+            if link is not None:
+                self.receive_by_lane(link)
+            elif fd == self._nudge_fd:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(fd)
 
     def _guarded(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception:
-            log.exception("a bug in polycephaly: %r failed", act)
+        except Exception as error:
+            crew = getattr(getattr(act, "func", act), "__self__", None)
+            if hasattr(crew, "fail"):
+                crew.fail(error)
+            else:
+                log.exception("a bug in polycephaly: %r failed", act)
 
-    def _deliver(self) -> None:
-        while self._deliveries or self._errands:
-            deliveries, self._deliveries = self._deliveries, []
-            errands, self._errands = self._errands, []
-            for act in (*deliveries, *errands):
+    def _take_deliveries(self) -> list[Callable[[], object]] | None:
+        """In a turn: what is to be delivered, unless another thread is at it; that one will see to it."""
+        if self._delivering or not self._deliveries:
+            return None
+        self._delivering = True
+        batch, self._deliveries = self._deliveries, []
+        return batch
+
+    def _deliver(self, batch: list[Callable[[], object]] | None) -> None:
+        me = get_ident()
+        settlers.add(me)
+        while batch is not None:
+            for act in batch:
                 try:
                     act()
-                except BaseException:  # SystemExit from a callback too: this thread serves everybody
+                except BaseException:  # SystemExit from a callback too: this serves everybody
                     log.exception("a callback failed")
+            with self._turn:
+                self._delivering = False
+                batch = self._take_deliveries()
+        settlers.discard(me)
+
+    def _run_errands(self) -> None:
+        errands, self._errands = self._errands, []
+        for act in errands:
+            self._guarded(act)
 
     def _sleep(self) -> None:
         self._bell = True
         self._asleep = True
         if not self._anything_to_do():
             timeout = max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
+            if self._lent and not 0 <= timeout < TICK:
+                timeout = TICK
             news = self._epoll.poll(timeout)
+            if self._lent:
+                self._take_back_lanes()
         else:
             news = []
         self._asleep = False
@@ -262,8 +409,9 @@ class Hub:
     def _anything_to_do(self) -> bool:
         return bool(
             self._inbox
-            or self._deliveries
+            or (self._deliveries and not self._delivering)
             or self._errands
+            or self.ending
             or self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
             or any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
         )
@@ -280,13 +428,16 @@ class Hub:
             safepoint.remove_turn(self.thread)
             self.endpoint.close()
             lifeline.close(self._epoll)
+            lifeline.close(self._lanes)
             os.close(self._wake_fd)
+            os.close(self._nudge_fd)
         return True
 
     def give_back(self) -> None:
         """Undoes one `lease_hub`. Not in a turn: it takes the guard."""
         with safepoint.guard:
             self.leases -= 1
+        self.wake()
 
     # -- what drones say --------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .launch import lifeline
 from .launch.launcher import Launcher
-from .promise import Promise
+from .promises import Promise
 from .wire.lane import Lane
 from .wire.messages import FORGET, pack_work
 
@@ -69,8 +69,12 @@ class Stream:
 
     def lines(self) -> list[Line]:
         """What has come since the last call. `open` turns False at end-of-file."""
-        pieces = [self._rest]
-        for _ in range(_READS):
+        piece = self._file.read(65536)
+        if piece is None:  # nothing, as nearly always when it is asked before a result
+            return []
+        pieces = [self._rest, piece]
+        self.open = piece != b""
+        for _ in range(_READS if self.open else 0):
             piece = self._file.read(65536)
             if piece is None:
                 break
@@ -102,6 +106,7 @@ class Link:
         self.state = State.STARTING
         self.pid: int | None = None
         self.exitcode: int | None = None
+        self.born: Promise[None] = Promise()  # it has a pid, or will never have one
         self.ended: Promise[None] = Promise()
         self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
         self.pinned: deque[Work] = deque()  # work that only this drone may run
@@ -213,7 +218,7 @@ class Link:
         heard: list[Line] = []
         for stream in self.streams:
             if stream.open:
-                heard.extend(stream.lines())
+                heard += stream.lines()
         for line in heard:
             if line.stream == "stderr":
                 if self.stack or line.text.startswith("Fatal Python error"):

@@ -17,7 +17,7 @@ from .drone import (
     Drone, check_cwd, check_env, check_initializer, check_output, check_start, check_timeout, check_work, wait_for,
 )  # fmt: skip
 from .link import Line, State
-from .promise import Promise
+from .promises import Promise
 
 __all__ = ["Pool"]
 

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .image.definitions import Hole
-from .promise import CANCELLED, FINISHED, Promise, Spans
+from .promises import CANCELLED, FINISHED, Promise, Spans
 from .wire.capture import MainSnapshot, capture
 from .wire.definitions import Definition
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
@@ -109,6 +109,9 @@ class Work:
 
     def cancel(self, _: Promise[Any]) -> None:
         self.crew.hub.post(lambda: self.crew.withdraw(self))
+
+    def wait(self, promise: Promise[Any], end: float | None) -> None:
+        self.crew.hub.drive(promise, end)
 
     def running(self, _: Promise[Any]) -> bool:
         return self.link is not None and self.link.runs(self.number)

@@ -93,6 +93,7 @@ class _Drone:
         self._home, self._identity = nest.home, bytes.fromhex(order.identity)
         self._lane = Lane(lane)
         self._bulk: zmq.Socket[bytes] | None = None
+        self._bulk_may_hide = self._waiting = False
         self._socket_turn = threading.Lock()
         self._news = select.epoll()
         self._news.register(self._lane.fileno(), select.EPOLLIN)
@@ -167,13 +168,23 @@ class _Drone:
         self._flushed = monotonic()
 
     def _listen(self, wait: bool) -> None:
-        """Hears what has come; with `wait` at least one message."""
-        while True:
+        """Hears what has come; with `wait`, after waiting for something.
+
+        What the ear heard before `_waiting` was set is seen here, under the same lock; after that it hears
+        nothing, so nothing can come to `todo` behind the back of a main thread that waits.
+        """
+        if wait:
             with self._socket_turn:
-                heard = self.hear_all()
-            if heard or not wait:
-                return
+                if self._todo or self._stopping:
+                    return
+                if self._bulk_may_hide:
+                    self.hear_all()
+                    return
+                self._waiting = True
             self._news.poll()
+        with self._socket_turn:
+            self._waiting = False
+            self.hear_all()
 
     def close(self) -> None:
         """Runs the exit handlers registered here, and delivers what is in the socket."""
@@ -189,34 +200,33 @@ class _Drone:
 
     # -- either thread, holding the socket's turn ---------------------------------------------------
 
-    def hear_all(self) -> bool:
+    def hear_all(self) -> None:
         """Hears all that has come. The lane first, also before each bulk message: see wire/lane.py."""
-        heard = self._hear_lane()
+        self._hear_lane()
         bulk = self._bulk
+        self._bulk_may_hide = False
         while bulk is not None and bulk.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             frames = bulk.recv_multipart(zmq.NOBLOCK)
             self._hear_lane()
             self._hear(frames)
-            heard = True
-        return heard
 
-    def _hear_lane(self) -> bool:
-        heard = False
+    def _hear_lane(self) -> None:
         while (frames := self._lane.receive()) is not None:
             if not frames:  # the hub has let go of us
                 os._exit(0)
             self._hear(frames)
-            heard = True
-        return heard
 
     def _send(self, frames: list[bytes]) -> None:
         if not self._lane.send(frames):
             self.open_bulk().send_multipart(frames)
+            # Its descriptor tells of news only, and this call may have taken note of some: look before waiting.
+            self._bulk_may_hide = True
 
     def open_bulk(self) -> zmq.Socket[bytes]:
         if self._bulk is None:
             self._context, self._bulk = endpoint.connect(self._home, self._identity)
             self._bulk.send_multipart(self._hello)
+            self._bulk_may_hide = True
             self._news.register(self._bulk.getsockopt(zmq.FD), select.EPOLLIN)  # type: ignore[call-overload]
         return self._bulk
 
@@ -284,7 +294,8 @@ class _Drone:
     def hear_if_free(self) -> None:
         if self._socket_turn.acquire(blocking=False):
             try:
-                self.hear_all()
+                if not self._waiting:
+                    self.hear_all()
             finally:
                 self._socket_turn.release()
 

@@ -71,9 +71,10 @@ class Launcher:
             target=_become_zygote,
             args=(_Handed(control.fileno()), _Handed(self.page.fd), nest, os.getpid()),
             name="polycephaly-zygote",
-            daemon=True,
         )
         process.start()
+        # multiprocessing would wait for it at exit, before we have told it to end.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         self._process = process
         return cast(int, process.pid)
 
@@ -151,7 +152,5 @@ def _detach(handed: Any) -> int:
 
 
 def _become_zygote(control: int, page: int, nest: Nest, owner: int) -> None:
-    # multiprocessing forbids children to its daemons; drones may start what they like, and all of it is ended.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     snapshot = MainSnapshot()
     run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), snapshot, owner)

@@ -42,10 +42,16 @@ class RunningPage:
         self._cells[slot * _CELLS] = self._cells[slot * _CELLS + 1] = 0
 
     def started(self, slot: int) -> int:
-        return self._cells[slot * _CELLS]
+        return self._read(slot * _CELLS)
 
     def sent(self, slot: int) -> int:
-        return self._cells[slot * _CELLS + 1]
+        return self._read(slot * _CELLS + 1)
+
+    def _read(self, cell: int) -> int:
+        try:
+            return self._cells[cell]
+        except ValueError:  # closed, by another thread perhaps: nothing runs any more
+            return 0
 
     def row(self, slot: int) -> memoryview:
         """The writer's view: ``row[0]`` started, ``row[1]`` sent."""

@@ -51,7 +51,7 @@ class Definition:
 
 class _Entry(NamedTuple):
     function: ref[Any]
-    witnesses: tuple[tuple[Any, str, Any], ...]  # (dict or cell, name, the object that was there)
+    witnesses: tuple[tuple[Any, str, Any], ...]  # (dict, cell or function; name; the object that was there)
     definition: Definition
 
 
@@ -122,6 +122,8 @@ def _stands(witness: tuple[Any, str, Any]) -> bool:
     place, name, value = witness
     if type(place) is dict:
         return place.get(name, _NOT_THERE) is value
+    if type(place) is FunctionType:
+        return getattr(place, name) is value
     try:
         return place.cell_contents is value
     except ValueError:  # the cell is empty now
@@ -137,6 +139,8 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
         raise _Mutable  # a class by value
     if work.__dict__:
         raise _Mutable
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        yield work, name, getattr(work, name)
     for value in (*(work.__defaults__ or ()), *(work.__kwdefaults__ or {}).values()):
         yield from _witnesses_of_value(value, snapshot, seen)
     for cell in work.__closure__ or ():

@@ -44,7 +44,7 @@ RUNNING = "RUNNING"
 CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
 FINISHED = "FINISHED"
 
-log = logging.getLogger("polycephaly.promise")
+log = logging.getLogger("polycephaly")
 
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
@@ -55,6 +55,9 @@ class Source(Protocol):
 
     def cancel(self, promise: Promise[Any], /) -> None:
         """The promise was cancelled: withdraw or interrupt its work. Must not block."""
+
+    def wait(self, promise: Promise[Any], end: float | None, /) -> None:
+        """The caller waits: it may help to settle the promise, until `time.monotonic()` is `end`."""
 
     def running(self, promise: Promise[Any], /) -> bool:
         """Has its work been started?"""
@@ -279,6 +282,10 @@ class Promise(Future[T], Generic[T]):
                     f"a callback waited for {self!r} in the thread that settles promises, which would then "
                     "wait for itself; use .then(), or wait in a thread of your own"
                 )
+            end = None if timeout is None else monotonic() + timeout
+            if self._source is not None:
+                self._source.wait(self, end)
+        if not self.done():
             here = allocate_lock()
             here.acquire()
 
@@ -286,7 +293,7 @@ class Promise(Future[T], Generic[T]):
                 here.release()
 
             self._hook(wake)
-            if not here.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            if not here.acquire(timeout=-1 if end is None else max(0.0, end - monotonic())):
                 with suppress(ValueError):
                     cast("list[Any]", self._hooks).remove(wake)
                 if not self.done():
@@ -456,6 +463,9 @@ class _Several:
     def cancel(self, _: Promise[Any]) -> None:
         for each in self._promises:
             each.cancel()
+
+    def wait(self, promise: Promise[Any], end: float | None) -> None:
+        pass  # the hub's thread sees to them all
 
     def running(self, _: Promise[Any]) -> bool:
         return any(each.running() for each in self._promises)

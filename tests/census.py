@@ -1,0 +1,153 @@
+"""Who and what is there: processes, threads, descriptors, files. Taken before and after each test.
+
+How a process of ours is known, whoever its parent is by now:
+    exec'd from here    its environment at exec carries `MARKER`   (/proc/PID/environ)
+    forked from here    it holds our marker file on `MARKER_FD`    (a fork keeps descriptors, and shows no new environ)
+so an orphan that init has adopted is found as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MARKER = "POLYCEPHALY_TEST_RUN"
+MARKER_FD = 700
+DEADLINE = 2.0  # seconds: DESIGN's bound for everything to be gone
+
+_marker_file: str | None = None
+
+
+def mark_this_process() -> None:
+    """From now on whatever is forked or exec'd from here can be recognized."""
+    global _marker_file
+    os.environ[MARKER] = f"{os.getpid()}-{os.urandom(6).hex()}"
+    with tempfile.NamedTemporaryFile(prefix="marker-", delete=False) as file:
+        _marker_file = file.name
+        os.dup2(file.fileno(), MARKER_FD, inheritable=True)
+
+
+def pids() -> Iterator[int]:
+    return map(int, filter(str.isdigit, os.listdir("/proc")))
+
+
+def alive(pid: int) -> bool:
+    """Does `pid` run? A zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def marked(value: str) -> set[int]:
+    """Living processes whose environment at exec carries the marker with this value."""
+    wanted = f"{MARKER}={value}".encode()
+    found = set()
+    for pid in pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if wanted in environ.read().split(b"\0") and alive(pid):
+                found.add(pid)
+    return found
+
+
+def holding_our_file() -> set[int]:
+    found = set()
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{MARKER_FD}") == _marker_file:
+                found.add(pid)
+    return found
+
+
+def children() -> set[int]:
+    """Direct children, zombies included."""
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
+            found.update(map(int, listed.read().split()))
+    return found
+
+
+def descriptors() -> dict[int, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+    return {fd: target for fd, target in found.items() if not target.endswith(f"/{os.getpid()}/fd")}
+
+
+def homes(place: str | None = None) -> set[str]:
+    return {e.path for e in os.scandir(place or tempfile.gettempdir()) if e.name.startswith("polycephaly-")}
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@dataclass
+class Census:
+    processes: set[int]
+    threads: set[threading.Thread]
+    descriptors: dict[int, str]
+    homes: set[str]
+    shared_memory: set[str]
+
+    @classmethod
+    def take(cls) -> Census:
+        everyone = (marked(os.environ[MARKER]) | holding_our_file() | children()) - {os.getpid()}
+        return cls(everyone, set(threading.enumerate()), descriptors(), homes(), shared_memory())
+
+    def left_since(self, before: Census) -> list[str]:
+        left = [f"process {describe(pid)}" for pid in sorted(self.processes - before.processes)]
+        left += [f"thread {each.name}" for each in self.threads - before.threads]
+        left += [
+            f"descriptor {fd} -> {target}"
+            for fd, target in self.descriptors.items()
+            if before.descriptors.get(fd) != target and not _harmless(target)
+        ]
+        left += [f"directory {path}" for path in sorted(self.homes - before.homes)]
+        left += [f"/dev/shm/{name}" for name in sorted(self.shared_memory - before.shared_memory)]
+        return left
+
+
+def _harmless(target: str) -> bool:
+    return target.startswith(("/dev/null", "/dev/urandom")) or "/.hypothesis/" in target
+
+
+def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:
+    """What is left since `before`, after at most `seconds` for it to go."""
+    end = time.monotonic() + seconds
+    while left := Census.take().left_since(before):
+        if time.monotonic() > end:
+            return left
+        gc.collect()
+        time.sleep(0.01)
+    return []
+
+
+def wait_until_gone(value: str, seconds: float = DEADLINE) -> list[str]:
+    """The processes with this marker that are left after at most `seconds`."""
+    end = time.monotonic() + seconds
+    while left := marked(value):
+        if time.monotonic() > end:
+            return [describe(pid) for pid in sorted(left)]
+        time.sleep(0.01)
+    return []
+
+
+def describe(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode("utf-8", "replace")[:80]
+        with open(f"/proc/{pid}/stat") as stat:
+            state, parent = stat.read().rpartition(")")[2].split()[:2]
+        return f"{pid} (state {state}, parent {parent}): {command}"
+    except OSError:
+        return f"{pid} (just gone)"

@@ -1,0 +1,161 @@
+"""Bad input is refused at the call, with the value; a limit of the machine is named and nothing is left."""
+
+import os
+import resource
+
+import polycephaly as poly
+import pytest
+from scripts import run_script
+
+
+@pytest.fixture(scope="module")
+def nonsense():
+    return [5, None, [abs], {"a": 1}, b"1 + 1", 1.5, object()]
+
+
+def test_work_that_is_neither_code_nor_callable_is_a_type_error_at_the_call(nonsense):
+    with poly.Pool(1) as pool, poly.Drone() as drone:
+        for work in nonsense:
+            for call in (pool.promise, pool.doit, pool.submit, pool.everywhere, drone.promise, drone.doit):
+                with pytest.raises(TypeError, match="code string, a callable"):
+                    call(work)
+            with pytest.raises(TypeError):
+                poly.promise(work)
+            with pytest.raises(TypeError):
+                poly.doit(work)
+        assert pool.doit(abs, -1) == 1
+
+
+@pytest.mark.parametrize("number", [0, -1, -100])
+def test_a_pool_of_no_drones_is_a_value_error_with_the_value(number):
+    with pytest.raises(ValueError, match=str(number)):
+        poly.Pool(number)
+
+
+@pytest.mark.parametrize("number", [1.5, "2", True, [1]])
+def test_a_number_of_drones_that_is_no_number_is_a_type_error(number):
+    with pytest.raises(TypeError):
+        poly.Pool(number)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"start": "forkserver"}, "forkserver"),
+        ({"start": ""}, "start method"),
+        ({"on_death": "weep"}, "weep"),
+        ({"output": "paper"}, "paper"),
+        ({"retries": -1}, "-1"),
+        ({"max_tasks": 0}, "0"),
+        ({"timeout": 0}, "0"),
+        ({"timeout": -2.5}, "-2.5"),
+    ],
+)
+def test_options_that_make_no_sense_are_value_errors_with_the_value(how, text):
+    with pytest.raises(ValueError, match=text):
+        poly.Pool(1, **how)
+
+
+@pytest.mark.parametrize("how", [{"env": 5}, {"initializer": 5}, {"env": ["a"]}])
+def test_options_of_the_wrong_type_are_type_errors(how):
+    with pytest.raises(TypeError):
+        poly.Pool(1, **how)
+    with pytest.raises(TypeError):
+        poly.Drone(**how)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotADirectoryError, match="nowhere"):
+        poly.Pool(1, cwd=tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="nowhere"):
+        poly.Drone(cwd=str(tmp_path / "nowhere"))
+
+
+def test_an_env_callable_that_fails_raises_its_error_and_leaves_nothing():
+    def env(index):
+        return {"A": str(1 // (1 - index))}
+
+    with pytest.raises(ZeroDivisionError):
+        poly.Pool(3, env=env)
+
+
+def test_work_on_a_released_drone_or_closed_pool_is_a_runtime_error():
+    drone, pool = poly.Drone(), poly.Pool(1)
+    kept = pool.drones[0]
+    drone.release()
+    pool.shutdown()
+    for call in (drone.doit, drone.promise, pool.doit, pool.submit, kept.doit, kept.promise):
+        with pytest.raises(RuntimeError):
+            call(abs, 1)
+    with pytest.raises(RuntimeError):
+        drone["x"]
+    with pytest.raises(RuntimeError):
+        drone["x"] = 1
+
+
+def test_a_file_descriptor_limit_is_named_and_everything_started_ended():
+    done = run_script("""
+        import os, resource
+        import polycephaly as poly
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            poly.Pool(200)
+        except OSError as error:
+            print("file descriptor" in str(error) and "RLIMIT_NOFILE" in str(error))
+        print(len(os.listdir("/proc/self/fd")) == before)
+        with poly.Pool(2) as pool:
+            print(pool.doit(abs, -1))
+    """)
+    assert done.stdout == "True\nTrue\n1\n", done.stderr
+
+
+def test_descriptors_that_run_out_while_drones_start_are_named_too():
+    done = run_script("""
+        import os, resource
+        import polycephaly as poly
+        with poly.Pool(1) as pool: pool.doit(abs, -1)
+        used = len(os.listdir("/proc/self/fd"))
+        outcomes = set()
+        for room in range(0, 60, 2):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, 4096))
+            try:
+                with poly.Pool(6) as pool:
+                    outcomes.add(pool.doit(abs, -1))
+            except OSError as error:
+                outcomes.add("named" if "file descriptor limit" in str(error) else repr(error))
+            except BaseException as error:
+                outcomes.add(repr(error))
+        print(sorted(map(str, outcomes)))
+    """)
+    assert done.stdout == "['1', 'named']\n", done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as a user that the process limit counts")
+def test_a_process_limit_is_named_and_everything_started_ended(tmp_path):
+    done = run_script("""
+        import os, resource
+        import polycephaly as poly
+        poly.Pool
+        os.setgroups([]); os.setgid(54321); os.setuid(54321)
+        resource.setrlimit(resource.RLIMIT_NPROC, (12, 12))
+        import tempfile; tempfile.tempdir = "/tmp"
+        try:
+            poly.Pool(30)
+            print("no error")
+        except OSError as error:
+            print("process limit" in str(error) and "RLIMIT_NPROC" in str(error), error)
+    """)
+    assert done.stdout.startswith("True"), (done.stdout, done.stderr)
+
+
+def test_an_environment_too_large_to_hand_over_is_named():
+    with pytest.raises((ValueError, OSError), match="env"):
+        poly.Pool(1, env={"A": "x" * 1_000_000})
+
+
+def test_limits_of_this_process_are_untouched():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with poly.Pool(1):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

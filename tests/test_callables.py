@@ -1,0 +1,309 @@
+"""Callables: by reference where the drone has them, by value else; captured as they are when the call is made."""
+
+import asyncio
+import functools
+import operator
+import os
+
+import polycephaly as poly
+import pytest
+from polycephaly.wire.capture import MainSnapshot
+from polycephaly.wire.definitions import Book
+from scripts import output_of
+
+FACTOR = 2
+
+
+def times_factor(n):
+    return n * FACTOR
+
+
+class Counter:
+    def __init__(self, start=0):
+        self.at = start
+
+    def add(self, n):
+        self.at += n
+        return self.at
+
+    def __call__(self, n):
+        return self.at + n
+
+    @classmethod
+    def named(cls, n):
+        return f"{cls.__name__} {n}"
+
+    @staticmethod
+    def plain(n):
+        return n
+
+
+async def sleep_and_return(n):
+    await asyncio.sleep(0)
+    return n
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("work", "args", "value"),
+    [
+        (pow, (2, 8), 256),
+        (times_factor, (4,), 8),
+        (lambda n: n + 1, (1,), 2),
+        (Counter(5).add, (2,), 7),
+        (Counter(5), (3,), 8),
+        (Counter.named, (1,), "Counter 1"),
+        (Counter.plain, (1,), 1),
+        (functools.partial(pow, 3), (2,), 9),
+        (functools.partial(lambda a, b: a - b, b=1), (3,), 2),
+        (operator.itemgetter(1), ("abc",), "b"),
+        ("{}-{}".format, (1, 2), "1-2"),
+        (int, ("7",), 7),
+        (sleep_and_return, (9,), 9),
+        (str.upper, ("x",), "X"),
+    ],
+    ids=lambda each: getattr(each, "__qualname__", None) or str(each)[:20],
+)
+def test_every_kind_of_callable_can_be_called(pool, work, args, value):
+    assert pool.doit(work, *args) == value
+
+
+def test_keywords_even_named_like_our_own_parameters_reach_the_callable(pool):
+    assert pool.doit(dict, work=1, self=2, args=3, fn=4, timeout=5) == dict(work=1, self=2, args=3, fn=4, timeout=5)
+    assert pool.submit(dict, work=1, fn=2).value == {"work": 1, "fn": 2}
+
+
+def test_a_class_is_called_and_its_instance_comes_back(pool):
+    assert pool.doit(Counter, 4).at == 4
+
+
+def test_a_closure_carries_its_cells(pool):
+    def make(n):
+        def add(m):
+            return n + m
+
+        return add
+
+    assert [pool.doit(make(n), 10) for n in range(5)] == [10, 11, 12, 13, 14]
+
+
+def test_a_recursive_closure_works(pool):
+    def factorial(n):
+        return 1 if n == 0 else n * factorial(n - 1)
+
+    assert pool.doit(factorial, 10) == 3628800
+
+
+def test_arguments_are_captured_when_the_call_is_made(pool):
+    argument = [1, 2]
+    promises = []
+    for i in range(50):
+        promises.append(pool.promise(list, argument))
+        argument.append(i)
+    argument.clear()
+    assert [p.value for p in promises] == [[1, 2, *range(i)] for i in range(50)]
+
+
+def test_a_cell_changed_in_place_shows_as_at_the_call(pool):
+    seen = []
+
+    def look():
+        return list(seen)
+
+    promises = []
+    for i in range(20):
+        promises.append(pool.promise(look))
+        seen.append(i)
+    assert [p.value for p in promises] == [list(range(i)) for i in range(20)]
+
+
+def test_a_cell_bound_anew_shows_as_at_the_call(pool):
+    n = 0
+
+    def look():
+        return n
+
+    promises = []
+    for i in range(20):
+        n = i
+        promises.append(pool.promise(look))
+    assert [p.value for p in promises] == list(range(20))
+
+
+def test_an_instance_with_changing_state_shows_as_at_the_call(pool):
+    counter, promises = Counter(0), []
+    for i in range(20):
+        counter.at = i
+        promises.append(pool.promise(counter, 0))
+        promises.append(pool.promise(counter.add, 1))
+    assert [p.value for p in promises] == [v for i in range(20) for v in (i, i + 1)]
+
+
+def test_defaults_changed_between_calls_show_as_at_the_call(pool):
+    def with_default(a=[]):  # noqa: B006 - that is the point
+        return list(a)
+
+    promises = []
+    for i in range(5):
+        promises.append(pool.promise(with_default))
+        with_default.__defaults__[0].append(i)
+    assert [p.value for p in promises] == [list(range(i)) for i in range(5)]
+
+
+def test_a_functions_code_changed_between_calls_shows_as_at_the_call(pool):
+    def first():
+        return "first"
+
+    def second():
+        return "second"
+
+    before = pool.promise(first)
+    first.__code__ = second.__code__
+    assert (before.value, pool.doit(first)) == ("first", "second")
+
+
+def test_defaults_bound_anew_between_calls_show_as_at_the_call(pool):
+    def with_default(a=1, *, b=2):
+        return a, b
+
+    first = pool.promise(with_default)
+    with_default.__defaults__ = (3,)
+    second = pool.promise(with_default)
+    with_default.__kwdefaults__ = {"b": 4}
+    assert (first.value, second.value, pool.doit(with_default)) == ((1, 2), (3, 2), (3, 4))
+
+
+def test_attributes_of_a_by_value_function_come_along(pool):
+    def work():
+        return work.level
+
+    work.level = 1
+    first = pool.promise(work)
+    work.level = 2
+    assert (first.value, pool.doit(work)) == (1, 2)
+
+
+def test_a_local_class_and_its_instances_travel_by_value(pool):
+    class Local:
+        def __init__(self, n):
+            self.n = n
+
+        def double(self):
+            return self.n * 2
+
+    assert pool.doit(Local(4).double) == 8
+    assert pool.doit(lambda: Local(5).double()) == 10
+
+
+def test_a_function_is_pickled_once_however_often_it_is_called():
+    book = Book(MainSnapshot())
+    n = 3
+
+    def work(i):
+        return i + n
+
+    numbers = {book.define(work).number for _ in range(10_000)}
+    assert len(numbers) == 1
+    n = 4
+    assert book.define(work).number not in numbers
+    assert len({book.define(times_factor).number for _ in range(10_000)}) == 1
+    assert len({book.define("1 + 1").number for _ in range(10_000)}) == 1
+
+
+def test_a_function_that_could_have_changed_in_place_is_pickled_again():
+    book = Book(MainSnapshot())
+    cell = [1]
+
+    def work():
+        return cell
+
+    assert len({book.define(work).number for _ in range(3)}) == 3
+
+
+def test_a_large_closure_called_often_travels_once_per_drone():
+    blob = os.urandom(3_000_000)
+
+    def work(i):
+        return i + len(blob)
+
+    with poly.Pool(2) as pool:
+        promises = [pool.promise(work, i) for i in range(2000)]
+        assert [p.value for p in promises] == [i + 3_000_000 for i in range(2000)]
+        assert max(p.spans.bytes_sent for p in promises) < 1000
+
+
+def test_many_different_functions_do_not_disturb_each_other(pool):
+    promises = [pool.promise(lambda a=i: a) for i in range(1000)]
+    assert [p.value for p in promises] == list(range(1000))
+
+
+def test_an_async_callable_runs_its_awaits(pool):
+    async def several(n):
+        return sum(await asyncio.gather(*(sleep_and_return(i) for i in range(n))))
+
+    assert pool.doit(several, 5) == 10
+
+
+def test_a_script_uses_functions_classes_and_data_of_its_main_by_reference():
+    assert output_of("""
+        import polycephaly as poly
+
+        table = {i: i * i for i in range(1000)}
+        class Point:
+            def __init__(self, x): self.x = x
+            def __eq__(self, other): return type(other) is Point and other.x == self.x
+        def look(i): return table[i]
+        def moved(p): return Point(p.x + 1)
+
+        with poly.Pool(2) as pool:
+            print(pool.doit(look, 5), pool.doit(lambda i: table[i] + look(i), 6))
+            p = pool.promise(moved, Point(1))
+            print(p.value == Point(2), type(p.value) is Point, p.spans.bytes_sent < 200)
+            print(pool.promise(lambda i: table[i], 3).value)
+            print(isinstance(pool.doit("Point(9)"), Point))
+    """) == "25 72\nTrue True True\n9\nTrue\n"  # fmt: skip
+
+
+def test_what_a_script_defines_after_the_pool_goes_by_value():
+    assert output_of("""
+        import polycephaly as poly
+        old = "old"
+        def shape(): return "first"
+        with poly.Pool(1) as pool:
+            def late(n): return helper(n) + 1
+            def helper(n): return n * 10
+            print(pool.doit(late, 2))
+            def shape(): return "second"
+            print(pool.doit(shape))
+            class Late:
+                n = 3
+            print(pool.doit(lambda: Late.n), type(pool.doit(Late)).__name__)
+            factor = 7
+            print(pool.doit(lambda: factor))
+            factor = 8
+            print(pool.doit(lambda: factor))
+            old = "new"
+            print(pool.doit(lambda: old))
+            def helper(n): return n * 100
+            print(pool.doit(late, 2))
+    """) == "21\nsecond\n3 Late\n7\n8\nnew\n201\n"  # fmt: skip
+
+
+def test_globals_of_main_changed_in_place_after_the_snapshot():
+    """By reference: the drone's own copy, as of the snapshot. Pushed: what was pushed."""
+    assert output_of("""
+        import polycephaly as poly
+        counts = {"n": 1}
+        def look(): return counts["n"]
+        with poly.Pool(1) as pool:
+            counts["n"] = 2
+            print(pool.doit(look))
+            pool.drones[0].push({"counts": {"n": 5}})
+            print(pool.doit(look), pool.doit(lambda: counts["n"]))
+            print(pool.doit("counts['n'] += 1; counts['n']"), pool.doit(lambda: counts["n"]))
+    """) == "1\n5 5\n6 6\n"  # fmt: skip

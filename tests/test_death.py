@@ -1,0 +1,245 @@
+"""Death: what ran is rejected with all that is known, what was queued runs exactly once, the drone is replaced."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import BrokenExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import polycephaly as poly
+import pytest
+from faults import (
+    append, block_for_ever, exit_hard, hold_until, kill_myself, lines, say_and_die, segfault, wait_for,
+)  # fmt: skip
+
+
+def note(path, i):
+    append(path, str(i))
+    return i
+
+
+def die_the_first_time(path):
+    append(path, "tried")
+    if len(lines(path)) == 1:
+        os._exit(1)
+    return "lived"
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, output="discard") as pool:
+        yield pool
+
+
+def test_an_exit_rejects_with_its_status_and_what_was_running(pool):
+    error = pool.promise(exit_hard, 7).exception()
+    assert isinstance(error, poly.DroneDied) and isinstance(error, BrokenProcessPool)
+    assert error.exitcode == 7
+    assert "exit_hard" in error.running
+    assert "exit status 7" in str(error) and "exit_hard" in str(error) and error.drone in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_a_signal_is_told_by_its_name(pool, number):
+    error = pool.promise(kill_myself, number).exception()
+    assert error.exitcode == -number
+    assert signal.Signals(number).name in str(error)
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(pool):
+    error = pool.promise(kill_myself, signal.SIGRTMIN + 3).exception()
+    assert isinstance(error, poly.DroneDied)
+    assert error.exitcode == -(signal.SIGRTMIN + 3) and str(signal.SIGRTMIN + 3) in str(error)
+
+
+def test_a_segfault_shows_the_python_stack_that_faulthandler_left(pool):
+    error = pool.promise(segfault).exception()
+    assert error.exitcode == -signal.SIGSEGV
+    assert "SIGSEGV" in str(error)
+    assert "Fatal Python error: Segmentation fault" in error.stack
+    assert "in segfault" in error.stack and "in segfault" in str(error)
+
+
+def test_the_last_lines_of_stderr_are_told(pool):
+    error = pool.promise(say_and_die, "\n".join(f"line {i}" for i in range(100)), 3).exception()
+    assert "line 99" in error.stderr and "line 99" in str(error)
+    assert "line 0\n" not in error.stderr
+
+
+def test_a_code_string_that_dies_is_named(pool):
+    error = pool.promise("import os; os._exit(1)").exception()
+    assert "os._exit(1)" in error.running
+
+
+def test_sys_exit_is_an_error_of_the_work_and_no_death(pool):
+    before = {d.pid for d in pool.drones}
+    assert isinstance(pool.promise(sys.exit, 3).exception(), SystemExit)
+    assert {d.pid for d in pool.drones} == before
+
+
+def test_a_dead_drone_is_replaced_and_the_pool_goes_on(pool):
+    before = {d.pid for d in pool.drones}
+    names = {d.name for d in pool.drones}
+    for _ in range(3):
+        pool.promise(exit_hard, 1).exception()
+    wait_for(lambda: len(pool.drones) == 2 and all(d.alive for d in pool.drones))
+    assert [p.value for p in pool.everywhere(os.getpid)]
+    assert {d.name for d in pool.drones} == names
+    assert {d.pid for d in pool.drones} != before
+
+
+def test_a_listed_drone_has_its_pid_even_while_it_is_being_replaced(pool):
+    for _ in range(20):
+        killer = pool.promise(exit_hard, 1)
+        while not killer.done():
+            assert all(isinstance(d.pid, int) for d in pool.drones)
+        assert all(isinstance(d.pid, int) for d in pool.drones)
+
+
+def test_work_queued_on_a_dead_drone_runs_exactly_once(tmp_path):
+    path = str(tmp_path / "ran")
+    with poly.Pool(2, output="discard") as pool:
+        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # so that it is known to be short
+            p.value
+        for _ in range(5):
+            os.unlink(path)
+            work = [pool.promise(note, path, i) for i in range(300)]
+            killer = pool.promise(exit_hard, 1)
+            more = [pool.promise(note, path, i) for i in range(300, 600)]
+            assert [p.value for p in work + more] == list(range(600))
+            assert isinstance(killer.exception(), poly.DroneDied)
+            assert sorted(map(int, lines(path))) == list(range(600))
+
+
+def test_work_pinned_to_a_drone_that_dies_is_rejected_not_moved(tmp_path):
+    path, gate = str(tmp_path / "ran"), str(tmp_path / "gate")
+    with poly.Pool(2, output="discard") as pool:
+        drone = pool.drones[0]
+        running = drone.promise(hold_until, gate, path)
+        wait_for(lambda: lines(path))
+        queued = [drone.promise(note, path, i) for i in range(3)]
+        drone.kill()
+        for p in [running, *queued]:
+            assert isinstance(p.exception(), poly.DroneDied)
+        assert len(lines(path)) == 1
+        with pytest.raises(RuntimeError):
+            drone.promise(abs, 1)
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    dice = random.Random(seed)
+    path = str(tmp_path / "ran")
+    with poly.Pool(3, output="discard") as pool:
+        first = [d.pid for d in pool.drones]
+        work = [pool.promise(note, path, i) for i in range(1500)]
+        for _ in range(6):
+            time.sleep(dice.random() * 0.01)  # where in its life a drone is hit, not a synchronization
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(dice.choice(first), signal.SIGKILL)
+            first = [p.value for p in pool.everywhere(os.getpid) if not p.exception()] or first
+        done, lost = set(), 0
+        for i, p in enumerate(work):
+            error = p.exception(20)
+            if error is None:
+                assert p.value == i
+                done.add(i)
+            else:
+                assert isinstance(error, poly.DroneDied)
+                lost += 1
+        ran = sorted(map(int, lines(path)))
+    assert len(ran) == len(set(ran)), "something ran twice"
+    assert done <= set(ran)
+    assert len(done) + lost == 1500
+
+
+def test_lost_work_is_run_again_where_retries_say_so(tmp_path):
+    path = str(tmp_path / "tries")
+    with poly.Pool(1, retries=1, output="discard") as pool:
+        assert pool.doit(die_the_first_time, path) == "lived"
+        assert isinstance(pool.promise(exit_hard, 5).exception(), poly.DroneDied)
+
+
+def test_a_pool_that_breaks_on_death_rejects_all_and_takes_no_more(tmp_path):
+    gate = str(tmp_path / "gate")
+    with poly.Pool(2, on_death="break", output="discard") as pool:
+        work = [pool.promise(hold_until, gate) for _ in range(4)]
+        os.kill(pool.drones[0].pid, signal.SIGKILL)
+        for p in work:
+            assert isinstance(p.exception(10), BrokenProcessPool)
+        with pytest.raises(BrokenExecutor):
+            pool.submit(abs, 1)
+
+
+def test_a_lone_drone_that_died_says_so_at_the_next_call():
+    drone = poly.Drone()
+    assert drone.promise(exit_hard, 3).exception().exitcode == 3
+    wait_for(lambda: not drone.alive)
+    assert drone.exitcode == 3
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        drone.doit("1")
+    assert "ended" in repr(drone)
+    drone.release()
+
+
+def test_a_killed_drone_has_its_exit_code():
+    with poly.Drone() as drone:
+        running = drone.promise(block_for_ever)
+        drone.kill()
+        assert not drone.alive and drone.exitcode == -signal.SIGKILL
+        assert isinstance(running.exception(), poly.DroneDied)
+
+
+def test_a_fresh_drone_for_one_promise_tells_its_death():
+    assert poly.promise(exit_hard, 9).exception(10).exitcode == 9
+
+
+def test_results_sent_before_the_death_arrive(tmp_path):
+    with poly.Pool(1, output="discard") as pool:
+        for _ in range(10):
+            large = pool.promise(bytes, 3_000_000)
+            killer = pool.promise(exit_hard, 1)
+            assert len(large.value) == 3_000_000
+            assert isinstance(killer.exception(), poly.DroneDied)
+
+
+def test_work_that_had_finished_is_not_lost_with_a_neighbour_that_kills_its_drone(tmp_path):
+    path = str(tmp_path / "ran")
+    with poly.Pool(1, output="discard") as pool:
+        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # known to be short: it travels in batches
+            p.value
+        for i in range(20):
+            before = [pool.promise(note, path, i) for _ in range(5)]
+            killer = pool.promise(exit_hard, 1)
+            assert isinstance(killer.exception(), poly.DroneDied)
+            assert [p.exception() for p in before] == [None] * 5
+
+
+def test_a_drone_stopped_and_then_killed_is_told_like_any_other():
+    with poly.Pool(2, output="discard") as pool:
+        victim = pool.drones[0]
+        os.kill(victim.pid, signal.SIGSTOP)
+        p = victim.promise(abs, -1)
+        os.kill(victim.pid, signal.SIGKILL)
+        assert p.exception(10).exitcode == -signal.SIGKILL
+        assert pool.doit(abs, -1) == 1
+
+
+def test_death_while_a_child_process_of_the_drone_holds_its_pipes(tmp_path):
+    with poly.Pool(1, output="discard") as pool:
+        pids = str(tmp_path / "pids")
+        p = pool.promise(start_and_die, pids)
+        assert p.exception(10).exitcode == 11
+        child = int(lines(pids)[0])
+        wait_for(lambda: not os.path.exists(f"/proc/{child}"), 2)
+
+
+def start_and_die(pids):
+    append(pids, str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    os._exit(11)

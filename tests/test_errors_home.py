@@ -1,0 +1,330 @@
+"""Errors come home as what they were, with the remote traceback; what cannot be sent harms nobody else."""
+
+import errno
+import io
+import socket
+import threading
+import traceback
+from concurrent.futures.process import _RemoteTraceback
+
+import polycephaly as poly
+import pytest
+
+
+class Several(Exception):
+    def __init__(self, code, detail, *, hint="none"):
+        super().__init__(f"{code}: {detail}")
+        self.code, self.detail, self.hint = code, detail, hint
+
+
+class Locked(Exception):
+    """Cannot be pickled: it holds a socket."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.socket = socket.socket()
+        self.socket.close()
+        self.stream = io.TextIOWrapper(io.BytesIO())
+
+
+class Treacherous(Exception):
+    """Pickles, and breaks when unpickled."""
+
+    def __reduce__(self):
+        return _explode, ()
+
+
+def _explode():
+    raise RuntimeError("not to be rebuilt")
+
+
+class BrokenStr(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class UnpicklableResult:
+    def __reduce__(self):
+        raise TypeError("this result stays where it is")
+
+
+class ExplodesAtHome:
+    """Pickles on the drone, fails to unpickle at the controller."""
+
+    def __reduce__(self):
+        return _explode, ()
+
+
+class ExplodesThere:
+    def __reduce__(self):
+        return _explode, ()
+
+
+def raise_(error, *notes):
+    for each in notes:
+        error.add_note(each)
+    raise error
+
+
+def raise_several(*args, **kwargs):
+    raise Several(*args, **kwargs)
+
+
+def raise_locked():
+    raise Locked("holding a socket")
+
+
+def raise_chain():
+    try:
+        try:
+            {}["key"]
+        except KeyError as error:
+            raise ValueError("middle") from error
+    except ValueError as error:
+        raise Several(7, "outer") from error
+
+
+def raise_in_context():
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        raise LookupError("while handling")  # noqa: B904
+
+
+def raise_from_none():
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        raise LookupError("alone") from None
+
+
+def raise_group():
+    raise ExceptionGroup("several", [Several(1, "one"), ExceptionGroup("inner", [ValueError("two"), OSError(2, "no", "f")])])
+
+
+def open_missing():
+    open("/no/such/file")
+
+
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, output="discard") as pool:
+        yield pool
+
+
+def remote_traceback(error):
+    seen = set()
+    while error.__cause__ is not None and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__
+    assert isinstance(error, _RemoteTraceback)
+    return str(error)
+
+
+def test_the_original_type_args_and_attributes_come_back(pool):
+    error = pool.promise(raise_several, 5, "broken", hint="fix it").exception()
+    assert type(error) is Several
+    assert error.args == ("5: broken",) and (error.code, error.detail, error.hint) == (5, "broken", "fix it")
+
+
+def test_it_is_raised_at_the_wait(pool):
+    with pytest.raises(Several, match="5: broken"):
+        pool.doit(raise_several, 5, "broken")
+    with pytest.raises(Several):
+        _ = pool.promise(raise_several, 5, "broken").value
+
+
+def test_notes_come_back(pool):
+    error = pool.promise(raise_, ValueError("x"), "first note", "second note").exception()
+    assert error.__notes__ == ["first note", "second note"]
+
+
+def test_the_cause_chain_comes_back(pool):
+    error = pool.promise(raise_chain).exception()
+    assert type(error) is Several and type(error.__cause__) is ValueError
+    assert type(error.__cause__.__cause__) is KeyError and error.__cause__.__cause__.args == ("key",)
+    assert "raise_chain" in remote_traceback(error)
+
+
+def test_the_context_comes_back(pool):
+    error = pool.promise(raise_in_context).exception()
+    assert type(error) is LookupError and type(error.__context__) is ZeroDivisionError
+
+
+def test_a_suppressed_context_stays_suppressed(pool):
+    error = pool.promise(raise_from_none).exception()
+    text = "".join(traceback.format_exception(error))
+    assert "LookupError: alone" in text and "ZeroDivisionError" not in text
+
+
+def test_a_circular_chain_comes_back(pool):
+    def circle():
+        a, b = ValueError("a"), KeyError("b")
+        a.__cause__, b.__cause__ = b, a
+        raise a
+
+    error = pool.promise(circle).exception()
+    assert type(error) is ValueError and type(error.__cause__) is KeyError
+
+
+def test_exception_groups_come_back_with_their_members(pool):
+    error = pool.promise(raise_group).exception()
+    assert type(error) is ExceptionGroup and error.message == "several"
+    one, inner = error.exceptions
+    assert type(one) is Several and one.code == 1
+    assert [type(e) for e in inner.exceptions] == [ValueError, FileNotFoundError]
+    assert error.split(OSError)[0] is not None
+    assert "raise_group" in remote_traceback(error)
+
+
+def test_os_errors_keep_number_text_and_file(pool):
+    error = pool.promise(open_missing).exception()
+    assert type(error) is FileNotFoundError
+    assert (error.errno, error.filename) == (errno.ENOENT, "/no/such/file")
+    error = pool.promise(raise_, ConnectionResetError(errno.ECONNRESET, "gone")).exception()
+    assert type(error) is ConnectionResetError and error.errno == errno.ECONNRESET
+    error = pool.promise(raise_, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")).exception()
+    assert type(error) is UnicodeDecodeError and error.object == b"\xff"
+    error = pool.promise("import json; json.loads('{')").exception()
+    assert type(error).__name__ == "JSONDecodeError" and error.pos == 1 and error.doc == "{"
+
+
+def test_what_cannot_be_pickled_comes_as_a_remote_error(pool):
+    error = pool.promise(raise_locked).exception()
+    assert type(error) is poly.RemoteError
+    assert error.type_name.endswith("Locked") and error.message == "holding a socket"
+    assert "raise_locked" in error.traceback and "holding a socket" in str(error)
+
+
+def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
+    error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()
+    assert type(error).__name__ == "Odd" or type(error) is poly.RemoteError
+    assert "local" in str(error)
+    assert isinstance(pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous))
+
+
+def raise_in_code_of(name):
+    raise globals()[name]("odd")
+
+
+def test_an_exception_whose_str_fails_comes_home(pool):
+    error = pool.promise(raise_in_code_of, "BrokenStr").exception()
+    assert type(error) in (BrokenStr, poly.RemoteError)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, BaseException, StopIteration])
+def test_base_exceptions_come_home_and_the_drone_lives(pool, kind):
+    before = sorted(d.pid for d in pool.drones)
+    assert type(pool.promise(raise_, kind("odd")).exception()) is kind
+    assert sorted(d.pid for d in pool.drones) == before
+
+
+def test_a_recursion_error_comes_home(pool):
+    def deep(n):
+        return deep(n + 1)
+
+    assert type(pool.promise(deep, 0).exception()) is RecursionError
+    assert pool.doit(abs, -1) == 1
+
+
+def test_the_remote_traceback_shows_file_line_and_source(pool):
+    text = remote_traceback(pool.promise(raise_chain).exception())
+    assert __file__ in text and "raise ValueError(\"middle\") from error" in text
+    printed = "".join(traceback.format_exception(pool.promise(raise_in_context).exception()))
+    assert 'raise LookupError("while handling")' in printed
+
+
+def test_the_remote_traceback_of_a_code_string_shows_its_lines(pool):
+    error = pool.promise("def divide(a):\n    return a / 0  # the line\n\ndivide(1)").exception()
+    text = remote_traceback(error)
+    assert type(error) is ZeroDivisionError
+    assert "<doit " in text and "return a / 0  # the line" in text and "divide(1)" in text
+    assert "polycephaly/image" not in text
+
+
+def test_a_syntax_error_in_a_code_string_shows_the_place(pool):
+    error = pool.promise("x = 1\ny = = 2").exception()
+    assert type(error) is SyntaxError and error.lineno == 2
+    assert "y = = 2" in "".join(traceback.format_exception(error))
+
+
+def test_arguments_that_do_not_pickle_reject_that_promise_and_say_which(pool):
+    good = pool.promise(abs, -1)
+    bad = pool.promise(print, 1, threading.Lock())
+    keyword = pool.promise(print, end=UnpicklableResult())
+    also = pool.promise(abs, -2)
+    assert (good.value, also.value) == (1, 2)
+    error = bad.exception()
+    assert isinstance(error, TypeError) and any("argument 1" in n and "lock" in n for n in error.__notes__)
+    error = keyword.exception()
+    assert "stays where it is" in str(error) and any("end" in n for n in error.__notes__)
+
+
+def test_arguments_that_do_not_unpickle_reject_that_promise_alone(pool):
+    work = [pool.promise(str, ExplodesThere() if i == 50 else i) for i in range(100)]
+    for i, p in enumerate(work):
+        if i == 50:
+            assert "not to be rebuilt" in str(p.exception())
+            assert any("unpickling" in n for n in p.exception().__notes__)
+        else:
+            assert p.value == str(i)
+
+
+def result_of(i):
+    return {10: UnpicklableResult, 20: ExplodesAtHome}.get(i, lambda: i)()
+
+
+def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
+    work = [pool.promise(result_of, i) for i in range(30)]
+    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [i for i in range(30) if i not in (10, 20)]
+    error = work[10].exception()
+    assert type(error) is TypeError and "stays where it is" in str(error)
+    assert any("UnpicklableResult" in n for n in error.__notes__)
+    error = work[20].exception()
+    assert type(error) is RuntimeError and "not to be rebuilt" in str(error)
+    assert any("result" in n for n in error.__notes__)
+
+
+def test_work_that_does_not_pickle_rejects_with_what_it_was(pool):
+    lock = threading.Lock()
+
+    def uses_a_lock():
+        return lock.locked()
+
+    error = pool.promise(uses_a_lock).exception()
+    assert isinstance(error, TypeError) and any("uses_a_lock" in n for n in error.__notes__)
+
+
+def test_an_error_raised_twice_does_not_grow(pool):
+    p = pool.promise(raise_chain)
+    texts = []
+    for _ in range(3):
+        with pytest.raises(Several) as caught:
+            p.result()
+        texts.append("".join(traceback.format_exception(caught.value.__cause__)))
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_an_error_passes_through_nested_drones():
+    def outer():
+        with poly.Drone() as drone:
+            return drone.doit(raise_chain)
+
+    with poly.Drone() as drone:
+        error = drone.promise(outer).exception()
+    assert type(error) is Several and type(error.__cause__) is ValueError
+    assert "raise_chain" in remote_traceback(error)
+
+
+def test_the_cause_of_a_remote_error_can_itself_be_unpicklable(pool):
+    def both():
+        try:
+            raise_locked()
+        except Locked as error:
+            raise ValueError("outer") from error
+
+    error = pool.promise(both).exception()
+    assert type(error) is ValueError and type(error.__cause__) is poly.RemoteError
+    assert error.__cause__.message == "holding a socket"

@@ -1,0 +1,62 @@
+"""Each example runs as a person would run it, and prints what it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+PRINTED = {
+    "quickstart": """\
+2**31 - 1 is prime: True
+1229 primes below 10000, the last is 9973
+""",
+    "closures": """\
+a function by name: 144 (16 bytes of arguments sent)
+a lambda with what it captured: 432
+cleared afterwards, summed all the same: 6
+the snapshot's table: 144
+the refreshed one's: 0
+""",
+    "namespace": """\
+[db] database made
+[('IBM',), ('HP',)]
+[('IBM', 101)]
+the connection itself stays: cannot pickle 'sqlite3.Connection' object
+""",
+    "endless_map": """\
+703 is the first to take more than 150 steps: 170
+inputs taken ahead are bounded: True
+""",
+    "errors_and_death": """\
+3 of apples wanted (item: apples); the remote line is told: True
+died: exit code -9, while running code 'os.kill(os.getpid(), 9)'
+its neighbours: [1, 2, 4, 8, 16]
+done at the second try
+too long: interrupted
+""",
+    "in_asyncio": """\
+6e766f32 a5b96aac
+[2, 4, 8]
+the deadline interrupted the drone, too
+and it is free again
+""",
+}
+
+
+def test_every_example_has_its_output_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == PRINTED.keys()
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_prints_what_it_should(name: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == PRINTED[name]

@@ -1,0 +1,190 @@
+"""A pool is a `concurrent.futures.Executor`: what works with the standard library's works with it."""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from concurrent.futures import CancelledError, Executor
+
+import polycephaly as poly
+import pytest
+from faults import append, hold_until, lines, wait_for
+
+
+def test_it_is_one():
+    with poly.Pool(1) as pool:
+        assert isinstance(pool, Executor)
+        future = pool.submit(pow, 2, 8)
+        assert isinstance(future, concurrent.futures.Future) and future.result() == 256
+
+
+def test_wait_and_as_completed_work_on_its_futures():
+    with poly.Pool(2) as pool:
+        futures = [pool.submit(abs, -i) for i in range(100)]
+        done, not_done = concurrent.futures.wait(futures, timeout=20)
+        assert len(done) == 100 and not not_done
+        futures = {pool.submit(abs, -i): i for i in range(100)}
+        assert {futures[f] for f in concurrent.futures.as_completed(futures, timeout=20)} == set(range(100))
+
+
+def test_asyncio_runs_things_in_it():
+    async def main(pool):
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(pool, abs, -i) for i in range(50)))
+
+    with poly.Pool(2) as pool:
+        assert asyncio.run(main(pool)) == list(range(50))
+
+
+def test_promises_are_awaited_in_asyncio():
+    async def main(pool):
+        values = await asyncio.gather(*(pool.promise(abs, -i) for i in range(200)))
+        with pytest.raises(ZeroDivisionError):
+            await pool.promise("1 / 0")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.promise(time.sleep, 100), 0.05)
+        return values
+
+    with poly.Pool(2) as pool:
+        assert asyncio.run(main(pool)) == list(range(200))
+
+
+def test_a_with_block_finishes_what_was_submitted():
+    with poly.Pool(2) as pool:
+        work = [pool.submit(time.sleep, 0.01) for _ in range(20)]
+    assert all(p.done() and p.exception() is None for p in work)
+
+
+def test_after_shutdown_work_is_refused():
+    pool = poly.Pool(1)
+    p = pool.submit(abs, -1)
+    pool.shutdown()
+    assert p.done() and p.value == 1
+    for call in (pool.submit, pool.promise, pool.doit):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            call(abs, 1)
+    with pytest.raises(RuntimeError):
+        pool.map(abs, [1])
+    with pytest.raises(RuntimeError):
+        pool.refresh()
+    with pytest.raises(RuntimeError):
+        pool.everywhere("1")
+    pool.shutdown()
+    assert "ended" in repr(pool)
+
+
+def test_shutdown_without_wait_returns_and_the_work_is_done(tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    pool = poly.Pool(1)
+    work = [pool.submit(hold_until, gate, started) for _ in range(3)]
+    wait_for(lambda: lines(started))
+    pool.shutdown(wait=False)
+    assert not work[0].done()
+    append(gate, "open")
+    assert [p.result(10) for p in work] == ["held"] * 3
+    pool.shutdown()
+
+
+def test_shutdown_with_cancel_futures_cancels_what_no_drone_has_begun(tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    pool = poly.Pool(1)
+    work = [pool.submit(hold_until, gate, started) for _ in range(5)]
+    wait_for(lambda: lines(started))
+    pool.shutdown(wait=False, cancel_futures=True)
+    for p in work[1:]:
+        with pytest.raises(CancelledError):
+            p.result(10)
+    append(gate, "open")
+    assert work[0].result(10) == "held"
+    pool.shutdown()
+    assert len(lines(started)) == 1
+
+
+def test_submit_from_many_threads_at_once():
+    with poly.Pool(2) as pool:
+        said = []
+
+        def body(k):
+            said.extend([p.value for p in [pool.submit(abs, -k * 1000 - i) for i in range(500)]])
+
+        threads = [threading.Thread(target=body, args=[k]) for k in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert sorted(said) == sorted(k * 1000 + i for k in range(6) for i in range(500))
+
+
+def test_submitting_while_another_thread_shuts_down_settles_or_refuses_every_call():
+    for _ in range(10):
+        pool = poly.Pool(1)
+        work, refused = [], []
+
+        def body(pool=pool, work=work, refused=refused):
+            for i in range(2000):
+                try:
+                    work.append((i, pool.submit(abs, -i)))
+                except RuntimeError:
+                    refused.append(i)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        wait_for(lambda work=work: len(work) > 20)
+        pool.shutdown()
+        thread.join()
+        for i, p in work:
+            error = p.exception(10)
+            assert p.value == i if error is None else isinstance(error, RuntimeError)
+
+
+def test_all_drones_are_used():
+    with poly.Pool(4) as pool:
+        assert len(set(pool.map(lambda _: (time.sleep(0.01), os.getpid())[1], range(40)))) == 4
+
+
+def test_as_many_drones_as_usable_cores_by_default():
+    with poly.Pool() as pool:
+        assert len(pool.drones) == len(os.sched_getaffinity(0))
+
+
+def test_work_may_submit_to_a_pool_from_a_callback():
+    with poly.Pool(1) as pool:
+        over = poly.Promise()
+        pool.promise(abs, -1).add_done_callback(lambda p: pool.promise(abs, -5).add_done_callback(over.set_result))
+        assert over.result(10).value == 5
+        assert pool.promise(abs, -2).then(lambda v: pool.promise(pow, v, 3)).result(10) == 8
+
+
+def test_spans_tell_the_life_of_work_in_order():
+    with poly.Pool(1) as pool:
+        p = pool.promise(bytes, 1000)
+        p.result()
+        s = p.spans
+        assert s.queued <= s.sent <= s.started <= s.finished <= s.received
+        assert s.bytes_received >= 1000 and s.bytes_sent > 0 and s.drone == pool.drones[0].name
+
+
+def test_names_and_reprs_tell_what_it_is():
+    with poly.Pool(2, name="loaders") as pool, poly.Drone(name="scout") as drone:
+        assert "loaders" in repr(pool) and [d.name for d in pool.drones] == ["loaders.0", "loaders.1"]
+        assert drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
+
+
+def test_a_drone_is_replaced_after_max_tasks():
+    with poly.Pool(1, max_tasks=3) as pool:
+        pids = [p.value for p in [pool.promise(os.getpid) for _ in range(10)]]
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3, 1]
+
+
+def test_env_and_cwd_reach_the_drones(tmp_path):
+    with poly.Pool(2, env=lambda i: {"GPU": str(i)}, cwd=tmp_path) as pool:
+        assert sorted(p.value for p in pool.everywhere("import os; os.environ['GPU']")) == ["0", "1"]
+        assert pool.doit(os.getcwd) == str(tmp_path)
+        assert "GPU" not in os.environ
+        pool.drones[1].kill()
+        wait_for(lambda: len(pool.drones) == 2 and all(d.alive for d in pool.drones))
+        values = sorted(p.value for p in pool.everywhere("import os; os.environ['GPU']"))
+        assert values == ["0", "1"]
+    with poly.Drone(env={"A": "b"}, cwd=str(tmp_path)) as drone:
+        assert drone.doit("import os; os.environ['A'], os.getcwd()") == ("b", str(tmp_path))

@@ -1,0 +1,232 @@
+"""Forks: ours beside our own threads and the user's, the user's own beside ours."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+
+import polycephaly as poly
+import pytest
+from faults import wait_for
+from scripts import output_of, run_script
+
+STRICT = ("-W", "error::DeprecationWarning")
+
+
+def test_no_warning_of_forks_because_of_our_own_threads():
+    assert output_of("""
+        import polycephaly as poly
+        with poly.Pool(2) as busy:
+            work = [busy.promise(abs, -i) for i in range(2000)]
+            for _ in range(5):
+                with poly.Pool(1) as other, poly.Drone() as drone:
+                    other.doit(abs, -1); drone.doit("1")
+                poly.doit("2")
+                busy.refresh()
+            print([p.value for p in work] == list(range(2000)))
+    """, python_args=STRICT) == "True\n"  # fmt: skip
+
+
+def test_no_warning_in_nested_drones_either():
+    done = run_script("""
+        import polycephaly as poly
+        def nested():
+            with poly.Pool(2) as pool, poly.Drone() as drone:
+                return pool.doit(abs, -1) + drone.doit(abs, -2)
+        with poly.Pool(1) as pool:
+            print(pool.doit(nested))
+    """, python_args=STRICT)  # fmt: skip
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python does not warn")
+def test_the_warning_still_speaks_where_the_user_has_threads_of_his_own():
+    done = run_script("""
+        import threading, polycephaly as poly
+        end = threading.Event()
+        threading.Thread(target=end.wait).start()
+        try:
+            with poly.Pool(1) as pool:
+                print(pool.doit(abs, -1))
+        finally:
+            end.set()
+    """, python_args=("-W", "always::DeprecationWarning"))
+    assert done.stdout == "1\n" and "multi-threaded" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_of_the_user_does_not_keep_drones_alive_nor_break_the_pool():
+    pool = poly.Pool(2)
+    pids = [d.pid for d in pool.drones]
+    work = [pool.promise(abs, -i) for i in range(1000)]
+    r, w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(w)
+            os.read(r, 1)
+        finally:
+            os._exit(0)
+    os.close(r)
+    assert [p.value for p in work] == list(range(1000))
+    pool.shutdown()
+    for pid in pids:
+        wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), 2)
+    os.close(w)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_of_the_user_can_have_a_pool_of_its_own():
+    with poly.Pool(1) as pool:
+        assert pool.doit(abs, -1) == 1
+        r, w = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with poly.Pool(2) as own:
+                    os.write(w, str(sum(own.map(abs, range(-10, 0)))).encode())
+            finally:
+                os._exit(0)
+        os.close(w)
+        assert os.read(r, 100) == b"55"
+        os.close(r)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.doit(abs, -2) == 2
+
+
+def in_child(queue):
+    with poly.Drone() as drone:
+        queue.send(drone.doit(abs, -7))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_multiprocessing_child_can_have_drones_and_harms_none(method):
+    context = multiprocessing.get_context(method)
+    with poly.Pool(1) as pool:
+        assert pool.doit(abs, -1) == 1
+        mine, its = context.Pipe()
+        child = context.Process(target=in_child, args=[its])
+        child.start()
+        assert mine.poll(20) and mine.recv() == 7
+        child.join()
+        assert child.exitcode == 0
+        child.close()
+        mine.close()
+        its.close()
+        assert pool.doit(abs, -2) == 2
+
+
+def test_a_child_forked_by_the_user_that_outlives_the_controller_keeps_nothing_alive():
+    done = run_script("""
+        import os, time, warnings, polycephaly as poly
+        warnings.simplefilter("ignore")
+        pool = poly.Pool(2)
+        pids = [d.pid for d in pool.drones]
+        controller = os.getpid()
+        r, w = os.pipe()
+        if os.fork() == 0:
+            os.close(w)
+            os.read(r, 1)  # until the controller is gone
+            end = time.monotonic() + 2
+            while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
+                time.sleep(0.01)
+            print("gone" if not any(os.path.exists(f"/proc/{pid}") for pid in pids) else "still there", flush=True)
+            os._exit(0)
+        os.kill(controller, 9)
+    """)
+    assert done.stdout == "gone\n", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_pools_made_at_once_in_many_threads():
+    values, failures = [], []
+
+    def body(k):
+        try:
+            for _ in range(3):
+                with poly.Pool(2) as pool:
+                    values.append(pool.doit(pow, k, 2))
+                with poly.Drone() as drone:
+                    values.append(drone.doit(pow, k, 2))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=[k]) for k in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(40)
+    assert not failures, failures
+    assert sorted(values) == sorted([k * k for k in range(8)] * 6)
+
+
+def test_text_waiting_in_the_controllers_streams_is_written_once():
+    done = run_script("""
+        import sys, polycephaly as poly
+        sys.stdout = open(1, "w", buffering=65536, closefd=False)
+        sys.stdout.write("waiting in the buffer\\n")
+        with poly.Pool(3) as pool:
+            pool.doit(abs, -1)
+        sys.stdout.flush()
+    """)
+    assert done.stdout == "waiting in the buffer\n"
+
+
+def test_exit_handlers_of_the_main_image_run_once_and_only_there():
+    done = run_script("""
+        import atexit, os, polycephaly as poly
+        atexit.register(lambda: print("bye", os.getpid() == main, flush=True))
+        main = os.getpid()
+        with poly.Pool(2) as pool, poly.Drone() as drone:
+            pool.doit(abs, -1); drone.doit("1")
+    """)
+    assert done.stdout == "bye True\n", done.stderr
+
+
+def test_signal_handlers_of_the_main_image_are_not_the_drones():
+    done = run_script("""
+        import os, signal, polycephaly as poly
+        signal.signal(signal.SIGTERM, lambda *_: print("caught", flush=True))
+        signal.signal(signal.SIGUSR1, lambda *_: print("caught", flush=True))
+        with poly.Pool(1, output="discard") as pool:
+            print(pool.promise("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()").exception().exitcode)
+    """)
+    assert done.stdout == "-15\n", done.stderr
+
+
+def test_a_lock_held_by_another_thread_at_the_fork_is_the_users_affair_but_ours_are_free():
+    """Logging, imports and our own locks work in drones forked while other threads hammer them."""
+    done = run_script("""
+        import logging, threading, warnings, polycephaly as poly
+        warnings.simplefilter("ignore")
+        end = threading.Event()
+        def hammer():
+            while not end.is_set():
+                p = poly.Promise(); p.set_result(1); logging.getLogger("x").info("y")
+        threads = [threading.Thread(target=hammer) for _ in range(2)]
+        for t in threads: t.start()
+        for _ in range(10):
+            with poly.Pool(1) as pool:
+                pool.promise("import logging, decimal; logging.getLogger('z').info('u')").result(10)
+        end.set()
+        print("done")
+    """)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_many_pools_one_after_the_other_leave_nothing_behind():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(15):
+        with poly.Pool(2) as pool:
+            pool.doit(abs, -1)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_hundred_drones_answer():
+    begun = time.monotonic()
+    with poly.Pool(100) as pool:
+        assert len({p.value for p in pool.everywhere(os.getpid)}) == 100
+        assert time.monotonic() - begun < 20

@@ -1,0 +1,93 @@
+"""An initializer runs in each drone before any work, in replacements too."""
+
+import os
+import threading
+from concurrent.futures.process import BrokenProcessPool
+
+import polycephaly as poly
+import pytest
+from faults import append, exit_hard, lines, wait_for
+
+
+def set_up(path, value):
+    global was_set_up
+    append(path, str(os.getpid()))
+    was_set_up = value
+
+
+def look(_):
+    return was_set_up  # noqa: F821 - bound by set_up
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def test_it_runs_once_in_each_drone_before_any_work(tmp_path):
+    path = str(tmp_path / "ran")
+    with poly.Pool(3, initializer=set_up, initargs=(path, 7)) as pool:
+        assert list(pool.map(look, range(100))) == [7] * 100
+        assert [p.value for p in pool.everywhere(look, 0)] == [7] * 3
+        assert sorted(map(int, lines(path))) == sorted(d.pid for d in pool.drones)
+
+
+def test_it_runs_in_a_replacement_too(tmp_path):
+    path = str(tmp_path / "ran")
+    with poly.Pool(1, initializer=set_up, initargs=(path, 7), output="discard") as pool:
+        assert pool.promise(exit_hard, 1).exception() is not None
+        assert pool.doit(look, 0) == 7
+        assert len(set(lines(path))) == 2
+
+
+def test_a_lone_drone_has_one_too(tmp_path):
+    with poly.Drone(initializer=set_up, initargs=(str(tmp_path / "ran"), 3)) as drone:
+        assert drone.doit(look, 0) == 3
+
+
+def test_it_may_be_a_closure():
+    n = 5
+
+    def bind():
+        import sys
+
+        sys.bound_here = n
+
+    with poly.Pool(1, initializer=bind) as pool:
+        assert pool.doit("import sys; sys.bound_here") == 5
+
+
+def error_of(**how):
+    """What a user gets from a pool whose initializer cannot succeed: at its making, at the call or from the promise."""
+    try:
+        pool = poly.Pool(2, output="discard", **how)
+    except BrokenProcessPool as broken:
+        return broken
+    with pool:
+        try:
+            error = pool.submit(abs, -1).exception(20)
+        except BrokenProcessPool as broken:
+            error = broken
+        assert isinstance(error, BrokenProcessPool)
+        with pytest.raises(BrokenProcessPool):
+            wait_for(lambda: pool.submit(abs, -1) and False)
+        return error
+
+
+def test_one_that_fails_breaks_the_pool_and_says_why():
+    error = error_of(initializer=fail, initargs=("no database",))
+    assert "initializer" in str(error) and "no database" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_one_that_kills_its_drone_breaks_the_pool():
+    assert "exit status 3" in str(error_of(initializer=exit_hard, initargs=(3,)))
+
+
+def test_one_that_cannot_be_pickled_says_so():
+    lock = threading.Lock()
+    assert "lock" in str(error_of(initializer=lambda: lock))
+
+
+def test_a_lone_drone_whose_initializer_fails_says_why():
+    with pytest.raises(BrokenProcessPool, match="no disk"), poly.Drone(initializer=fail, initargs=("no disk",)) as drone:
+        drone.doit(abs, -1)

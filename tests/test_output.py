@@ -1,0 +1,163 @@
+"""What drones print comes home, line by line, with the drone's name before it; each promise keeps the tail."""
+
+import subprocess
+import sys
+
+import polycephaly as poly
+import pytest
+from faults import wait_for
+from scripts import run_script
+
+
+class Lines(list):
+    def of(self, stream):
+        return [line.text for line in self if line.stream == stream]
+
+
+@pytest.fixture
+def lines():
+    return Lines()
+
+
+@pytest.fixture
+def pool(lines):
+    with poly.Pool(1, name="p", output=lines.append) as pool:
+        yield pool
+
+
+def speak():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+
+
+def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
+    done = run_script("""
+        import sys, polycephaly as poly
+        def speak():
+            print("one\\ntwo")
+            print("three", file=sys.stderr)
+        with poly.Pool(1, name="p") as pool, poly.Drone(name="d") as drone:
+            pool.doit(speak); drone.doit(speak)
+            print("own")
+    """)
+    assert done.stdout.splitlines() == ["[p.0] one", "[p.0] two", "[d] one", "[d] two", "own"]
+    assert done.stderr.splitlines() == ["[p.0] three", "[d] three"]
+
+
+def test_a_callable_gets_each_line_with_its_drone_and_stream(pool, lines):
+    pool.doit(speak)
+    assert lines.of("stdout") == ["to stdout"] and lines.of("stderr") == ["to stderr"]
+    assert {line.drone for line in lines} == {"p.0"} and "[p.0] to stdout" in lines
+
+
+def test_lines_are_out_before_the_promise_settles(pool, lines):
+    for i in range(200):
+        pool.doit(print, i)
+        assert lines[-1].text == str(i)
+
+
+def test_discarded_output_goes_nowhere_but_the_promise_keeps_its_tail(capfd):
+    with poly.Pool(1, output="discard") as pool:
+        p = pool.promise(speak)
+        assert p.value is None
+        assert p.output == "to stdout\nto stderr\n"
+    out, err = capfd.readouterr()
+    assert out == "" and err == ""
+
+
+def test_each_promise_has_its_own_tail(pool):
+    work = [pool.promise(print, i) for i in range(300)]
+    assert [(p.value, p.output) for p in work] == [(None, f"{i}\n") for i in range(300)]
+    p = pool.promise(abs, -1)
+    assert p.value == 1 and p.output == ""
+
+
+def test_a_rejected_promise_has_its_tail_too(pool):
+    p = pool.promise("print('before'); 1 / 0")
+    assert isinstance(p.exception(), ZeroDivisionError) and p.output == "before\n"
+
+
+def test_the_tail_is_bounded_and_is_the_end(pool):
+    p = pool.promise("for i in range(10000): print('line', i)")
+    p.result()
+    assert p.output.endswith("line 9999\n") and 0 < len(p.output) <= 4096
+
+
+def test_huge_output_comes_whole(pool, lines):
+    pool.doit("for i in range(30000): print(i, 'x' * 50)")
+    wait_for(lambda: len(lines) >= 30000)
+    assert [int(text.split()[0]) for text in lines.of("stdout")] == list(range(30000))
+
+
+def test_one_very_long_line_comes_whole(pool, lines):
+    pool.doit("print('y' * 3_000_000)")
+    wait_for(lambda: lines)
+    assert len(lines[0].text) == 3_000_000
+
+
+def test_what_subprocesses_and_c_code_print_comes_home_too(pool, lines):
+    pool.doit(subprocess.run, ["sh", "-c", "echo from a program; echo its error >&2"])
+    pool.doit("import os; os.write(1, b'raw\\n')")
+    wait_for(lambda: len(lines) >= 3)
+    assert lines.of("stdout") == ["from a program", "raw"] and lines.of("stderr") == ["its error"]
+
+
+def test_a_line_is_whole_however_it_was_written(pool, lines):
+    pool.doit("import sys\nfor c in 'pieces': sys.stdout.write(c); sys.stdout.flush()\nprint()")
+    wait_for(lambda: lines)
+    assert lines.of("stdout") == ["pieces"]
+
+
+def test_a_partial_line_comes_at_the_drones_end(lines):
+    with poly.Pool(1, output=lines.append) as pool:
+        pool.doit(print, "no end", end="")
+    assert lines.of("stdout") == ["no end"]
+
+
+def test_bytes_that_are_no_text_are_shown_and_harm_nothing(pool, lines):
+    pool.doit("import os; os.write(1, b'\\xff\\xfe\\n'); print('\\ud800')")
+    wait_for(lambda: len(lines) == 2)
+    assert pool.doit(abs, -1) == 1
+
+
+def test_an_output_callable_that_raises_harms_nothing():
+    def raises(line):
+        raise ValueError(line)
+
+    with poly.Pool(1, output=raises) as pool:
+        pool.doit(print, "x")
+        assert pool.doit(abs, -1) == 1
+
+
+def test_the_standard_input_is_empty_and_there_is_no_terminal(pool):
+    assert pool.doit("import sys; sys.stdin.read()") == ""
+    assert isinstance(pool.promise(input).exception(), EOFError)
+    assert pool.doit("import os; os.isatty(0), os.isatty(1), os.isatty(2)") == (False, False, False)
+    assert pool.doit("os.getsid(0) == os.getpid()")
+
+
+def test_closing_the_streams_harms_only_what_prints(pool):
+    pool.doit("import sys; sys.stdout.close()")
+    assert isinstance(pool.promise(print, "x").exception(), ValueError)
+    assert pool.doit(abs, -1) == 1
+
+
+def test_a_controller_whose_stdout_has_no_reader_goes_on():
+    done = run_script("""
+        import os, sys, polycephaly as poly
+        r, w = os.pipe(); os.close(r); os.dup2(w, 1)
+        with poly.Pool(1) as pool:
+            for _ in range(3): pool.doit(print, "x")
+            print(pool.doit(abs, -1), file=sys.stderr)
+        os._exit(0)
+    """)
+    assert done.stderr == "1\n"
+
+
+def test_warnings_and_logging_of_a_drone_come_home():
+    done = run_script("""
+        import polycephaly as poly
+        with poly.Pool(1, name="p") as pool:
+            pool.doit("import warnings, logging; warnings.warn('careful'); logging.warning('mind')")
+    """)
+    assert "UserWarning: careful" in done.stderr and "[p.0] WARNING:root:mind" in done.stderr

@@ -1,0 +1,224 @@
+"""A drone ends with whoever made it: thread, asyncio task, last reference; drones nest."""
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+
+import polycephaly as poly
+import pytest
+from faults import append, block_for_ever, exit_hard, lines, wait_for
+from scripts import run_script
+
+
+def gone(pid):
+    return lambda: not os.path.exists(f"/proc/{pid}")
+
+
+def in_thread(fn):
+    said = []
+    thread = threading.Thread(target=lambda: said.append(fn()))
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_threads_drone_ends_with_the_thread(busy):
+    kept = []
+
+    def body():
+        drone = poly.Drone()
+        kept.append(drone)
+        if busy:
+            kept.append(drone.promise(block_for_ever))
+        return drone.doit(os.getpid) if not busy else drone.pid
+
+    wait_for(gone(in_thread(body)), 2)
+    wait_for(lambda: not kept[0].alive)
+    with pytest.raises(RuntimeError):
+        kept[0].doit(abs, 1)
+    if busy:
+        assert kept[1].exception(5) is not None
+
+
+def test_a_detached_drone_outlives_its_thread():
+    drone = in_thread(lambda: poly.Drone(detached=True))
+    assert drone.doit(abs, -1) == 1
+    drone.release()
+
+
+def test_a_drone_of_the_main_thread_outlives_other_threads():
+    with poly.Drone() as drone:
+        in_thread(lambda: drone.doit(abs, -1))
+        assert drone.doit(abs, -2) == 2
+
+
+@pytest.mark.parametrize("how", ["return", "exception", "cancel"])
+def test_an_asyncio_tasks_drone_ends_with_the_task(how):
+    async def owner(said):
+        drone = poly.Drone()
+        said.set_result(drone)
+        if how == "exception":
+            raise ZeroDivisionError
+        if how == "cancel":
+            await asyncio.sleep(1000)
+
+    async def main():
+        said = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(owner(said))
+        drone = await said
+        if how == "cancel":
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(wait_for, gone(drone.pid), 2)
+        return drone
+
+    assert not asyncio.run(main()).alive
+
+
+def test_a_detached_drone_outlives_its_task():
+    async def owner():
+        return poly.Drone(detached=True)
+
+    async def main():
+        drone = await asyncio.create_task(owner())
+        return drone, await drone.promise(abs, -3)
+
+    drone, value = asyncio.run(main())
+    assert value == 3 and drone.alive
+    drone.release()
+
+
+def test_a_drone_without_references_is_released():
+    drone = poly.Drone()
+    pid, known = drone.pid, weakref.ref(drone)
+    del drone
+    gc.collect()
+    assert known() is None
+    wait_for(gone(pid), 2)
+
+
+def test_a_pool_without_references_finishes_its_work_and_ends():
+    pool = poly.Pool(2)
+    pids = [d.pid for d in pool.drones]
+    work = [pool.promise(abs, -i) for i in range(100)]
+    del pool
+    gc.collect()
+    assert [p.result(10) for p in work] == list(range(100))
+    for pid in pids:
+        wait_for(gone(pid), 2)
+
+
+def test_a_pool_in_a_reference_cycle_is_released():
+    class Node:
+        pass
+
+    node = Node()
+    node.pool, node.self = poly.Pool(1), node
+    pid = node.pool.drones[0].pid
+    del node
+    gc.collect()
+    wait_for(gone(pid), 2)
+
+
+def test_a_settled_promise_does_not_keep_the_pool_alive():
+    pool = poly.Pool(1)
+    pid, p = pool.drones[0].pid, pool.promise(abs, -1)
+    assert p.value == 1
+    del pool
+    gc.collect()
+    wait_for(gone(pid), 2)
+    assert p.value == 1
+
+
+def test_a_fresh_drone_for_one_promise_ends_with_its_work():
+    p = poly.promise(os.getpid)
+    wait_for(gone(p.result(10)), 2)
+
+
+def test_a_promise_nobody_keeps_still_runs(tmp_path):
+    path = str(tmp_path / "ran")
+    poly.promise(append, path, "ran")
+    gc.collect()
+    wait_for(lambda: lines(path) == ["ran"])
+
+
+def start_nested():
+    global nested
+    nested = poly.Pool(2)
+    return [os.getpid(), *(p.value for p in nested.everywhere(os.getpid))]
+
+
+def start_deeper(levels):
+    global nested
+    nested = poly.Drone()
+    return [os.getpid(), *(nested.doit(start_deeper, levels - 1) if levels else [nested.doit(os.getpid)])]
+
+
+@pytest.mark.parametrize("how", ["release", "kill", "die", "collect"])
+def test_nested_drones_end_with_their_drone(how):
+    drone = poly.Drone()
+    pids = drone.doit(start_nested)
+    assert len(set(pids)) == 3
+    if how == "release":
+        drone.release()
+    elif how == "kill":
+        drone.kill()
+    elif how == "die":
+        drone.promise(exit_hard, 1).exception()
+    else:
+        del drone
+        gc.collect()
+    for pid in pids:
+        wait_for(gone(pid), 2)
+
+
+def test_drones_nest_several_levels_deep():
+    with poly.Drone() as drone:
+        pids = drone.doit(start_deeper, 3)
+        assert len(set(pids)) == 5
+    for pid in pids:
+        wait_for(gone(pid), 2)
+
+
+def test_a_nested_pool_computes():
+    def inner(n):
+        with poly.Pool(2) as pool:
+            return sum(pool.map(abs, range(-n, 0)))
+
+    with poly.Pool(2) as pool:
+        assert [p.value for p in [pool.promise(inner, n) for n in (10, 20, 30)]] == [55, 210, 465]
+
+
+def test_releasing_twice_is_no_error():
+    drone = poly.Drone()
+    drone.doit(abs, -1)
+    drone.release()
+    drone.release()
+    assert not drone.alive and drone.exitcode == 0
+
+
+def test_a_pools_drone_that_is_released_is_replaced():
+    with poly.Pool(2) as pool:
+        first = pool.drones[0]
+        first.release()
+        assert not first.alive
+        wait_for(lambda: len(pool.drones) == 2)
+        assert len({p.value for p in pool.everywhere(os.getpid)}) == 2
+
+
+def test_a_pool_dropped_inside_its_own_callback_ends():
+    done = run_script("""
+        import polycephaly as poly, threading
+        pool, over = poly.Pool(1), threading.Event()
+        def drop(_):
+            global pool
+            del pool
+            over.set()
+        pool.promise(abs, -1).add_done_callback(drop)
+        assert over.wait(10)
+        print("over")
+    """)
+    assert done.stdout == "over\n", done.stderr

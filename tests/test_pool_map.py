@@ -1,0 +1,227 @@
+"""`Pool.map`: ordered, lazy at both ends, errors in their place, nothing to tune."""
+
+import itertools
+import os
+import threading
+import time
+
+import polycephaly as poly
+import pytest
+from faults import append, block_for_ever, hold_until, lines, wait_for
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+def double(n):
+    return n * 2
+
+
+def slow_at_start(n):
+    time.sleep(0.05 if n < 2 else 0)
+    return n
+
+
+def fail_at_five(n):
+    if n == 5:
+        raise ValueError(n)
+    return n
+
+
+def hold_zero(n, gate):
+    return hold_until(gate) if n == 0 else n
+
+
+class Counting:
+    """An iterator that knows how far it was taken."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+        self.taken = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        item = next(self.items)
+        self.taken += 1
+        return item
+
+
+def test_results_come_in_the_order_of_the_inputs(pool):
+    assert list(pool.map(slow_at_start, range(20))) == list(range(20))
+    assert list(pool.map(double, range(5000))) == [n * 2 for n in range(5000)]
+
+
+def test_several_iterables_go_in_step_and_the_shortest_ends_it(pool):
+    assert list(pool.map(pow, [2, 3, 4], itertools.count(1))) == [2, 9, 64]
+    assert list(pool.map(lambda a, b, c: a + b + c, "ab", "cd", "ef")) == ["ace", "bdf"]
+
+
+def test_nothing_in_gives_nothing_out(pool):
+    assert list(pool.map(double, [])) == [] and list(pool.map(double)) == []
+
+
+def test_endless_inputs_are_taken_lazily(pool):
+    source = Counting(itertools.count())
+    results = pool.map(double, source)
+    assert list(itertools.islice(results, 1000)) == [n * 2 for n in range(1000)]
+    assert source.taken < 1000 + 10_000
+    results.close()
+
+
+def test_the_first_calls_go_out_before_the_first_next(pool, tmp_path):
+    path = str(tmp_path / "ran")
+    results = pool.map(append, itertools.repeat(path, 3), "abc")
+    wait_for(lambda: sorted(lines(path)) == ["a", "b", "c"])
+    assert list(results) == [None] * 3
+
+
+def test_a_slow_consumer_bounds_what_is_taken_and_held(pool):
+    source = Counting(itertools.count())
+    results = pool.map(double, source)
+    assert next(results) == 0
+    before = source.taken
+    for p in [pool.promise(abs, -1) for _ in range(500)]:  # the drones have had all the time they want
+        p.value
+    assert source.taken == before and before < 100
+    results.close()
+
+
+def test_buffersize_bounds_what_is_under_way(pool):
+    source = Counting(range(1000))
+    results = pool.map(double, source, buffersize=3)
+    for i in range(100):
+        assert next(results) == 2 * i
+        assert source.taken <= i + 1 + 3
+    results.close()
+
+
+def test_an_error_is_raised_in_its_place(pool):
+    results = pool.map(fail_at_five, range(10))
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="5"):
+        next(results)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+def test_an_error_of_the_input_is_raised_at_the_consumer(pool):
+    def broken():
+        yield from range(100)
+        raise KeyError("input")
+
+    with pytest.raises(KeyError, match="input"):
+        list(pool.map(double, broken()))
+    assert pool.doit(abs, -1) == 1
+
+
+def test_unordered_results_come_as_they_are_ready(pool, tmp_path):
+    gate = str(tmp_path / "gate")
+    results = pool.map(hold_zero, range(10), itertools.repeat(gate), ordered=False)
+    first = [next(results) for _ in range(9)]
+    assert sorted(first) == list(range(1, 10))
+    append(gate, "open")
+    assert list(results) == ["held"]
+
+
+def test_unordered_gives_every_result_once(pool):
+    assert sorted(pool.map(double, range(3000), ordered=False)) == [n * 2 for n in range(3000)]
+
+
+def test_a_timeout_counts_from_the_call(pool, tmp_path):
+    started = str(tmp_path / "started")
+    results = pool.map(block_for_ever, [started], timeout=0.2)
+    with pytest.raises(TimeoutError):
+        next(results)
+    assert pool.doit(abs, -1) == 1
+    assert list(pool.map(abs, [-1], timeout=30)) == [1]
+
+
+def test_closing_the_iterator_cancels_what_is_under_way(tmp_path):
+    started = str(tmp_path / "started")
+    with poly.Pool(2) as pool:
+        results = pool.map(block_for_ever, [started] * 8)
+        wait_for(lambda: len(lines(started)) == 2)
+        results.close()
+        assert pool.doit(abs, -1) == 1
+        assert len(lines(started)) == 2
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_iterator_that_is_dropped_cancels_what_is_under_way(ordered, tmp_path):
+    started = str(tmp_path / "started")
+    with poly.Pool(1) as pool:
+        results = pool.map(block_for_ever, [started] * 8, ordered=ordered)
+        wait_for(lambda: lines(started))
+        del results
+        assert pool.promise(abs, -1).result(10) == 1
+        assert len(lines(started)) == 1
+
+
+def test_a_death_is_raised_in_its_place_and_the_rest_can_go_on(pool):
+    def die_at_three(n):
+        if n == 3:
+            os._exit(1)
+        return n
+
+    results = pool.map(die_at_three, range(6), buffersize=1)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(poly.DroneDied):
+        next(results)
+    assert list(pool.map(double, range(3))) == [0, 2, 4]
+
+
+def test_map_can_be_nested_and_run_from_several_threads(pool):
+    said = []
+
+    def body(k):
+        said.append(sum(pool.map(double, range(k))))
+
+    threads = [threading.Thread(target=body, args=[1000 + k]) for k in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(said) == sorted(k * (k - 1) for k in range(1000, 1004))
+    chained = pool.map(double, pool.map(double, range(200)))
+    assert list(chained) == [n * 4 for n in range(200)]
+
+
+def test_chunksize_is_accepted_and_makes_no_difference(pool):
+    assert list(pool.map(double, range(10), chunksize=3)) == [n * 2 for n in range(10)]
+
+
+def test_nonsense_is_refused_at_the_call(pool):
+    for bad in ({"chunksize": 0}, {"buffersize": 0}, {"chunksize": -1}):
+        with pytest.raises(ValueError, match="at least 1"):
+            pool.map(double, [1], **bad)
+    with pytest.raises(TypeError):
+        pool.map(5, [1])
+    with pytest.raises(TypeError):
+        pool.map(double, 5)
+
+
+def test_a_short_task_overtakes_long_ones(tmp_path):
+    """One long piece of work never holds short ones behind it while another drone is free."""
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    with poly.Pool(2) as pool:
+        list(pool.map(double, range(2000)))
+        long = pool.promise(hold_until, gate, started)
+        assert [p.result(10) for p in [pool.promise(double, i) for i in range(2000)]] == [2 * i for i in range(2000)]
+        assert not long.done()
+        append(gate, "open")
+
+
+def test_short_work_stuck_behind_work_that_turned_out_long_moves_to_an_idle_drone(tmp_path):
+    gate = str(tmp_path / "gate")
+    with poly.Pool(2) as pool:
+        for p in [pool.promise(hold_zero, 1, gate) for _ in range(500)]:  # known as short by now
+            p.value
+        work = [pool.promise(hold_zero, i % 1000, gate) for i in range(1000)]
+        assert [p.result(10) for p in work[1:]] == list(range(1, 1000))
+        append(gate, "open")
+        assert work[0].value == "held"

@@ -1,0 +1,463 @@
+"""Promises alone, without drones: settled once, by value or error; nobody who waits is forgotten or called twice."""
+
+import asyncio
+import concurrent.futures
+import logging
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future, InvalidStateError
+
+import polycephaly as poly
+import pytest
+from polycephaly import Promise
+
+ROUNDS = 2000
+
+
+def fulfilled(value):
+    p = Promise()
+    p.set_result(value)
+    return p
+
+
+def rejected(error):
+    p = Promise()
+    p.set_exception(error)
+    return p
+
+
+def race_threads(*acts, rounds=ROUNDS, make=Promise):
+    """Calls ``act(round, promise)`` of all `acts` at the same time, once a round, each in a thread of its own."""
+    promises = [make() for _ in range(rounds)]
+    gates = [threading.Barrier(len(acts)) for _ in range(0, rounds, 10)]
+    failures = []
+
+    def run(act):
+        try:
+            for i, p in enumerate(promises):
+                if i % 10 == 0:
+                    gates[i // 10].wait(20)
+                act(i, p)
+        except BaseException as error:
+            failures.append(error)
+            for gate in gates:
+                gate.abort()
+
+    threads = [threading.Thread(target=run, args=[act]) for act in acts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that they meet within a step, not only between rounds
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures, failures
+    return promises
+
+
+def test_it_is_a_future_of_the_standard_library():
+    assert isinstance(Promise(), Future)
+
+
+def test_a_value_settles_it():
+    p = fulfilled(41)
+    assert p.done() and not p.cancelled() and not p.running()
+    assert (p.value, p.result(), p.result(0), p.exception()) == (41, 41, 41, None)
+
+
+def test_an_error_settles_it():
+    p = rejected(ValueError("x"))
+    assert p.done() and isinstance(p.exception(), ValueError)
+    with pytest.raises(ValueError, match="x"):
+        _ = p.value
+
+
+def test_a_second_settling_is_an_invalid_state():
+    for p in (fulfilled(1), rejected(KeyError())):
+        with pytest.raises(InvalidStateError):
+            p.set_result(2)
+        with pytest.raises(InvalidStateError):
+            p.set_exception(ValueError())
+        assert not p.cancel()
+    p = Promise()
+    assert p.cancel() and p.cancel()
+    with pytest.raises(InvalidStateError):
+        p.set_result(2)
+
+
+def test_a_cancelled_promise_says_so():
+    p = Promise()
+    assert p.cancel() and p.cancelled() and p.done()
+    for ask in (p.result, p.exception, lambda: p.value):
+        with pytest.raises(CancelledError):
+            ask()
+
+
+def test_a_wait_that_takes_too_long_times_out():
+    p = Promise()
+    for timeout in (0, 0.001, -1):
+        with pytest.raises(TimeoutError):
+            p.result(timeout)
+    with pytest.raises(TimeoutError):
+        p.exception(0)
+    p.set_result(1)
+    assert p.result(0) == 1
+
+
+def test_of_many_settlers_exactly_one_wins():
+    wins = [[] for _ in range(ROUNDS)]
+
+    def settler(n):
+        def act(i, p):
+            try:
+                p.set_result(n) if n % 2 else p.set_exception(ValueError(n))
+            except InvalidStateError:
+                return
+            wins[i].append(n)
+
+        return act
+
+    def canceller(i, p):
+        if p.cancel() and p.cancelled():
+            wins[i].append("cancel")
+
+    promises = race_threads(*(settler(n) for n in range(6)), canceller)
+    for p, won in zip(promises, wins, strict=True):
+        assert len(won) == 1
+        if won[0] == "cancel":
+            assert p.cancelled()
+        elif won[0] % 2:
+            assert p.value == won[0]
+        else:
+            assert p.exception().args == (won[0],)
+
+
+def test_every_waiter_is_woken_however_settling_and_waiting_meet():
+    def waiter(i, p):
+        assert p.result(20) == i
+
+    race_threads(waiter, waiter, waiter, lambda i, p: p.set_result(i))
+
+
+def test_every_callback_is_called_exactly_once_however_it_is_added():
+    calls = [[] for _ in range(ROUNDS)]
+
+    def adder(n):
+        return lambda i, p: p.add_done_callback(lambda q: calls[i].append((n, q is p)))
+
+    race_threads(*(adder(n) for n in range(5)), lambda i, p: p.set_result(i))
+    assert all(sorted(each) == [(n, True) for n in range(5)] for each in calls)
+
+
+def test_the_standard_librarys_wait_misses_no_settling():
+    def waiter(i, p):
+        done, _ = concurrent.futures.wait([p], timeout=20)
+        assert done == {p}
+
+    def other(i, p):
+        assert next(concurrent.futures.as_completed([p], timeout=20)) is p
+
+    race_threads(waiter, other, lambda i, p: p.set_result(i), rounds=1000)
+
+
+def test_the_standard_librarys_wait_sees_every_ending():
+    good, bad, gone, never = fulfilled(1), rejected(ValueError()), Promise(), Promise()
+    gone.cancel()
+    done, not_done = concurrent.futures.wait([good, bad, gone, never], timeout=0.01)
+    assert (done, not_done) == ({good, bad, gone}, {never})
+    first = concurrent.futures.wait([bad, never], return_when=concurrent.futures.FIRST_EXCEPTION)
+    assert first.done == {bad}
+    assert concurrent.futures.wait([gone, never], return_when="FIRST_COMPLETED").done == {gone}
+    assert set(concurrent.futures.as_completed([good, bad, gone])) == {good, bad, gone}
+
+
+def test_asyncio_wrap_future_works():
+    async def main():
+        p = Promise()
+        wrapped = asyncio.wrap_future(p)
+        threading.Thread(target=p.set_result, args=[5]).start()
+        assert await wrapped == 5
+        with pytest.raises(KeyError):
+            await asyncio.wrap_future(rejected(KeyError("x")))
+        p = Promise()
+        asyncio.wrap_future(p).cancel()
+        await asyncio.sleep(0)
+        assert p.cancelled()
+
+    asyncio.run(main())
+
+
+def test_callbacks_run_in_the_order_in_which_they_were_added():
+    p, called = Promise(), []
+    for i in range(10):
+        p.add_done_callback(lambda _, i=i: called.append(i))
+    p.set_result(None)
+    assert called == list(range(10))
+    p.add_done_callback(lambda _: called.append("late"))
+    assert called[-1] == "late"
+
+
+def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
+    p, called = Promise(), []
+    p.add_done_callback(lambda _: 1 / 0)
+    p.add_done_callback(called.append)
+    with caplog.at_level(logging.ERROR):
+        p.set_result(1)
+    assert called == [p] and "ZeroDivisionError" in caplog.text
+
+
+def test_running_and_notify_cancel_follow_the_standard_library():
+    p = Promise()
+    assert p.set_running_or_notify_cancel() and p.running() and not p.cancel()
+    p.set_result(1)
+    with pytest.raises(InvalidStateError):
+        p.set_running_or_notify_cancel()
+    p = Promise()
+    p.cancel()
+    assert not p.set_running_or_notify_cancel()
+
+
+# -- combining
+
+
+def test_then_maps_the_value():
+    p = Promise()
+    after = p.then(lambda v: v + 1).then(str)
+    assert not after.done()
+    p.set_result(1)
+    assert after.value == "2"
+
+
+def test_then_follows_a_promise_that_it_is_given():
+    inner = Promise()
+    after = fulfilled(1).then(lambda v: inner)
+    assert not after.done()
+    inner.set_result("inner")
+    assert after.value == "inner"
+
+
+def test_an_error_passes_by_then():
+    called, error = [], ValueError("x")
+    assert rejected(error).then(called.append).exception() is error
+    p = Promise()
+    after = p.then(called.append)
+    p.cancel()
+    assert after.cancelled() and not called
+    assert isinstance(fulfilled(0).then(lambda v: 1 / v).exception(), ZeroDivisionError)
+
+
+def test_a_long_chain_of_thens_settles():
+    first = last = Promise()
+    for _ in range(100):
+        last = last.then(lambda v: v + 1)
+    first.set_result(0)
+    assert last.value == 100
+
+
+def test_gather_gives_values_in_order():
+    ps = [Promise() for _ in range(10)]
+    everyone = poly.gather(*ps)
+    for i in reversed(range(10)):
+        assert not everyone.done()
+        ps[i].set_result(i)
+    assert everyone.value == list(range(10))
+    assert poly.gather().value == []
+    assert poly.gather(ps[3], ps[3]).value == [3, 3]
+
+
+def test_the_first_error_rejects_a_gathering():
+    a, b = Promise(), Promise()
+    both = poly.gather(a, b)
+    b.set_exception(KeyError("b"))
+    assert isinstance(both.exception(1), KeyError)
+    a.set_result(1)
+    assert isinstance(both.exception(), KeyError)
+
+
+def test_cancelling_a_gathering_cancels_all_of_it():
+    a, b, c = Promise(), Promise(), fulfilled(1)
+    assert poly.gather(a, b, c).cancel()
+    assert a.cancelled() and b.cancelled() and c.value == 1
+
+
+def test_gather_under_races_settles_once_with_all_values():
+    groups = [[Promise() for _ in range(3)] for _ in range(1000)]
+    everyone = [poly.gather(*group) for group in groups]
+
+    def settler(k):
+        return lambda i, p: groups[i][k].set_result((i, k))
+
+    race_threads(settler(0), settler(1), settler(2), rounds=1000)
+    assert [e.result(5) for e in everyone] == [[(i, 0), (i, 1), (i, 2)] for i in range(1000)]
+
+
+def test_race_settles_as_the_first_and_leaves_the_others_alone():
+    a, b, c = Promise(), Promise(), Promise()
+    first = poly.race(a, b, c)
+    b.set_result("b")
+    assert first.value == "b" and not a.done() and not c.done()
+    a.set_exception(ValueError())
+    assert first.value == "b"
+    assert isinstance(poly.race(Promise(), rejected(KeyError())).exception(), KeyError)
+    with pytest.raises(ValueError):
+        poly.race()
+
+
+def test_race_under_races_settles_once():
+    groups = [[Promise() for _ in range(3)] for _ in range(1000)]
+    firsts = [poly.race(*group) for group in groups]
+    race_threads(*(lambda i, p, k=k: groups[i][k].set_result(k) for k in range(3)), rounds=1000)
+    assert all(p.result(5) in (0, 1, 2) for p in firsts)
+
+
+def test_as_completed_gives_them_in_the_order_of_settling():
+    ps = [Promise() for _ in range(5)]
+    order = poly.as_completed(ps)
+    for i in (3, 1, 4, 0, 2):
+        ps[i].set_result(i)
+    assert [p.value for p in order] == [3, 1, 4, 0, 2]
+    assert list(poly.as_completed([])) == []
+    assert len(list(poly.as_completed([ps[0], ps[0]]))) == 1
+
+
+def test_as_completed_times_out():
+    with pytest.raises(TimeoutError):
+        next(poly.as_completed([Promise()], timeout=0.01))
+
+
+def test_as_completed_in_asyncio():
+    async def main():
+        ps = [Promise() for _ in range(3)]
+        loop = asyncio.get_running_loop()
+        for k, i in enumerate((2, 0, 1)):
+            loop.call_later(0.001 * k, ps[i].set_result, i)
+        return [p.value async for p in poly.as_completed(ps)]
+
+    assert asyncio.run(main()) == [2, 0, 1]
+
+
+def test_what_is_no_promise_is_a_type_error():
+    for combine in (poly.gather, poly.race, lambda *ps: poly.as_completed(ps)):
+        with pytest.raises(TypeError, match="5"):
+            combine(Promise(), 5)
+
+
+# -- asyncio
+
+
+def test_await_gives_the_value_or_raises_the_error():
+    async def main():
+        assert await fulfilled(1) == 1
+        p = Promise()
+        threading.Thread(target=lambda: p.set_result(2)).start()
+        assert await p == 2
+        with pytest.raises(KeyError):
+            await rejected(KeyError("k"))
+        cancelled = Promise()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    asyncio.run(main())
+
+
+def test_many_awaits_of_promises_settled_by_threads():
+    async def main():
+        ps = [Promise() for _ in range(2000)]
+        thread = threading.Thread(target=lambda: [p.set_result(i) for i, p in enumerate(ps)])
+        thread.start()
+
+        async def one(p):
+            return await p
+
+        values = await asyncio.gather(*map(one, ps), *map(one, ps))
+        thread.join()
+        return values
+
+    assert asyncio.run(main()) == [*range(2000), *range(2000)]
+
+
+def test_cancelling_an_await_cancels_the_promise():
+    async def main():
+        p = Promise()
+
+        async def wait():
+            await p
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return p
+
+    assert asyncio.run(main()).cancelled()
+
+
+def test_settling_after_the_loop_was_closed_is_harmless():
+    p = Promise()
+
+    async def main():
+        async def wait():
+            await p
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        return task
+
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(main())
+    loop.close()
+    p.set_result(1)
+    task._log_destroy_pending = False
+
+
+# -- costs and traps
+
+
+def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock():
+    said = []
+    over = threading.Event()
+
+    def wait_in_callback(_):
+        try:
+            other.result()
+        except BaseException as error:
+            said.append(error)
+        over.set()
+
+    with poly.Pool(1) as pool:
+        other = Promise()
+        pool.promise(time.sleep, 0.05).add_done_callback(wait_in_callback)
+        over.wait(10)
+    assert isinstance(said[0], RuntimeError) and "then" in str(said[0])
+
+
+def test_a_promise_that_nobody_waits_for_makes_no_lock():
+    p = fulfilled(1)
+    assert p.value == 1 and p._made_condition is None
+
+
+def test_a_rejected_promise_that_was_asked_is_not_kept_by_its_own_traceback():
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        p = rejected(ValueError())
+        known = weakref.ref(p)
+        with pytest.raises(ValueError):
+            p.result()
+        del p
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_repr_tells_the_state():
+    assert "pending" in repr(Promise()) and "fulfilled: int" in repr(fulfilled(1))
+    assert "rejected: KeyError" in repr(rejected(KeyError()))

@@ -1,0 +1,136 @@
+"""A promise given as an argument is resolved first; its work runs when the last of its inputs is there."""
+
+import operator
+import os
+import threading
+
+import polycephaly as poly
+import pytest
+from faults import append, hold_until, lines, wait_for
+from polycephaly import Promise
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+def test_a_promises_value_takes_its_place(pool):
+    a, b = pool.promise(pow, 2, 3), pool.promise(pow, 3, 2)
+    assert pool.promise(operator.add, a, b).value == 17
+    assert pool.promise(int, "ff", base=pool.promise(pow, 4, 2)).value == 255
+    assert pool.promise(lambda x, y=0: (x, y), a, y=a).value == (8, 8)
+
+
+def test_chains_and_trees_of_promises_are_computed(pool):
+    p = pool.promise(abs, 0)
+    for _ in range(50):
+        p = pool.promise(operator.add, p, 1)
+    assert p.value == 50
+    level = [pool.promise(abs, -i) for i in range(64)]
+    while len(level) > 1:
+        level = [pool.promise(operator.add, a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+    assert level[0].value == sum(range(64))
+
+
+def test_work_starts_only_when_its_last_input_is_there(pool, tmp_path):
+    ran = str(tmp_path / "ran")
+    inputs = [Promise() for _ in range(3)]
+    p = pool.promise(lambda path, *values: (append(path, "ran"), values)[1], ran, *inputs)
+    for i in (2, 0):
+        inputs[i].set_result(i)
+    assert pool.doit(abs, -1) == 1 and not lines(ran) and not p.done()
+    inputs[1].set_result(1)
+    assert p.value == (0, 1, 2) and len(lines(ran)) == 1
+
+
+def test_waiting_for_inputs_holds_no_drone(tmp_path):
+    with poly.Pool(1) as pool:
+        late = Promise()
+        waiting = [pool.promise(abs, late) for _ in range(20)]
+        assert pool.doit(abs, -5) == 5
+        late.set_result(-3)
+        assert [p.value for p in waiting] == [3] * 20
+
+
+def test_a_rejected_input_rejects_with_the_same_error_and_the_work_never_runs(pool, tmp_path):
+    ran = str(tmp_path / "ran")
+    bad = pool.promise("1 / 0")
+    p = pool.promise(append, ran, bad)
+    assert isinstance(p.exception(), ZeroDivisionError)
+    assert isinstance(pool.promise(abs, p).exception(), ZeroDivisionError)
+    never = Promise()
+    assert isinstance(pool.promise(operator.add, never, bad).exception(10), ZeroDivisionError)
+    assert not lines(ran)
+
+
+def test_a_cancelled_input_rejects(pool):
+    late = Promise()
+    p = pool.promise(abs, late)
+    late.cancel()
+    assert isinstance(p.exception(10), BaseException)
+
+
+def test_cancelling_work_that_waits_for_inputs(pool, tmp_path):
+    ran = str(tmp_path / "ran")
+    late = Promise()
+    p = pool.promise(append, ran, late)
+    assert p.cancel() and p.cancelled()
+    late.set_result("x")
+    assert pool.doit(abs, -1) == 1 and not lines(ran) and late.value == "x"
+
+
+def test_other_arguments_are_captured_at_the_call_not_when_the_input_comes(pool):
+    late, names = Promise(), ["then"]
+    p = pool.promise(lambda a, b: (a, b), names, late)
+    names[0] = "now"
+    late.set_result(1)
+    assert p.value == (["then"], 1)
+
+
+def test_promises_of_other_pools_and_drones_are_inputs_too(pool):
+    with poly.Drone() as drone:
+        assert pool.promise(abs, drone.promise("-4")).value == 4
+        assert drone.promise(abs, pool.promise(operator.neg, 3)).value == 3
+        assert pool.promise(max, poly.gather(pool.promise(abs, 1), drone.promise(abs, 9))).value == 9
+
+
+def test_an_inputs_value_that_does_not_pickle_rejects_and_says_so(pool):
+    p = Promise()
+    p.set_result(threading.Lock())
+    error = pool.promise(str, p).exception(10)
+    assert isinstance(error, TypeError) and any("promise" in note for note in error.__notes__)
+
+
+def test_a_closed_pool_still_does_the_work_whose_inputs_come_late():
+    pool = poly.Pool(1)
+    late = Promise()
+    p = pool.promise(abs, late)
+    pool.shutdown(wait=False)
+    late.set_result(-2)
+    assert p.result(10) == 2
+    pool.shutdown()
+
+
+def test_work_with_inputs_survives_the_death_of_the_drone_it_was_queued_on(tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    with poly.Pool(1, output="discard") as pool:
+        holder = pool.promise(hold_until, gate, started)
+        wait_for(lambda: lines(started))
+        p = pool.promise(operator.add, pool.promise(abs, -1), 1)
+        os.kill(int(lines(started)[0]), 9)
+        assert p.result(10) == 2 and holder.exception() is not None
+
+
+def test_many_inputs_settled_by_many_threads_run_the_work_once(pool, tmp_path):
+    ran = str(tmp_path / "ran")
+    for k in range(20):
+        inputs = [Promise() for _ in range(8)]
+        p = pool.promise(lambda path, *v: (append(path, "x"), sum(v))[1], ran, *inputs)
+        threads = [threading.Thread(target=each.set_result, args=[1]) for each in inputs]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert p.result(10) == 8 and len(lines(ran)) == k + 1

@@ -1,0 +1,98 @@
+"""`pool.refresh()` takes a new snapshot; without it, drones are of the old one and say so."""
+
+import os
+
+import polycephaly as poly
+from faults import append, hold_until, lines, wait_for
+from scripts import output_of, run_script
+
+
+def test_drones_are_of_the_snapshot_until_refreshed():
+    assert output_of("""
+        import polycephaly as poly
+        table = [1]
+        with poly.Pool(2) as pool:
+            table.append(2)
+            late = "late"
+            print(pool.doit("table"))
+            pool.refresh()
+            print(pool.doit("table"), pool.doit("late"))
+            print([p.value for p in pool.everywhere("table")])
+    """) == "[1]\n[1, 2] late\n[[1, 2], [1, 2]]\n"
+
+
+def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
+    assert output_of("""
+        import polycephaly as poly
+        with poly.Pool(1) as pool, poly.Drone() as drone:
+            late = 1
+            for place in (pool, drone):
+                for work in ("late + 1", "never"):
+                    error = place.promise(work).exception()
+                    print(type(error).__name__, error.name, "snapshot" in str(error),
+                          "pool.refresh()" in str(error), "new Drone" in str(error))
+    """).splitlines() == [
+        "NameError late True True False", "NameError never False False False",
+        "NameError late True False True", "NameError never False False False",
+    ]  # fmt: skip
+
+
+def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
+    assert output_of("""
+        import polycephaly as poly
+        for n in range(3):
+            with poly.Drone() as drone:
+                print(drone.doit("n"), poly.doit("n"))
+    """) == "0 0\n1 1\n2 2\n"
+
+
+def test_replacements_are_of_the_pools_snapshot_not_of_now():
+    done = run_script("""
+        import os, polycephaly as poly
+        n = 1
+        with poly.Pool(1, output="discard") as pool:
+            n = 2
+            pool.promise(os._exit, 1).exception()
+            print(pool.doit("n"))
+    """)
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_running_work_is_finished_by_the_old_drones_and_waiting_work_done_by_the_new(tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    with poly.Pool(2) as pool:
+        running = [pool.promise(hold_until, gate, started) for _ in range(2)]
+        wait_for(lambda: len(lines(started)) == 2)
+        old = {int(pid) for pid in lines(started)}
+        waiting = [pool.promise(os.getpid) for _ in range(5)]
+        pool.refresh()
+        assert not old & {p.result(10) for p in waiting}
+        assert not any(p.done() for p in running)
+        append(gate, "open")
+        assert [p.result(10) for p in running] == ["held", "held"]
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in old))
+        assert len(pool.drones) == 2
+
+
+def test_work_goes_on_through_many_refreshes():
+    with poly.Pool(2) as pool:
+        work = []
+        for i in range(10):
+            work += [pool.promise(abs, -i) for _ in range(100)]
+            pool.refresh()
+        assert [p.result(20) for p in work] == [i for i in range(10) for _ in range(100)]
+
+
+def test_functions_defined_before_the_refresh_go_by_reference_after_it():
+    assert output_of("""
+        import polycephaly as poly
+        with poly.Pool(1) as pool:
+            big = list(range(50_000))
+            def look(i): return big[i]
+            first = pool.promise(look, 3)
+            print(first.value)
+            pool.refresh()
+            print(pool.doit(look, 4))
+            big[4] = "changed here"
+            print(pool.doit(look, 4))
+    """) == "3\n4\n4\n"

@@ -1,0 +1,57 @@
+"""`start="spawn"`: a fresh interpreter that imports the main module, as the standard library's does."""
+
+import os
+
+import polycephaly as poly
+from scripts import output_of, run_script
+
+
+def test_a_spawned_pool_works_and_shares_nothing_with_the_live_image():
+    assert output_of("""
+        import os, sys
+        import polycephaly as poly
+        table = [1]
+        def look(): return table
+        class Point:
+            def __init__(self, x): self.x = x
+        if __name__ == "__main__":
+            table.append(2)
+            late = 5
+            with poly.Pool(2, start="spawn") as pool:
+                print(pool.doit(look), pool.doit("table"), len(set(p.value for p in pool.everywhere(os.getpid))))
+                print(pool.doit(lambda: late), type(pool.doit(Point, 3)) is Point, list(pool.map(abs, range(-3, 0))))
+                error = pool.promise("late").exception()
+                print(type(error).__name__, pool.promise("1/0").exception())
+    """) == "[1] [1] 2\n5 True [3, 2, 1]\nNameError division by zero\n"
+
+
+def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():
+    done = run_script("""
+        import os
+        import polycephaly as poly
+        from faults import exit_hard
+        if __name__ == "__main__":
+            with poly.Drone(start="spawn") as drone:
+                drone["x"] = 41
+                print(drone.doit("x + 1"), drone.doit("import sys; sys.stdin.read() == ''"))
+            with poly.Pool(1, start="spawn", env={"A": "b"}) as pool:
+                print(pool.promise(exit_hard, 3).exception().exitcode, pool.doit("import os; os.environ['A']"))
+                pool.refresh()
+                print(pool.doit(abs, -1))
+    """)
+    assert done.stdout == "42 True\n3 b\n1\n", done.stderr
+
+
+def test_a_script_that_cannot_be_imported_again_gets_an_error_that_says_how():
+    done = run_script("""
+        import polycephaly as poly
+        with poly.Pool(1, start="spawn") as pool:
+            print(pool.doit(abs, -1))
+    """)
+    assert done.returncode == 1 and "__main__" in done.stderr and "importable" in done.stderr
+
+
+def test_a_spawned_pool_within_the_test_process():
+    with poly.Pool(2, start="spawn") as pool:
+        assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+        assert pool.doit("import os; os.getpid()") != os.getpid()

@@ -1,0 +1,206 @@
+"""The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing run."""
+
+import gc
+import glob
+import os
+import pickle
+import random
+import stat
+import tempfile
+
+import polycephaly as poly
+import pytest
+import zmq
+from faults import append, lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polycephaly.wire import messages
+from polycephaly.wire.lane import Lane
+from polycephaly.wire.messages import (
+    HELLO, LARGE_FROM, PROTOCOL, RESULTS, VALUE, Malformed, head_type, numbers, pack_numbers, pack_outcomes,
+    pack_work, unpack_outcomes, unpack_work,
+)  # fmt: skip
+
+u64 = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+payloads = st.one_of(st.binary(max_size=100), st.sampled_from([LARGE_FROM - 1, LARGE_FROM, LARGE_FROM + 1]).map(bytes))
+items = st.lists(st.tuples(u64, st.integers(1, 6), u32, payloads), max_size=20)
+times = st.floats(allow_nan=False)
+outcomes = st.lists(st.tuples(u64, st.integers(1, 3), times, times, payloads, st.text(max_size=50).map(str.encode)), max_size=20)
+frames = st.lists(st.binary(max_size=200), max_size=5)
+
+
+@given(items)
+def test_work_survives_the_way(batch):
+    assert [(i.number, i.kind, i.definition, bytes(i.payload)) for i in unpack_work(pack_work(batch))] == batch
+
+
+@given(outcomes)
+def test_outcomes_survive_the_way(batch):
+    assert [
+        (o.number, o.status, o.started, o.finished, bytes(o.payload), o.output.encode())
+        for o in unpack_outcomes(pack_outcomes(batch))
+    ] == batch
+
+
+@given(st.lists(u64))
+def test_numbers_survive_the_way(values):
+    assert list(numbers(pack_numbers(HELLO, values))) == values
+
+
+def decode_any(message):
+    try:
+        kind = head_type(message)
+    except Malformed:
+        kind = b"?"
+    for decode in (unpack_work, unpack_outcomes, numbers):
+        try:
+            decode(message)
+        except Malformed:
+            pass
+    return kind
+
+
+@given(frames)
+def test_garbage_raises_malformed_and_nothing_else(message):
+    decode_any(message)
+
+
+@settings(max_examples=300)
+@given(st.one_of(items.map(pack_work), outcomes.map(pack_outcomes)), st.randoms(use_true_random=False))
+def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
+    message = [bytearray(each) for each in message]
+    for _ in range(dice.randint(1, 4)):
+        if not message:
+            break
+        frame = dice.choice(message)
+        what = dice.randrange(5)
+        if what == 0 and frame:
+            frame[dice.randrange(len(frame))] = dice.randrange(256)
+        elif what == 1:
+            del frame[dice.randrange(len(frame) + 1) :]
+        elif what == 2:
+            frame += bytes(dice.randrange(256) for _ in range(dice.randint(1, 40)))
+        elif what == 3:
+            message.remove(frame)
+        else:
+            message.insert(dice.randrange(len(message) + 1), bytearray(frame))
+    decode_any([bytes(each) for each in message])
+
+
+def test_a_batch_with_one_item_too_few_or_too_many_is_malformed():
+    head, body = pack_work([(1, 4, 2, b"abc"), (2, 4, 2, b"de")])
+    for wrong in ([head, body[:-1]], [head, body + b"x"], [head[:-1], body], [head], [head, body, b"extra"], []):
+        with pytest.raises(Malformed):
+            unpack_work(wrong)
+
+
+def test_every_message_type_has_a_byte_of_its_own():
+    kinds = [messages.HELLO, messages.WORK, messages.RESULTS, messages.CANCEL, messages.RECALL, messages.RETURNED, messages.STOP]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_the_lane_gives_back_what_was_sent_or_refuses_it():
+    one, other = map(Lane, Lane.pair())
+    for message in ([b"H" * 9], [b"W", b""], [b"W" * 30, b"x" * 40_000]):
+        assert one.send(message)
+        assert [bytes(f) for f in other.receive()] == message
+    assert other.receive() is None
+    assert not one.send([b"W", b"x" * 200_000]) and not one.send([b"W", b"", b"large"])
+    sent = 0
+    while one.send([b"W", b"x" * 10_000]):
+        sent += 1
+    assert sent and all(other.receive() for _ in range(sent)) and other.receive() is None
+    one.close()
+    assert other.receive() == []
+    other.close()
+
+
+# -- with a pool
+
+
+def home_of_the_hub():
+    (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
+    return home
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return append, (self.path, "exploded")
+
+
+def test_the_directory_of_the_socket_is_for_its_owner_alone():
+    with poly.Pool(1):
+        home = home_of_the_hub()
+        assert stat.S_IMODE(os.stat(home).st_mode) == 0o700 and os.stat(home).st_uid == os.geteuid()
+    assert not os.path.exists(home)
+
+
+def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path):
+    path = str(tmp_path / "exploded")
+    bomb = pickle.dumps(Bomb(path))
+    dice = random.Random(4)
+    with poly.Pool(2) as pool:
+        assert pool.doit(abs, -1) == 1
+        pending = [pool.promise(pow, 2, i) for i in range(500)]
+        context = zmq.Context()
+        for identity in (None, b"\x01" + bytes(16), b"drone"):
+            stranger = context.socket(zmq.DEALER)
+            stranger.linger = 1000
+            if identity:
+                stranger.setsockopt(zmq.IDENTITY, identity)
+            stranger.connect(f"ipc://{home_of_the_hub()}/hub")
+            stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
+            for number in range(2000):
+                stranger.send_multipart(pack_outcomes([(number, VALUE, 0.0, 0.0, bomb, b"")]))
+            for _ in range(200):
+                stranger.send_multipart([dice.randbytes(dice.randrange(60)) for _ in range(dice.randrange(1, 5))])
+            assert pool.doit(abs, -2) == 2
+            assert not stranger.poll(50), "the stranger was answered"
+            stranger.close()
+        context.term()
+        assert [p.value for p in pending] == [2**i for i in range(500)]
+        assert [p.value for p in pool.everywhere(abs, -3)] == [3, 3]
+    assert not lines(path)
+
+
+def say_nonsense(by):
+    """On a drone: through its own sockets, messages that are none."""
+    drone = next(each for each in gc.get_objects() if type(each).__name__ == "_Drone")
+    bulk = drone.open_bulk()
+    dice = random.Random(7)
+    with drone._socket_turn:
+        for _ in range(200):
+            if by == "bulk":
+                bulk.send_multipart([dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))])
+            elif by == "lane":
+                try:
+                    drone._lane._end.send(dice.randbytes(dice.randrange(1, 50)))
+                except BlockingIOError:
+                    break
+            else:
+                bulk.send_multipart([RESULTS + dice.randbytes(29 * dice.randrange(4)), dice.randbytes(dice.randrange(9))])
+    return by
+
+
+@pytest.mark.parametrize("by", ["bulk", "lane", "results"])
+def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, caplog):
+    with poly.Pool(2, output="discard") as pool:
+        work = [pool.promise(abs, -i) for i in range(500)]
+        assert pool.promise(say_nonsense, by).result(10) == by
+        assert [p.result(10) for p in work] == list(range(500))
+        assert [p.result(10) for p in pool.everywhere(abs, -5)] == [5, 5]
+        assert list(pool.map(abs, range(-100, 0))) == list(range(100, 0, -1))
+    assert "dropped" in caplog.text and "a bug in polycephaly" not in caplog.text
+
+
+def test_payloads_of_every_size_travel_whole():
+    sizes = [0, 1, 40_000, 48 * 1024 - 1, 48 * 1024, 64 * 1024 - 1, 64 * 1024, 64 * 1024 + 1, 200_000, 5_000_000]
+    with poly.Pool(2) as pool:
+        for data in (os.urandom(size) for size in sizes):
+            assert pool.doit(bytes, data) == data
+        mixed = [os.urandom(random.choice(sizes[:-1])) for _ in range(200)]
+        assert [p.value for p in [pool.promise(bytes, each) for each in mixed]] == mixed
