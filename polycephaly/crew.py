@@ -96,7 +96,6 @@ class Crew:
         self._look_for_end = False
         self._zygote_lost = False
         self._failed_starts = 0
-        self._last_failure: BaseException | None = None
         self._free_slots = list(range(2 * plan.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
         _check_descriptors(plan.size)
@@ -305,8 +304,8 @@ class Crew:
         if promise._exception is None:
             self._ready(link)
         else:
-            self._last_failure = promise._exception
             self._stop(link)
+            self._start_failed(_because(f"the initializer of {self.plan.name} failed", promise._exception))
 
     def _ready(self, link: Link) -> None:
         link.state = State.READY
@@ -498,6 +497,7 @@ class Crew:
         self.hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
         self.hub.receive()
         page = link.launcher.page
+        self.hub.hear_kept(link, page.kept(link.slot))
         order = list(link.flight)
         sent = order.index(page.sent(link.slot)) + 1 if page.sent(link.slot) in link.flight else 0
         begun = order.index(page.started(link.slot)) + 1 if page.started(link.slot) in link.flight else sent
@@ -512,24 +512,28 @@ class Crew:
             self.hub.after(IN_TRANSIT, partial(self._give_up, link, error))
         else:
             self._remove(link)
-        if before < State.READY and not self._closing:
-            self._failed_starts += 1
-            if self._failed_starts >= START_TRIES or self.plan.on_death == "end":
-                self._break(self._start_failure(error))
-        elif before is State.READY or before is State.RETIRING:
-            self._unexpected(error)
+        if before <= State.RETIRING:
+            self._unexpected(error, before)
         self._fill_up()
         self._look_for_end = True
 
-    def _unexpected(self, error: DroneDied) -> None:
+    def _unexpected(self, error: DroneDied, before: State) -> None:
         if self.plan.on_death == "break":
             self._break(error)
+        elif before < State.READY and not self._closing:
+            self._start_failed(_because(f"drones of {self.plan.name} die before they are ready", error))
         elif self.plan.on_death == "end":
             if self.refusal is None:
                 self.refusal = error
             self._closing = True
         else:
             log.info("%s", error)
+
+    def _start_failed(self, error: BaseException) -> None:
+        """A drone did not become ready. It is tried a few times over, not for ever."""
+        self._failed_starts += 1
+        if self._failed_starts >= START_TRIES or self.plan.on_death != "replace":
+            self._break(error)
 
     def _give_up(self, link: Link, error: DroneDied) -> None:
         """Results that the dead drone had sent did not come: they never left it."""
@@ -563,11 +567,6 @@ class Crew:
         elif stderr:
             message += f"\nits last lines on stderr:\n{stderr}"
         return DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
-
-    def _start_failure(self, error: DroneDied) -> BaseException:
-        if self._last_failure is not None:
-            return _because(f"the initializer of {self.plan.name} failed", self._last_failure)
-        return _because(f"drones of {self.plan.name} die before they are ready", error)
 
     def fail(self, error: Exception) -> None:
         """A bug in our own code: better all its work is rejected than anybody waits for ever."""

@@ -58,7 +58,8 @@ from .promises import FINISHED, Promise, settlers
 from .wire.endpoint import Endpoint
 from .wire.exceptions import unpack_exception
 from .wire.messages import (
-    HELLO, PROTOCOL, RESULTS, RETURNED, VALUE, WITHDRAWN, Malformed, Outcome, head_type, numbers, unpack_outcomes,
+    HELLO, PROTOCOL, RESULTS, RETURNED, VALUE, WITHDRAWN, Malformed, Outcome, head_type, numbers, unpack_kept,
+    unpack_outcomes,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -271,16 +272,24 @@ class Hub:
 
     def receive_by_lane(self, link: Link, *, all_of_it: bool = False) -> None:
         """Reads one message (the lane's descriptor tells if there are more), or all that there are."""
-        while (lane := link.lane) is not None and (frames := lane.receive()) is not None:
-            if not frames:  # its other end is closed; the zygote will tell how the drone ended
-                self._unwatch_lane(link)
-                return
+        while link.lane is not None:
             try:
+                frames = link.lane.receive()
+                if frames is None:
+                    return
+                if not frames:  # its other end is closed; the zygote will tell how the drone ended
+                    self._unwatch_lane(link)
+                    return
                 self._hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
             if not all_of_it:
                 return
+
+    def hear_kept(self, link: Link, kept: bytes) -> None:
+        """What a drone that died had done and not yet sent."""
+        if kept:
+            self._hear_results(link, unpack_kept(kept))
 
     def receive(self) -> None:
         """Reads all that drones have sent by bulk."""

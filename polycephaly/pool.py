@@ -135,6 +135,8 @@ class Pool(Executor):
         A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
         """
         check_work(work, args, kwargs)
+        if self._crew.refusal is not None:
+            raise self._crew.refusal
         return [each.promise(work, *args, **kwargs) for each in self.drones]
 
     def map(
@@ -169,7 +171,7 @@ class Pool(Executor):
         self, fn: Any, calls: Iterator[tuple[Any, ...]], end: float | None, buffersize: int | None, ordered: bool
     ) -> Iterator[Any]:
         crew = self._crew
-        under_way: deque[Promise[Any]] = deque()
+        under_way: dict[Promise[Any], None] = {}  # in the order of the calls
         arrived: deque[Promise[Any]] = deque()  # unordered: those that settled
         news: Promise[None] = Promise()
         definition = crew.book.define(fn)
@@ -182,40 +184,34 @@ class Pool(Executor):
             return None if end is None else end - monotonic()
 
         try:
-            first, count, exhausted = True, 0, False
+            first, exhausted = True, False
             while True:
                 ahead = buffersize or _ahead(crew.plan.size, definition.seconds)
-                while not exhausted and count < ahead:
+                while not exhausted and len(under_way) < ahead:
                     call = next(calls, None)
                     if call is None:
                         exhausted = True
                         break
                     promise = crew.submit(fn, call, {})
-                    count += 1
-                    if ordered:
-                        under_way.append(promise)
-                    else:
+                    under_way[promise] = None
+                    if not ordered:
                         promise._hook(settled)
                 if first:
                     first = False
                     yield None
                     continue
-                if not count:
+                if not under_way:
                     return
                 if ordered:
-                    next_one = under_way.popleft()
+                    next_one = next(iter(under_way))
                 else:
                     while not arrived:
                         news.result(left())
                         news = Promise()
                     next_one = arrived.popleft()
-                count -= 1
-                try:
-                    yield next_one.result(left())
-                except TimeoutError:
-                    if not next_one.done():
-                        next_one.cancel()
-                    raise
+                next_one.exception(left())
+                del under_way[next_one]
+                yield next_one.result()
                 del next_one
         finally:
             for promise in under_way:

@@ -16,7 +16,9 @@ import pytest
 
 _session_folder = ""
 _real_stderr = sys.stderr
-_HARD_DEADLINE = 100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
+_HARD_DEADLINE = (
+    100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,14 +19,22 @@ TIMEOUT = 30.0
 class Script:
     """A running script. What it starts carries the marker `run`, so that it is found wherever it is."""
 
-    def __init__(self, text: str, *args: str, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None):
+    def __init__(
+        self, text: str, *args: str, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ):
         self.folder = tempfile.TemporaryDirectory(prefix="s-")
         self.path = os.path.join(self.folder.name, "script.py")
         with open(self.path, "w") as file:
             file.write(textwrap.dedent(text))
         self.run = f"script-{os.urandom(8).hex()}"
         tests = os.path.dirname(os.path.abspath(__file__))
-        environ = {**os.environ, "PYTHONPATH": tests, "TMPDIR": self.folder.name, **(env or {}), MARKER: self.run}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": tests,
+            "TMPDIR": self.folder.name,
+            **(env or {}),
+            MARKER: self.run,
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-u", *python_args, self.path, *args],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -36,7 +44,9 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -73,7 +83,11 @@ class Script:
 
 
 def run_script(
-    text: str, *args: str, timeout: float = TIMEOUT, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None
+    text: str,
+    *args: str,
+    timeout: float = TIMEOUT,
+    python_args: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `text` to its end and checks that nothing of it is left."""
     with Script(text, *args, python_args=python_args, env=env) as script:

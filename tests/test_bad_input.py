@@ -3,9 +3,10 @@
 import os
 import resource
 
-import polycephaly as poly
 import pytest
 from scripts import run_script
+
+import polycephaly as poly
 
 
 @pytest.fixture(scope="module")

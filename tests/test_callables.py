@@ -1,15 +1,16 @@
-"""Callables: by reference where the drone has them, by value else; captured as they are when the call is made."""
+"""Callables: by reference where the drone has them, by value else; captured when the call is made."""
 
 import asyncio
 import functools
 import operator
 import os
 
-import polycephaly as poly
 import pytest
+from scripts import output_of
+
+import polycephaly as poly
 from polycephaly.wire.capture import MainSnapshot
 from polycephaly.wire.definitions import Book
-from scripts import output_of
 
 FACTOR = 2
 
@@ -74,7 +75,9 @@ def test_every_kind_of_callable_can_be_called(pool, work, args, value):
 
 
 def test_keywords_even_named_like_our_own_parameters_reach_the_callable(pool):
-    assert pool.doit(dict, work=1, self=2, args=3, fn=4, timeout=5) == dict(work=1, self=2, args=3, fn=4, timeout=5)
+    assert pool.doit(dict, work=1, self=2, args=3, fn=4, timeout=5) == dict(  # noqa: C408
+        work=1, self=2, args=3, fn=4, timeout=5
+    )
     assert pool.submit(dict, work=1, fn=2).value == {"work": 1, "fn": 2}
 
 

@@ -1,4 +1,4 @@
-"""Cancelling: queued work is withdrawn, running work interrupted, what cannot be interrupted is killed and replaced."""
+"""Cancelling: queued work is withdrawn, running work interrupted, or killed and its drone replaced."""
 
 import asyncio
 import os
@@ -6,9 +6,10 @@ import threading
 import time
 from concurrent.futures import CancelledError
 
-import polycephaly as poly
 import pytest
 from faults import append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+
+import polycephaly as poly
 
 
 def note(path, i):
@@ -77,7 +78,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
     gate, started, ran = paths
     with poly.Pool(1) as pool:
         for p in [pool.promise(note, ran, -1) for _ in range(100)]:
-            p.value
+            p.value  # noqa: B018
         os.unlink(ran)
         holder = pool.promise(hold_until, gate, started)
         queued = [pool.promise(note, ran, i) for i in range(1000)]
@@ -85,12 +86,14 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
         for p in queued:
             p.cancel()
         append(gate, "open")
-        holder.value
+        holder.value  # noqa: B018
         assert pool.doit(abs, -1) == 1
         assert not lines(ran)
 
 
-@pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_asyncio])
+@pytest.mark.parametrize(
+    "work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_asyncio]
+)
 def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)
@@ -237,5 +240,5 @@ def test_an_exception_in_a_with_block_cancels_what_runs_and_what_waits(paths):
         running = pool.promise(sleep_long, paths[0])
         queued = pool.promise(note, paths[1], 1)
         wait_for(lambda: lines(paths[0]))
-        1 / 0
+        1 / 0  # noqa: B018
     assert running.cancelled() and queued.cancelled() and not lines(paths[1])

@@ -3,9 +3,10 @@
 import linecache
 import traceback
 
-import polycephaly as poly
 import pytest
 from scripts import output_of
+
+import polycephaly as poly
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,8 @@ def test_the_same_string_many_times_counts_up(drone):
 
 
 def test_a_script_s_drone_is_an_instance_of_the_live_image():
-    assert output_of("""
+    assert (
+        output_of("""
         import polycephaly as poly
         class Security:
             @classmethod
@@ -101,4 +103,6 @@ def test_a_script_s_drone_is_an_instance_of_the_live_image():
         print(poly.promise("Security.load()").value)
         table.append("D")
         print(poly.promise("Security.load()").value, poly.doit("len(table)"))
-    """) == "['A', 'B', 'C']\n['A', 'B', 'C', 'D'] 2\n"
+    """)
+        == "['A', 'B', 'C']\n['A', 'B', 'C', 'D'] 2\n"
+    )

@@ -1,4 +1,4 @@
-"""Death: what ran is rejected with all that is known, what was queued runs exactly once, the drone is replaced."""
+"""Death: what ran is rejected with all that is known, what was queued runs exactly once."""
 
 import contextlib
 import os
@@ -10,11 +10,20 @@ import time
 from concurrent.futures import BrokenExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-import polycephaly as poly
 import pytest
 from faults import (
-    append, block_for_ever, exit_hard, hold_until, kill_myself, lines, say_and_die, segfault, wait_for,
+    append,
+    block_for_ever,
+    exit_hard,
+    hold_until,
+    kill_myself,
+    lines,
+    say_and_die,
+    segfault,
+    wait_for,
 )  # fmt: skip
+
+import polycephaly as poly
 
 
 def note(path, i):
@@ -104,7 +113,7 @@ def test_work_queued_on_a_dead_drone_runs_exactly_once(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(2, output="discard") as pool:
         for p in [pool.promise(note, path, -1) for _ in range(200)]:  # so that it is known to be short
-            p.value
+            p.value  # noqa: B018
         for _ in range(5):
             os.unlink(path)
             work = [pool.promise(note, path, i) for i in range(300)]
@@ -130,6 +139,16 @@ def test_work_pinned_to_a_drone_that_dies_is_rejected_not_moved(tmp_path):
             drone.promise(abs, 1)
 
 
+def test_everywhere_while_drones_die_gives_promises_and_never_raises(pool):
+    for _ in range(30):
+        for pid in [d.pid for d in pool.drones]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for _ in range(20):
+            for p in pool.everywhere(abs, -1):
+                assert p.exception(10) is None or isinstance(p.exception(), poly.DroneDied)
+
+
 @pytest.mark.parametrize("round_", range(3))
 def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path):
     seed = random.randrange(1 << 30)
@@ -143,7 +162,7 @@ def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path)
             time.sleep(dice.random() * 0.01)  # where in its life a drone is hit, not a synchronization
             with contextlib.suppress(ProcessLookupError):
                 os.kill(dice.choice(first), signal.SIGKILL)
-            first = [p.value for p in pool.everywhere(os.getpid) if not p.exception()] or first
+            first = [d.pid for d in pool.drones] or first
         done, lost = set(), 0
         for i, p in enumerate(work):
             error = p.exception(20)
@@ -212,8 +231,10 @@ def test_results_sent_before_the_death_arrive(tmp_path):
 def test_work_that_had_finished_is_not_lost_with_a_neighbour_that_kills_its_drone(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(1, output="discard") as pool:
-        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # known to be short: it travels in batches
-            p.value
+        for p in [
+            pool.promise(note, path, -1) for _ in range(200)
+        ]:  # known to be short: it travels in batches
+            p.value  # noqa: B018
         for i in range(20):
             before = [pool.promise(note, path, i) for _ in range(5)]
             killer = pool.promise(exit_hard, 1)

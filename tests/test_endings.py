@@ -80,7 +80,7 @@ def check_ending(ending: str, load: str, start: str, up: str) -> None:
         script.read_until("up")
         if ending in ("SIGINT", "SIGTERM"):
             script.signal(getattr(signal, ending))
-        status = script.wait(10)
+        status = script.wait(4)
         left = script.left()
         assert not left, left
         assert status == STATUS[ending], script.process.stderr.read()

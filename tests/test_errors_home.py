@@ -7,8 +7,9 @@ import threading
 import traceback
 from concurrent.futures.process import _RemoteTraceback
 
-import polycephaly as poly
 import pytest
+
+import polycephaly as poly
 
 
 class Several(Exception):
@@ -86,26 +87,26 @@ def raise_chain():
 
 def raise_in_context():
     try:
-        1 / 0
+        1 / 0  # noqa: B018
     except ZeroDivisionError:
         raise LookupError("while handling")  # noqa: B904
 
 
 def raise_from_none():
     try:
-        1 / 0
+        1 / 0  # noqa: B018
     except ZeroDivisionError:
         raise LookupError("alone") from None
 
 
 def raise_group():
-    raise ExceptionGroup("several", [Several(1, "one"), ExceptionGroup("inner", [ValueError("two"), OSError(2, "no", "f")])])
+    raise ExceptionGroup(
+        "several", [Several(1, "one"), ExceptionGroup("inner", [ValueError("two"), OSError(2, "no", "f")])]
+    )
 
 
 def open_missing():
-    open("/no/such/file")
-
-
+    open("/no/such/file")  # noqa: SIM115
 
 
 @pytest.fixture
@@ -202,7 +203,9 @@ def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
     error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()
     assert type(error).__name__ == "Odd" or type(error) is poly.RemoteError
     assert "local" in str(error)
-    assert isinstance(pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous))
+    assert isinstance(
+        pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous)
+    )
 
 
 def raise_in_code_of(name):
@@ -231,7 +234,7 @@ def test_a_recursion_error_comes_home(pool):
 
 def test_the_remote_traceback_shows_file_line_and_source(pool):
     text = remote_traceback(pool.promise(raise_chain).exception())
-    assert __file__ in text and "raise ValueError(\"middle\") from error" in text
+    assert __file__ in text and 'raise ValueError("middle") from error' in text
     printed = "".join(traceback.format_exception(pool.promise(raise_in_context).exception()))
     assert 'raise LookupError("while handling")' in printed
 
@@ -278,7 +281,9 @@ def result_of(i):
 
 def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
     work = [pool.promise(result_of, i) for i in range(30)]
-    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [i for i in range(30) if i not in (10, 20)]
+    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [
+        i for i in range(30) if i not in (10, 20)
+    ]
     error = work[10].exception()
     assert type(error) is TypeError and "stays where it is" in str(error)
     assert any("UnpicklableResult" in n for n in error.__notes__)

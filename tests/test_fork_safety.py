@@ -6,10 +6,11 @@ import sys
 import threading
 import time
 
-import polycephaly as poly
 import pytest
 from faults import wait_for
 from scripts import output_of, run_script
+
+import polycephaly as poly
 
 STRICT = ("-W", "error::DeprecationWarning")
 
@@ -42,7 +43,8 @@ def test_no_warning_in_nested_drones_either():
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python does not warn")
 def test_the_warning_still_speaks_where_the_user_has_threads_of_his_own():
-    done = run_script("""
+    done = run_script(
+        """
         import threading, polycephaly as poly
         end = threading.Event()
         threading.Thread(target=end.wait).start()
@@ -51,7 +53,9 @@ def test_the_warning_still_speaks_where_the_user_has_threads_of_his_own():
                 print(pool.doit(abs, -1))
         finally:
             end.set()
-    """, python_args=("-W", "always::DeprecationWarning"))
+    """,
+        python_args=("-W", "always::DeprecationWarning"),
+    )
     assert done.stdout == "1\n" and "multi-threaded" in done.stderr
 
 

@@ -4,9 +4,10 @@ import os
 import threading
 from concurrent.futures.process import BrokenProcessPool
 
-import polycephaly as poly
 import pytest
 from faults import append, exit_hard, lines, wait_for
+
+import polycephaly as poly
 
 
 def set_up(path, value):
@@ -16,7 +17,7 @@ def set_up(path, value):
 
 
 def look(_):
-    return was_set_up  # noqa: F821 - bound by set_up
+    return was_set_up
 
 
 def fail(text):
@@ -57,7 +58,7 @@ def test_it_may_be_a_closure():
 
 
 def error_of(**how):
-    """What a user gets from a pool whose initializer cannot succeed: at its making, at the call or from the promise."""
+    """What a user gets from a pool whose initializer cannot succeed: at its making, a call, or a wait."""
     try:
         pool = poly.Pool(2, output="discard", **how)
     except BrokenProcessPool as broken:
@@ -89,5 +90,8 @@ def test_one_that_cannot_be_pickled_says_so():
 
 
 def test_a_lone_drone_whose_initializer_fails_says_why():
-    with pytest.raises(BrokenProcessPool, match="no disk"), poly.Drone(initializer=fail, initargs=("no disk",)) as drone:
+    with (
+        pytest.raises(BrokenProcessPool, match="no disk"),
+        poly.Drone(initializer=fail, initargs=("no disk",)) as drone,
+    ):
         drone.doit(abs, -1)

@@ -1,7 +1,8 @@
 """A drone's namespace: push, pull and indexing."""
 
-import polycephaly as poly
 import pytest
+
+import polycephaly as poly
 
 
 @pytest.fixture

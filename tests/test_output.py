@@ -1,12 +1,13 @@
-"""What drones print comes home, line by line, with the drone's name before it; each promise keeps the tail."""
+"""What drones print comes home line by line, with the drone's name; each promise keeps the tail."""
 
 import subprocess
 import sys
 
-import polycephaly as poly
 import pytest
 from faults import wait_for
 from scripts import run_script
+
+import polycephaly as poly
 
 
 class Lines(list):

@@ -6,10 +6,11 @@ import os
 import threading
 import weakref
 
-import polycephaly as poly
 import pytest
 from faults import append, block_for_ever, exit_hard, lines, wait_for
 from scripts import run_script
+
+import polycephaly as poly
 
 
 def gone(pid):

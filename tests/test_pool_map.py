@@ -5,9 +5,10 @@ import os
 import threading
 import time
 
-import polycephaly as poly
 import pytest
 from faults import append, block_for_ever, hold_until, lines, wait_for
+
+import polycephaly as poly
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_slow_consumer_bounds_what_is_taken_and_held(pool):
     assert next(results) == 0
     before = source.taken
     for p in [pool.promise(abs, -1) for _ in range(500)]:  # the drones have had all the time they want
-        p.value
+        p.value  # noqa: B018
     assert source.taken == before and before < 100
     results.close()
 
@@ -211,7 +212,9 @@ def test_a_short_task_overtakes_long_ones(tmp_path):
     with poly.Pool(2) as pool:
         list(pool.map(double, range(2000)))
         long = pool.promise(hold_until, gate, started)
-        assert [p.result(10) for p in [pool.promise(double, i) for i in range(2000)]] == [2 * i for i in range(2000)]
+        assert [p.result(10) for p in [pool.promise(double, i) for i in range(2000)]] == [
+            2 * i for i in range(2000)
+        ]
         assert not long.done()
         append(gate, "open")
 
@@ -220,7 +223,7 @@ def test_short_work_stuck_behind_work_that_turned_out_long_moves_to_an_idle_dron
     gate = str(tmp_path / "gate")
     with poly.Pool(2) as pool:
         for p in [pool.promise(hold_zero, 1, gate) for _ in range(500)]:  # known as short by now
-            p.value
+            p.value  # noqa: B018
         work = [pool.promise(hold_zero, i % 1000, gate) for i in range(1000)]
         assert [p.result(10) for p in work[1:]] == list(range(1, 1000))
         append(gate, "open")

@@ -1,4 +1,4 @@
-"""Promises alone, without drones: settled once, by value or error; nobody who waits is forgotten or called twice."""
+"""Promises alone, without drones: settled once; nobody who waits is forgotten or called twice."""
 
 import asyncio
 import concurrent.futures
@@ -8,8 +8,9 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future, InvalidStateError
 
-import polycephaly as poly
 import pytest
+
+import polycephaly as poly
 from polycephaly import Promise
 
 ROUNDS = 2000
@@ -28,7 +29,7 @@ def rejected(error):
 
 
 def race_threads(*acts, rounds=ROUNDS, make=Promise):
-    """Calls ``act(round, promise)`` of all `acts` at the same time, once a round, each in a thread of its own."""
+    """Calls ``act(round, promise)`` of all `acts` at once, round by round, each in its own thread."""
     promises = [make() for _ in range(rounds)]
     gates = [threading.Barrier(len(acts)) for _ in range(0, rounds, 10)]
     failures = []

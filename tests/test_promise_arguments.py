@@ -4,9 +4,10 @@ import operator
 import os
 import threading
 
-import polycephaly as poly
 import pytest
 from faults import append, hold_until, lines, wait_for
+
+import polycephaly as poly
 from polycephaly import Promise
 
 

@@ -2,13 +2,15 @@
 
 import os
 
-import polycephaly as poly
 from faults import append, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
+import polycephaly as poly
+
 
 def test_drones_are_of_the_snapshot_until_refreshed():
-    assert output_of("""
+    assert (
+        output_of("""
         import polycephaly as poly
         table = [1]
         with poly.Pool(2) as pool:
@@ -18,7 +20,9 @@ def test_drones_are_of_the_snapshot_until_refreshed():
             pool.refresh()
             print(pool.doit("table"), pool.doit("late"))
             print([p.value for p in pool.everywhere("table")])
-    """) == "[1]\n[1, 2] late\n[[1, 2], [1, 2]]\n"
+    """)
+        == "[1]\n[1, 2] late\n[[1, 2], [1, 2]]\n"
+    )
 
 
 def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
@@ -38,12 +42,15 @@ def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
 
 
 def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
-    assert output_of("""
+    assert (
+        output_of("""
         import polycephaly as poly
         for n in range(3):
             with poly.Drone() as drone:
                 print(drone.doit("n"), poly.doit("n"))
-    """) == "0 0\n1 1\n2 2\n"
+    """)
+        == "0 0\n1 1\n2 2\n"
+    )
 
 
 def test_replacements_are_of_the_pools_snapshot_not_of_now():
@@ -84,7 +91,8 @@ def test_work_goes_on_through_many_refreshes():
 
 
 def test_functions_defined_before_the_refresh_go_by_reference_after_it():
-    assert output_of("""
+    assert (
+        output_of("""
         import polycephaly as poly
         with poly.Pool(1) as pool:
             big = list(range(50_000))
@@ -95,4 +103,6 @@ def test_functions_defined_before_the_refresh_go_by_reference_after_it():
             print(pool.doit(look, 4))
             big[4] = "changed here"
             print(pool.doit(look, 4))
-    """) == "3\n4\n4\n"
+    """)
+        == "3\n4\n4\n"
+    )

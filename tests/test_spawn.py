@@ -2,12 +2,14 @@
 
 import os
 
-import polycephaly as poly
 from scripts import output_of, run_script
+
+import polycephaly as poly
 
 
 def test_a_spawned_pool_works_and_shares_nothing_with_the_live_image():
-    assert output_of("""
+    assert (
+        output_of("""
         import os, sys
         import polycephaly as poly
         table = [1]
@@ -22,7 +24,9 @@ def test_a_spawned_pool_works_and_shares_nothing_with_the_live_image():
                 print(pool.doit(lambda: late), type(pool.doit(Point, 3)) is Point, list(pool.map(abs, range(-3, 0))))
                 error = pool.promise("late").exception()
                 print(type(error).__name__, pool.promise("1/0").exception())
-    """) == "[1] [1] 2\n5 True [3, 2, 1]\nNameError division by zero\n"
+    """)
+        == "[1] [1] 2\n5 True [3, 2, 1]\nNameError division by zero\n"
+    )
 
 
 def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():

@@ -42,7 +42,8 @@ from ..wire.exceptions import pack_exception
 from ..wire.lane import Lane
 from ..wire.messages import (
     CANCEL, DEFINE_CALLABLE, DEFINE_CODE, ERROR, FORGET, HELLO, PROTOCOL, RECALL, RETURNED, STOP, VALUE, WITHDRAWN,
-    WORK, Malformed, head_type, numbers, pack_numbers, pack_outcomes, unpack_work,
+    WORK, Malformed, head_type, numbers, pack_kept, pack_numbers, pack_outcomes,
+    unpack_work,
 )  # fmt: skip
 from .console import open_console
 from .definitions import Definition, define
@@ -117,14 +118,18 @@ class _Drone:
                 task = todo.popleft()
             except IndexError:  # the ear has just given it back
                 continue
-            self._outcomes.append(self._run(task))
+            outcome = self._run(task)
             del task  # what it held is not kept while waiting for more
-            if monotonic() - self._flushed > FLUSH_AFTER:
+            self._outcomes.append(outcome)
+            if not todo:
+                continue
+            if monotonic() - self._flushed > FLUSH_AFTER or not self._row.keep(pack_kept(outcome)):
                 self._flush()
                 self._listen(wait=False)
 
     def _run(self, task: _Task) -> tuple[int, int, float, float, bytes, bytes]:
-        number = self._row[0] = task.number
+        number = task.number
+        self._row.start(number)
         status, payload = VALUE, b""
         started = monotonic()
         try:
@@ -163,7 +168,7 @@ class _Drone:
         if outcomes:
             with self._socket_turn:
                 self._send(pack_outcomes(outcomes))
-            self._row[1] = outcomes[-1][0]
+            self._row.sent(outcomes[-1][0])
             outcomes.clear()
         self._flushed = monotonic()
 

@@ -6,10 +6,13 @@ for the controller to know, when the drone has died, exactly what it took along.
 
     slot   started: the work begun last      sent: the last work whose result went to the socket
            ≤ sent       its result is in the socket's hands and may still arrive
-           ≤ started    it had begun and no result was sent: it is lost
+           ≤ started    it had begun and no result was sent: it is lost, unless its result was
+           kept         bytes of results that are done and wait to be sent along with others
            beyond       never begun: it can run elsewhere without running twice
 
-One slot has one writer (its drone), so no lock is needed; an aligned 8-byte store is not torn.
+So results that wait for company outlive their drone: a death takes along what was running, and nothing else.
+One slot has one writer (its drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of
+kept bytes is written after them.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ import os
 
 __all__ = ["RunningPage"]
 
-_CELLS = 2
+ROOM = 16 * 1024  # bytes of a slot, of which most are for kept results
+_STARTED, _SENT, _KEPT, _CELLS = range(4)
+_HEAD = _CELLS * 8
 
 
 class RunningPage:
-    """`slots` pairs of counters in memory shared by descriptor; it has no name, so it cannot be left behind."""
+    """`slots` slots in memory shared by descriptor; it has no name, so it cannot be left behind."""
 
     def __init__(self, slots: int, fd: int | None = None) -> None:
-        size = slots * _CELLS * 8
+        size = slots * ROOM
         self.slots = slots
         self.fd = os.memfd_create("polycephaly-running", os.MFD_CLOEXEC) if fd is None else fd
         try:
@@ -36,28 +41,60 @@ class RunningPage:
         except OSError:
             os.close(self.fd)
             raise
-        self._cells = memoryview(self._map).cast("Q")
+        self._bytes = memoryview(self._map)
+
+    def row(self, slot: int) -> Row:
+        """The writer's side of a slot."""
+        return Row(self._bytes[slot * ROOM : (slot + 1) * ROOM])
 
     def clear(self, slot: int) -> None:
-        self._cells[slot * _CELLS] = self._cells[slot * _CELLS + 1] = 0
+        self._bytes[slot * ROOM : slot * ROOM + _HEAD] = bytes(_HEAD)
 
     def started(self, slot: int) -> int:
-        return self._read(slot * _CELLS)
+        return self._read(slot, _STARTED)
 
     def sent(self, slot: int) -> int:
-        return self._read(slot * _CELLS + 1)
+        return self._read(slot, _SENT)
 
-    def _read(self, cell: int) -> int:
+    def kept(self, slot: int) -> bytes:
+        """The results that were done and not yet known to be sent."""
+        at = slot * ROOM + _HEAD
+        size = self._read(slot, _KEPT)
+        return bytes(self._bytes[at : at + size]) if size else b""
+
+    def _read(self, slot: int, cell: int) -> int:
         try:
-            return self._cells[cell]
+            return self._bytes[slot * ROOM : slot * ROOM + _HEAD].cast("Q")[cell]
         except ValueError:  # closed, by another thread perhaps: nothing runs any more
             return 0
 
-    def row(self, slot: int) -> memoryview:
-        """The writer's view: ``row[0]`` started, ``row[1]`` sent."""
-        return self._cells[slot * _CELLS : (slot + 1) * _CELLS]
-
     def close(self) -> None:
-        self._cells.release()
+        self._bytes.release()
         self._map.close()
         os.close(self.fd)
+
+
+class Row:
+    """What one drone displays."""
+
+    def __init__(self, room: memoryview) -> None:
+        self._cells = room[:_HEAD].cast("Q")
+        self._room = room[_HEAD:]
+        self._kept = 0
+
+    def start(self, number: int) -> None:
+        self._cells[_STARTED] = number
+
+    def keep(self, result: bytes) -> bool:
+        """Keeps a result until `sent`; False where there is no room for it."""
+        end = self._kept + len(result)
+        if end > len(self._room):
+            return False
+        self._room[self._kept : end] = result
+        self._kept = self._cells[_KEPT] = end
+        return True
+
+    def sent(self, number: int) -> None:
+        """All results up to this work's have gone to the socket."""
+        self._cells[_SENT] = number
+        self._kept = self._cells[_KEPT] = 0

@@ -22,6 +22,8 @@ from contextlib import suppress
 from struct import Struct
 from typing import Any
 
+from .messages import Malformed
+
 __all__ = ["Lane"]
 
 LARGEST = 48 * 1024  # bytes of a packet; the kernel's default buffer holds four
@@ -51,7 +53,8 @@ class Lane:
             return False
 
     def receive(self) -> list[Any] | None:
-        """The next message's frames; None where there is none now; an empty list once the other end is closed."""
+        """The next message's frames; None where there is none now; an empty list once the other end is closed.
+        Raises `Malformed` for a packet that is none of ours."""
         try:
             packet = self._end.recv(LARGEST + _SIZES.size)
         except BlockingIOError:
@@ -60,8 +63,12 @@ class Lane:
             return []
         if not packet:
             return []
+        if len(packet) < _SIZES.size:
+            raise Malformed(f"a packet of {len(packet)} bytes")
         size, count = _SIZES.unpack_from(packet)
         body = _SIZES.size + size
+        if body > len(packet) or count not in (1, 2) or (count == 1 and body < len(packet)):
+            raise Malformed(f"a packet of {len(packet)} bytes that says {count} frames, the first of {size}")
         head = packet[_SIZES.size : body]
         return [head] if count == 1 else [head, packet[body:]]
 

@@ -28,8 +28,8 @@ from struct import Struct, error, unpack
 from struct import pack as struct_pack
 from typing import Any, NamedTuple
 
-__all__ = ["Item", "Malformed", "Outcome", "head_type", "numbers", "pack_numbers", "pack_outcomes", "pack_work",
-           "unpack_outcomes", "unpack_work"]  # fmt: skip
+__all__ = ["Item", "Malformed", "Outcome", "head_type", "numbers", "pack_kept", "pack_numbers", "pack_outcomes",
+           "pack_work", "unpack_kept", "unpack_outcomes", "unpack_work"]  # fmt: skip
 
 PROTOCOL = 1
 
@@ -85,9 +85,9 @@ def pack_numbers(kind: bytes, values: Sequence[int] = ()) -> list[bytes]:
 
 
 def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
+    if len(frames) != 1 or len(frames[0]) % 8 != 1:
+        raise Malformed(f"{len(frames)} frames: not an array of numbers")
     body = frames[0][1:]
-    if len(frames) != 1 or len(body) % 8:
-        raise Malformed(f"{len(frames)} frames, {len(body)} bytes: not an array of numbers")
     return unpack(f"<{len(body) // 8}Q", body)
 
 
@@ -163,6 +163,26 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
             at += printed
         outcomes.append(Outcome(number, status & ~LARGE, started, finished, payload, output))
     _all_used(at, body, large)
+    return outcomes
+
+
+def pack_kept(outcome: tuple[int, int, float, float, bytes, bytes]) -> bytes:
+    """One outcome as it is kept in the running page until it is sent; see launch/page.py."""
+    number, status, started, finished, payload, output = outcome
+    return b"".join((_OUTCOME.pack(number, status, started, finished, len(payload), len(output)), payload, output))
+
+
+def unpack_kept(kept: bytes) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    at = 0
+    while at + _OUTCOME.size <= len(kept):
+        number, status, started, finished, size, printed = _OUTCOME.unpack_from(kept, at)
+        at += _OUTCOME.size
+        payload, output = kept[at : at + size], kept[at + size : at + size + printed]
+        at += size + printed
+        outcomes.append(Outcome(number, status, started, finished, payload, output.decode("utf-8", "replace")))
+    if at != len(kept):
+        raise Malformed(f"{len(kept)} bytes kept, of which {at} make sense")
     return outcomes
 
 
