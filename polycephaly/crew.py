@@ -35,9 +35,9 @@ from typing import Any
 from .errors import DroneDied
 from .hub import Hub, lease_hub
 from .image.main import hatch
+from .launch import lifeline
 from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
-from .launch import lifeline
 from .link import BUDGET, Line, Link, State, Stream
 from .promises import FINISHED, Promise
 from .wire.capture import main_namespace
@@ -102,9 +102,14 @@ class Crew:
         self.hub: Hub = lease_hub()
         try:
             self._launcher = self._launch()
+            try:
+                self.hub.open_endpoint()
+            except BaseException:
+                self._launcher.close()
+                self._launcher.reap()
+                raise
         except BaseException:
             self.hub.give_back()
-            self.hub.wake()
             raise
         self.book = Book(self._launcher.snapshot)
         self.hub.post(self._begin)
@@ -116,25 +121,30 @@ class Crew:
 
     # -- any thread -------------------------------------------------------------------------------
 
-    def submit(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Link | None = None) -> Promise[Any]:
+    def submit(
+        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Link | None = None
+    ) -> Promise[Any]:
         """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
         if self.refusal is not None:
             raise self.refusal
         if target is not None and target.state >= State.RETIRING:
             raise RuntimeError(f"drone {target.name} was released, or has ended (exit code {target.exitcode})")
-        work = Work(self, self.plan.retries, target)
+        work = Work(self, self.plan.retries)
+        if target is not None:
+            work.target = target
         try:
             book = self.book
             inputs = work.capture(book.define(what), args, kwargs, book.snapshot)
         except Exception as error:
             work.promise._settle(FINISHED, None, error)
             return work.promise
+        promise = work.promise
         if inputs:
             self._waiting.add(work)
             work.when_filled(inputs, self._filled)
         else:
             self._enqueue(work)
-        return work.promise
+        return promise
 
     def _enqueue(self, work: Work) -> None:
         if work.target is None:
@@ -289,14 +299,16 @@ class Crew:
             self._ready(link)
             return
         link.state = State.PREPARING
-        work = Work(self, 0, link)
+        work = Work(self, 0)
+        work.target = link
         try:
             work.capture(self.book.define(self.plan.initializer), self.plan.initargs, {}, self.book.snapshot)
         except Exception as error:
             self._break(_because("the initializer cannot be sent", error))
             return
         work.promise._hook(lambda promise: self.hub.post(partial(self._prepared, link, promise)))
-        self.hub.send(link, link.frames([work], work.queued), [work])
+        batch, frames = link.load_batch(deque([work]), 1, work.queued)
+        self.hub.send(link, frames, batch)
 
     def _prepared(self, link: Link, promise: Promise[Any]) -> None:
         if link.state is not State.PREPARING:
@@ -346,29 +358,12 @@ class Crew:
 
     def _send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
-        batch: list[Work] = []
-        load, holds_some = link.load, bool(link.flight)
-        share = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
+        most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
         if self.plan.timeout is not None:
-            share = 0 if holds_some else 1  # so that the time it is given is its own
-        while len(batch) < share:
-            try:
-                work = queue.popleft()
-            except IndexError:
-                break
-            if work.promise.done():  # cancelled while it waited
-                continue
-            if not link.fits(work, load, holds_some):
-                queue.appendleft(work)
-                break
-            batch.append(work)
-            holds_some = True
-            seconds = work.definition.seconds
-            if seconds is None:
-                break
-            load += seconds
+            most = 0 if link.flight else 1  # so that the time it is given is its own
+        batch, frames = link.load_batch(queue, most, now)
         if batch:
-            self.hub.send(link, link.frames(batch, now), batch)
+            self.hub.send(link, frames, batch)
             if self.plan.timeout is not None:
                 self.hub.after(self.plan.timeout, partial(self._timed_out, link, batch[0]))
         return len(batch)
@@ -476,6 +471,10 @@ class Crew:
         """Interrupts whatever `link` runs."""
         if link.alive:
             self.hub.send(link, pack_numbers(CANCEL, (0,)))
+
+    def _kill_if_alive(self, link: Link) -> None:
+        if link.alive:
+            link.launcher.kill(link.number)
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
         # Behind other work in the same drone it is not what holds the drone up.
@@ -664,7 +663,7 @@ class Crew:
     def _stop(self, link: Link) -> None:
         link.state = State.STOPPING
         self.hub.send(link, pack_numbers(STOP))
-        self.hub.after(STOP_GRACE, lambda: link.alive and link.launcher.kill(link.number))
+        self.hub.after(STOP_GRACE, partial(self._kill_if_alive, link))
 
     def abandon(self) -> None:
         """Kills every drone now; their work is lost."""

@@ -282,7 +282,13 @@ def end_with_owner(crew: Crew) -> None:
         task = asyncio.current_task()
         if task is not None:
             known = weakref.ref(crew)
-            task.add_done_callback(lambda _: (crew := known()) is not None and crew.kill())
+
+            def end(_: object) -> None:
+                its = known()
+                if its is not None:
+                    its.kill()
+
+            task.add_done_callback(end)
             return
     if threading.current_thread() is not threading.main_thread():
         _locals.drones.crews.add(crew)

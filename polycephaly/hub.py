@@ -45,6 +45,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pickle import loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -55,15 +56,26 @@ from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .link import Line, Link
 from .promises import FINISHED, Promise, settlers
-from .wire.endpoint import Endpoint
+from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.exceptions import unpack_exception
 from .wire.messages import (
-    HELLO, PROTOCOL, RESULTS, RETURNED, VALUE, WITHDRAWN, Malformed, Outcome, head_type, numbers, unpack_kept,
+    HELLO,
+    PROTOCOL,
+    RESULTS,
+    RETURNED,
+    VALUE,
+    WITHDRAWN,
+    Malformed,
+    Outcome,
+    head_type,
+    numbers,
     unpack_outcomes,
 )  # fmt: skip
+from .work import ANSWERED
 
 if TYPE_CHECKING:
     from .crew import Crew
+    from .wire.definitions import Definition
     from .work import Work
 
 __all__ = ["Hub", "lease_hub"]
@@ -114,7 +126,7 @@ class Hub:
         self.ending: list[Promise[None]] = []
         """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
-        self._router = self.endpoint.router
+        self._router: zmq.Socket[bytes] | None = None
         self._turn = threading.Lock()
         self._inbox: deque[Callable[[], object]] = deque()
         self._errands: list[Callable[[], object]] = []
@@ -137,14 +149,20 @@ class Hub:
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lanes.register(self._nudge_fd, select.EPOLLIN)
         self.watch(self._lanes.fileno(), lambda: self._read_lanes(self._lanes.poll(0)))
-        # The router's descriptor tells of news only: so before each sleep `_turn_once` reads all there is.
-        self._epoll.register(self._router.getsockopt(zmq.FD), select.EPOLLIN | select.EPOLLET)  # type: ignore[call-overload]
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
         safepoint.add_turn(self.thread, self._turn)
         self.thread.start()
 
     # -- from any thread --------------------------------------------------------------------------
+
+    def open_endpoint(self) -> None:
+        """Makes the directory and the socket, once the first zygote is there to see to their end."""
+        with safepoint.guard, self._turn:
+            if self._router is None:
+                self._router = self.endpoint.open()
+                # Its descriptor tells of news only: so before each sleep `has_news` is asked.
+                self._epoll.register(news_fd(self._router), select.EPOLLIN | select.EPOLLET)
 
     def post(self, act: Callable[[], object]) -> None:
         """Has `act` called in the hub's next turn. Takes no lock, so finalizers may call it."""
@@ -259,7 +277,13 @@ class Hub:
         self.wake()  # if it sleeps, it does not know of this one
 
     def send(self, link: Link, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        assert self._router is not None  # a crew opens the endpoint before it has a link
         link.send(frames, self._router, works)
+        self._ask_to_open(link)
+
+    def _ask_to_open(self, link: Link) -> None:
+        if not link.ask_to_open():  # its lane is full: it is busy, and will read it
+            self.after(TICK, partial(self._ask_to_open, link))
 
     def deliver(self, act: Callable[[], object]) -> None:
         """After the turn: `act` may run code of users. In the order of the calls."""
@@ -289,22 +313,23 @@ class Hub:
     def hear_kept(self, link: Link, kept: bytes) -> None:
         """What a drone that died had done and not yet sent."""
         if kept:
-            self._hear_results(link, unpack_kept(kept))
+            self._hear_results(link, unpack_outcomes([RESULTS, kept]))
 
     def receive(self) -> None:
         """Reads all that drones have sent by bulk."""
         router = self._router
-        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while router is not None and has_news(router):
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
             link = self._links.get(identity)
+            if link is None:  # a drone that is gone by now, or a stranger: nothing of it is looked at
+                log.info("a message of nobody's drone was dropped")
+                continue
+            if not link.bulk_open:
+                link.open_bulk(router)
             try:
-                if link is None:
-                    raise Malformed("its sender is nobody's drone")
-                if not link.bulk_open:
-                    link.open_bulk(router)
                 self._hear(link, frames)
             except Malformed as wrong:
-                log.warning("a message was dropped: %s", wrong)
+                log.warning("a message of %s was dropped: %s", link.name, wrong)
 
     def abandon_all(self) -> None:
         for crew in list(self.crews):
@@ -360,8 +385,8 @@ class Hub:
         try:
             act()
         except Exception as error:
-            crew = getattr(getattr(act, "func", act), "__self__", None)
-            if hasattr(crew, "fail"):
+            crew: Any = getattr(getattr(act, "func", act), "__self__", None)
+            if crew in self.crews:
                 crew.fail(error)
             else:
                 log.exception("a bug in polycephaly: %r failed", act)
@@ -421,7 +446,7 @@ class Hub:
             or (self._deliveries and not self._delivering)
             or self._errands
             or self.ending
-            or self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
+            or (self._router is not None and has_news(self._router))
             or any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
         )
 
@@ -466,19 +491,25 @@ class Hub:
 
     def _hear_results(self, link: Link, outcomes: list[Outcome]) -> None:
         self.print_lines(link)  # what the work printed is out before its promise settles
-        now = link.last_heard = monotonic()
+        link.last_heard = monotonic()
         settled: list[tuple[Work, Outcome]] = []
+        timed: Definition | None = None
+        seconds, calls = 0.0, 0
         for outcome in outcomes:
-            work = link.answered(outcome.number)
-            if work is None:
-                continue  # withdrawn, or lost and answered all the same
-            if outcome.status != WITHDRAWN:
-                link.tasks_done += 1
-                work.definition.took(outcome.finished - outcome.started)
-                work.received = now
-                settled.append((work, outcome))
-        if settled:
-            self.deliver(lambda: _settle_all(link, settled))
+            work = link.answered(outcome[0])
+            if work is None or outcome[1] == WITHDRAWN:  # None: lost, and answered all the same
+                continue
+            settled.append((work, outcome))
+            if work.definition is not timed:
+                if timed is not None:
+                    timed.took(seconds / calls)
+                timed, seconds, calls = work.definition, 0.0, 0
+            seconds += outcome[3] - outcome[2]
+            calls += 1
+        if timed is not None:
+            timed.took(seconds / calls)
+            link.tasks_done += len(settled)
+            self.deliver(partial(_settle_all, settled, link.last_heard))
         link.crew.answered(link)
 
     def print_lines(self, link: Link) -> None:
@@ -488,23 +519,22 @@ class Hub:
             self.deliver(lambda: _print_all(output, lines))
 
 
-def _settle_all(link: Link, settled: list[tuple[Work, Outcome]]) -> None:
-    for work, outcome in settled:
-        promise, payload = work.promise, outcome.payload
-        work.started, work.finished = outcome.started, outcome.finished
-        work.drone, work.bytes_received = link.name, len(payload)
-        work.drop_payload()
-        if outcome.output:
-            promise.output = outcome.output
+def _settle_all(settled: list[tuple[Work, Outcome]], received: float) -> None:
+    for work, (_, status, started, finished, payload, output) in settled:
+        promise = work.promise
+        work.answer = (started, finished, received, len(work.payload), len(payload))
+        work.payload = b""  # it need not be kept as long as its promise
+        work.promise = ANSWERED
+        if output:
+            promise.output = output
         error: BaseException | None = None
         value = None
         try:
-            if outcome.status == VALUE:
-                if len(payload):
-                    value = loads(payload)
-            else:
+            if status != VALUE:
                 error = unpack_exception(bytes(payload))
                 work.crew.explain(error)
+            elif payload:  # no bytes at all stand for None
+                value = loads(payload)
         except BaseException as wrong:
             wrong.add_note(f"while unpickling the result of {work.definition.label}")
             error = wrong

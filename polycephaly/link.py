@@ -20,12 +20,13 @@ from .launch import lifeline
 from .launch.launcher import Launcher
 from .promises import Promise
 from .wire.lane import Lane
-from .wire.messages import FORGET, pack_work
+from .wire.messages import FORGET, OPEN, pack_numbers, pack_work
 
 if TYPE_CHECKING:
     import zmq
 
     from .crew import Crew
+    from .wire.definitions import Definition
     from .work import Work
 
 __all__ = ["BUDGET", "Line", "Link", "State", "Stream"]
@@ -46,6 +47,9 @@ class Line(str):
     """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose."""
 
     __slots__ = ("drone", "stream", "text")
+    text: str
+    drone: str
+    stream: str
 
     def __new__(cls, text: str, drone: str, stream: str) -> Line:
         line = super().__new__(cls, f"[{drone}] {text}")
@@ -120,6 +124,7 @@ class Link:
         self.bulk_open = False
         self._bulk_waiting: list[list[bytes]] = []
         self._bulk_unanswered = 0
+        self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: list[str] = []
         self._defined: dict[int, None] = {}
@@ -145,37 +150,57 @@ class Link:
         """How many more pieces of work it may be sent before it has had its `most`."""
         return 1 << 30 if most is None else most - self.tasks_done - len(self.flight)
 
-    def fits(self, work: Work, load: float, holds_some: bool) -> bool:
-        """Would `work` go with what it holds? Work of unknown length goes alone."""
-        estimate = work.definition.seconds
-        return not holds_some or (estimate is not None and load + estimate <= BUDGET)
+    def load_batch(self, queue: deque[Work], most: int, now: float) -> tuple[list[Work], list[bytes]]:
+        """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts it in flight,
+        and gives the message that brings it, with the definitions that it has not got yet.
 
-    def frames(self, batch: list[Work], now: float) -> list[bytes]:
-        """The message that brings it `batch`, with the definitions that it has not got yet."""
-        items = []
-        flight, defined = self.flight, self._defined
-        for work in batch:
+        Work of unknown length goes alone. Work whose promise is settled (cancelled while it waited) is dropped.
+        """
+        batch: list[Work] = []
+        items: list[tuple[int, int, int, bytes]] = []
+        flight, defined, load = self.flight, self._defined, self.load
+        while len(batch) < most:
+            try:
+                work = queue.popleft()
+            except IndexError:
+                break
+            if work.promise.done():
+                continue
             definition = work.definition
+            seconds = definition.seconds
+            if seconds is None:
+                if flight:
+                    queue.appendleft(work)
+                    break
+                self.unknown += 1
+                work.estimate = -1.0
+                most = 1
+            else:
+                seconds = max(seconds, SHORTEST)
+                if flight and load + seconds > BUDGET:
+                    queue.appendleft(work)
+                    break
+                load += seconds
+                work.estimate = seconds
             if definition.number not in defined:
-                if len(defined) >= _DEFINITIONS_KEPT:
-                    oldest = next(iter(defined))
-                    del defined[oldest]
-                    items.append((oldest, FORGET, 0, b""))
-                defined[definition.number] = None
-                items.append((definition.number, definition.kind, 0, definition.payload))
+                self._define(definition, items)
             items.append((work.number, work.kind, definition.number, work.payload))
             flight[work.number] = work
             work.link = self
             work.sent = now
-            seconds = definition.seconds
-            if seconds is None:
-                self.unknown += 1
-                work.estimate = -1.0
-            else:
-                work.estimate = seconds if seconds > SHORTEST else SHORTEST
-                self.load += work.estimate
+            batch.append(work)
+        self.load = load
         self.last_heard = now
-        return pack_work(items)
+        return batch, pack_work(items)
+
+    def _define(self, definition: Definition, items: list[tuple[int, int, int, bytes]]) -> None:
+        defined = self._defined
+        if len(defined) >= _DEFINITIONS_KEPT:
+            oldest = next(iter(defined))
+            del defined[oldest]
+            items.append((oldest, FORGET, 0, b""))
+        defined[definition.number] = None
+        items.append((definition.number, definition.kind, 0, definition.payload))
 
     def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:
         """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""
@@ -188,6 +213,13 @@ class Link:
             router.send_multipart([self.identity, *frames])
         else:
             self._bulk_waiting.append(frames)
+
+    def ask_to_open(self) -> bool:
+        """Something waits for bulk: has the drone been asked to open it, as far as that is needed?"""
+        if not self._bulk_waiting or self._asked or self.lane is None:
+            return True
+        self._asked = self.lane.send(pack_numbers(OPEN))
+        return self._asked
 
     def open_bulk(self, router: zmq.Socket[bytes]) -> None:
         """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
@@ -227,11 +259,12 @@ class Link:
         return heard
 
     def close(self, unwatch: Callable[[int], None]) -> None:
-        for end in (*self.streams, *([self.lane] if self.lane is not None else [])):
+        ends: list[Stream | Lane] = [*self.streams]
+        if self.lane is not None:
+            ends.append(self.lane)
+        for end in ends:
             with suppress(ValueError, OSError):
                 unwatch(end.fileno())
             lifeline.close(end)
         self.streams.clear()
         self.lane = None
-
-

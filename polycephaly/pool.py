@@ -14,7 +14,15 @@ from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew, Plan
 from .drone import (
-    Drone, check_cwd, check_env, check_initializer, check_output, check_start, check_timeout, check_work, wait_for,
+    Drone,
+    check_cwd,
+    check_env,
+    check_initializer,
+    check_output,
+    check_start,
+    check_timeout,
+    check_work,
+    wait_for,
 )  # fmt: skip
 from .link import Line, State
 from .promises import Promise
@@ -125,9 +133,10 @@ class Pool(Executor):
         """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
         return wait_for(self.promise(work, *args, **kwargs))
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:  # type: ignore[override]
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""
-        return self.promise(fn, *args, **kwargs)
+        check_work(fn, args, kwargs)
+        return self._crew.submit(fn, args, kwargs)
 
     def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
         """Has `work` done once by each drone: a list of promises, one per drone.
@@ -137,7 +146,15 @@ class Pool(Executor):
         check_work(work, args, kwargs)
         if self._crew.refusal is not None:
             raise self._crew.refusal
-        return [each.promise(work, *args, **kwargs) for each in self.drones]
+        made = []
+        for drone in self.drones:
+            try:
+                made.append(drone.promise(work, *args, **kwargs))
+            except RuntimeError as error:  # it has died since it was listed
+                lost: Promise[Any] = Promise()
+                lost.set_exception(error)
+                made.append(lost)
+        return made
 
     def map(
         self,

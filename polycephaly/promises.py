@@ -232,6 +232,8 @@ class Promise(Future[T], Generic[T]):
 
     def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool:
         """Settles unless somebody else did; tells which. See the head of this file."""
+        if self._made_condition is not None:
+            return self._settle_watched(self._made_condition, state, result, exception)
         try:
             del self._open
         except AttributeError:
@@ -241,8 +243,33 @@ class Promise(Future[T], Generic[T]):
         self._state = state
         if self._hooks is not None:
             self._run_hooks()
-        if self._made_condition is not None:
-            self._notify(self._made_condition)
+        return True
+
+    def _settle_watched(self, condition: Condition, state: str, result: Any, exception: BaseException | None) -> bool:
+        """The same where the standard library's `wait` or `as_completed` may be at it: they look at `_state` and
+        install their waiter under the condition, so it is set, and they are told, under the condition too.
+
+        A condition that is made after `_settle` looked finds the state settled: the look, the claim and the
+        state are one run of straight-line code.
+        """
+        with condition:
+            try:
+                del self._open
+            except AttributeError:
+                return False
+            self._result = result
+            self._exception = exception
+            self._state = state
+            for waiter in self._waiters:
+                if state == CANCELLED:
+                    waiter.add_cancelled(self)
+                elif exception is not None:
+                    waiter.add_exception(self)
+                else:
+                    waiter.add_result(self)
+            condition.notify_all()
+        if self._hooks is not None:
+            self._run_hooks()
         return True
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
@@ -261,19 +288,6 @@ class Promise(Future[T], Generic[T]):
                 hook(self)
             except Exception:
                 log.exception("exception calling callback for %r", self)
-
-    def _notify(self, condition: Condition) -> None:
-        """Tells the standard library's waiters: it makes the condition, looks at `_state` under it and
-        then installs its waiter, so either it sees the state or we see the waiter."""
-        with condition:
-            for waiter in self._waiters:
-                if self._state == CANCELLED:
-                    waiter.add_cancelled(self)
-                elif self._exception is not None:
-                    waiter.add_exception(self)
-                else:
-                    waiter.add_result(self)
-            condition.notify_all()
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():

@@ -28,27 +28,30 @@ __all__ = ["Work"]
 
 _numbers = itertools.count(1)
 
+ANSWERED: Promise[Any] = Promise()
+"""Stands in for the promise of work that was answered, so that the two do not keep each other alive."""
+ANSWERED.set_result(None)
+
 
 class Work:
     """It is its promise's `Source`. After the call only the hub's thread changes it."""
 
-    __slots__ = ("__weakref__", "by_bulk", "bytes_received", "crew", "definition", "drone", "estimate", "finished", "kind", "link",
-                 "number", "payload", "promise", "queued", "received", "retries", "sent", "size", "started",
-                 "target")  # fmt: skip
+    target: Link | None = None  # the only drone it may run on, if there is one
+    link: Link | None = None  # the drone it was sent to
+    kind = CALL
+    payload = b""
+    estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
+    by_bulk = False
+    sent = 0.0  # 0.0: not yet
+    definition: Definition
+    answer: tuple[float, float, float, int, int] | None = None  # started, finished, received; bytes there, back
 
-    def __init__(self, crew: Crew, retries: int, target: Link | None = None) -> None:
+    def __init__(self, crew: Crew, retries: int) -> None:
         self.number = next(_numbers)
-        self.promise: Promise[Any] = Promise(self)
         self.crew = crew
-        self.target = target  # the only drone it may run on, if there is one
-        self.link: Link | None = None  # the drone it was sent to
         self.retries = retries
-        self.kind = CALL
-        self.payload = b""
-        self.estimate = 0.0
-        self.by_bulk = False
         self.queued = monotonic()
-        self.sent = 0.0  # 0.0: not yet
+        self.promise: Promise[Any] = Promise(self)
 
     def capture(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
@@ -93,10 +96,6 @@ class Work:
         for each in inputs:
             each._hook(one_settled)
 
-    def drop_payload(self) -> None:
-        """It is answered: what it carried need not be kept as long as its promise."""
-        self.size, self.payload = len(self.payload), b""
-
     def _fill(self, values: list[Any]) -> None:
         try:
             self.payload = capture((self.payload, values), self.crew.book.snapshot)
@@ -117,12 +116,11 @@ class Work:
         return self.link is not None and self.link.runs(self.number)
 
     def spans(self, promise: Promise[Any]) -> Spans:
-        if not promise.done() or promise.cancelled() or not hasattr(self, "received"):
-            name = self.link.name if self.link is not None else None
+        name = self.link.name if self.link is not None else None
+        if self.answer is None:
             return Spans(queued=self.queued, sent=self.sent or None, drone=name)
-        return Spans(
-            self.queued, self.sent, self.started, self.finished, self.received, self.size, self.bytes_received, self.drone
-        )
+        started, finished, received, there, back = self.answer
+        return Spans(self.queued, self.sent, started, finished, received, there, back, name)
 
 
 def _with_holes(

@@ -2,7 +2,7 @@
 
 How a process of ours is known, whoever its parent is by now:
     exec'd from here    its environment at exec carries `MARKER`   (/proc/PID/environ)
-    forked from here    it holds our marker file on `MARKER_FD`    (a fork keeps descriptors, and shows no new environ)
+    forked from here    it holds our marker file on `MARKER_FD`    (a fork keeps descriptors)
 so an orphan that init has adopted is found as well.
 """
 

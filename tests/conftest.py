@@ -16,9 +16,7 @@ import pytest
 
 _session_folder = ""
 _real_stderr = sys.stderr
-_HARD_DEADLINE = (
-    100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
-)
+_HARD_DEADLINE = 100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None
     census.mark_this_process()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # The standard library keeps this process for ever once anything is spawned; it is there before all censuses.
+    # The standard library keeps this process once anything is spawned: it is there before every census.
     multiprocessing.resource_tracker.ensure_running()
 
 

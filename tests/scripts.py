@@ -19,9 +19,7 @@ TIMEOUT = 30.0
 class Script:
     """A running script. What it starts carries the marker `run`, so that it is found wherever it is."""
 
-    def __init__(
-        self, text: str, *args: str, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None
-    ):
+    def __init__(self, text: str, *args: str, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None):
         self.folder = tempfile.TemporaryDirectory(prefix="s-")
         self.path = os.path.join(self.folder.name, "script.py")
         with open(self.path, "w") as file:
@@ -44,9 +42,7 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

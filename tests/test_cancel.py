@@ -91,9 +91,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
         assert not lines(ran)
 
 
-@pytest.mark.parametrize(
-    "work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_asyncio]
-)
+@pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_asyncio])
 def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)

@@ -31,9 +31,7 @@ def test_a_clean_census_takes_little_time():
 
 def test_an_orphan_of_an_executed_program_is_seen():
     before = Census.take()
-    orphan = int(
-        subprocess.run([sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE, check=True).stdout
-    )
+    orphan = int(subprocess.run([sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE, check=True).stdout)
     try:
         assert any(f"process {orphan} " in each for each in wait_until_clean(before, 0))
     finally:

@@ -231,9 +231,7 @@ def test_results_sent_before_the_death_arrive(tmp_path):
 def test_work_that_had_finished_is_not_lost_with_a_neighbour_that_kills_its_drone(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(1, output="discard") as pool:
-        for p in [
-            pool.promise(note, path, -1) for _ in range(200)
-        ]:  # known to be short: it travels in batches
+        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # known to be short: it travels in batches
             p.value  # noqa: B018
         for i in range(20):
             before = [pool.promise(note, path, i) for _ in range(5)]

@@ -71,7 +71,8 @@ CONTROLLER = """
 
 STATUS = {
     "return": 0, "exception": 1, "sys.exit": 3, "os._exit": 4, "with": 1,
-    "SIGKILL": -signal.SIGKILL, "segfault": -signal.SIGSEGV, "SIGTERM": -signal.SIGTERM, "SIGINT": -signal.SIGINT,
+    "SIGKILL": -signal.SIGKILL, "segfault": -signal.SIGSEGV,
+    "SIGTERM": -signal.SIGTERM, "SIGINT": -signal.SIGINT,
 }  # fmt: skip
 
 

@@ -203,9 +203,7 @@ def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
     error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()
     assert type(error).__name__ == "Odd" or type(error) is poly.RemoteError
     assert "local" in str(error)
-    assert isinstance(
-        pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous)
-    )
+    assert isinstance(pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous))
 
 
 def raise_in_code_of(name):
@@ -281,9 +279,7 @@ def result_of(i):
 
 def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
     work = [pool.promise(result_of, i) for i in range(30)]
-    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [
-        i for i in range(30) if i not in (10, 20)
-    ]
+    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [i for i in range(30) if i not in (10, 20)]
     error = work[10].exception()
     assert type(error) is TypeError and "stays where it is" in str(error)
     assert any("UnpicklableResult" in n for n in error.__notes__)

@@ -152,9 +152,7 @@ def test_as_many_drones_as_usable_cores_by_default():
 def test_work_may_submit_to_a_pool_from_a_callback():
     with poly.Pool(1) as pool:
         over = poly.Promise()
-        pool.promise(abs, -1).add_done_callback(
-            lambda p: pool.promise(abs, -5).add_done_callback(over.set_result)
-        )
+        pool.promise(abs, -1).add_done_callback(lambda p: pool.promise(abs, -5).add_done_callback(over.set_result))
         assert over.result(10).value == 5
         assert pool.promise(abs, -2).then(lambda v: pool.promise(pow, v, 3)).result(10) == 8
 
@@ -171,9 +169,7 @@ def test_spans_tell_the_life_of_work_in_order():
 def test_names_and_reprs_tell_what_it_is():
     with poly.Pool(2, name="loaders") as pool, poly.Drone(name="scout") as drone:
         assert "loaders" in repr(pool) and [d.name for d in pool.drones] == ["loaders.0", "loaders.1"]
-        assert (
-            drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
-        )
+        assert drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
 
 
 def test_a_drone_is_replaced_after_max_tasks():

@@ -137,7 +137,8 @@ def test_a_child_forked_by_the_user_that_outlives_the_controller_keeps_nothing_a
             end = time.monotonic() + 2
             while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
                 time.sleep(0.01)
-            print("gone" if not any(os.path.exists(f"/proc/{pid}") for pid in pids) else "still there", flush=True)
+            left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+            print(left or "gone", flush=True)
             os._exit(0)
         os.kill(controller, 9)
     """)
@@ -196,7 +197,8 @@ def test_signal_handlers_of_the_main_image_are_not_the_drones():
         signal.signal(signal.SIGTERM, lambda *_: print("caught", flush=True))
         signal.signal(signal.SIGUSR1, lambda *_: print("caught", flush=True))
         with poly.Pool(1, output="discard") as pool:
-            print(pool.promise("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()").exception().exitcode)
+            p = pool.promise("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
+            print(p.exception().exitcode)
     """)
     assert done.stdout == "-15\n", done.stderr
 

@@ -212,9 +212,7 @@ def test_a_short_task_overtakes_long_ones(tmp_path):
     with poly.Pool(2) as pool:
         list(pool.map(double, range(2000)))
         long = pool.promise(hold_until, gate, started)
-        assert [p.result(10) for p in [pool.promise(double, i) for i in range(2000)]] == [
-            2 * i for i in range(2000)
-        ]
+        assert [p.result(10) for p in [pool.promise(double, i) for i in range(2000)]] == [2 * i for i in range(2000)]
         assert not long.done()
         append(gate, "open")
 

@@ -48,9 +48,7 @@ def demo() -> None:
 
 @demo.command(epilog=EXAMPLES)
 @click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Serve the files in DIR.")
-@click.option(
-    "--live", is_flag=True, is_eager=True, help="Load from nasdaqtrader.com instead of the loopback."
-)
+@click.option("--live", is_flag=True, is_eager=True, help="Load from nasdaqtrader.com instead of the loopback.")
 @click.option(
     "--latency",
     type=float,

@@ -4,10 +4,10 @@
                     └──> the ear (a thread): hears while the main thread is busy
                             RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
 
-The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short work crosses no thread.
-Only when one task has run for a *window* does the ear begin to listen. Whoever touches them holds
-`_socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the middle, and each of
-these steps is atomic, so a task is either run or given back, never both.
+The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short
+work crosses no thread. Only when one task has run for a *window* does the ear begin to listen. Whoever touches
+the sockets holds `_socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the
+middle, and each of these steps is atomic, so a task is either run or given back, never both.
 
 Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
 that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
@@ -41,8 +41,28 @@ from ..wire.capture import MainSnapshot, capture
 from ..wire.exceptions import pack_exception
 from ..wire.lane import Lane
 from ..wire.messages import (
-    CANCEL, DEFINE_CALLABLE, DEFINE_CODE, ERROR, FORGET, HELLO, PROTOCOL, RECALL, RETURNED, STOP, VALUE, WITHDRAWN,
-    WORK, Malformed, head_type, numbers, pack_kept, pack_numbers, pack_outcomes,
+    CANCEL,
+    DEFINE_CALLABLE,
+    DEFINE_CODE,
+    ERROR,
+    FORGET,
+    HELLO,
+    LARGE,
+    LARGE_FROM,
+    OPEN,
+    PROTOCOL,
+    RECALL,
+    RETURNED,
+    STOP,
+    VALUE,
+    WITHDRAWN,
+    WORK,
+    Malformed,
+    head_type,
+    numbers,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
     unpack_work,
 )  # fmt: skip
 from .console import open_console
@@ -85,7 +105,9 @@ class _Drone:
         self._row = page.row(order.slot)
         self._definitions: dict[int, Definition] = {}
         self._todo: deque[_Task] = deque()
-        self._outcomes: list[tuple[int, int, float, float, bytes, bytes]] = []
+        self._outcomes: list[bytes] = []
+        self._large: list[bytes] = []
+        self._last_done = 0
         self._flushed = 0.0
         self._stopping = False
         self._current = self._target = 0
@@ -118,16 +140,10 @@ class _Drone:
                 task = todo.popleft()
             except IndexError:  # the ear has just given it back
                 continue
-            outcome = self._run(task)
+            self._run(task)
             del task  # what it held is not kept while waiting for more
-            self._outcomes.append(outcome)
-            if not todo:
-                continue
-            if monotonic() - self._flushed > FLUSH_AFTER or not self._row.keep(pack_kept(outcome)):
-                self._flush()
-                self._listen(wait=False)
 
-    def _run(self, task: _Task) -> tuple[int, int, float, float, bytes, bytes]:
+    def _run(self, task: _Task) -> None:
         number = task.number
         self._row.start(number)
         status, payload = VALUE, b""
@@ -144,7 +160,17 @@ class _Drone:
         except BaseException as error:
             self._current = 0
             status, payload = ERROR, self._pack(error)
-        return number, status, started, monotonic(), payload, self._tail.take()
+        finished = monotonic()
+        large = len(payload) >= LARGE_FROM
+        if large:
+            self._large.append(payload)
+            status, payload = status | LARGE, b""
+        entry = pack_outcome(number, status, started, finished, payload, self._tail.take())
+        self._outcomes.append(entry)
+        self._last_done = number
+        if self._todo and (large or finished - self._flushed > FLUSH_AFTER or not self._row.keep(entry)):
+            self._flush()
+            self._listen(wait=False)
 
     def _capture_result(self, value: object) -> bytes:
         try:
@@ -164,12 +190,12 @@ class _Drone:
             return pack_exception(told, lambda value: dumps(value, 5))
 
     def _flush(self) -> None:
-        outcomes = self._outcomes
-        if outcomes:
+        if self._outcomes:
             with self._socket_turn:
-                self._send(pack_outcomes(outcomes))
-            self._row.sent(outcomes[-1][0])
-            outcomes.clear()
+                self._send(pack_outcomes(self._outcomes, self._large))
+            self._row.sent(self._last_done)
+            self._outcomes.clear()
+            self._large.clear()
         self._flushed = monotonic()
 
     def _listen(self, wait: bool) -> None:
@@ -210,7 +236,7 @@ class _Drone:
         self._hear_lane()
         bulk = self._bulk
         self._bulk_may_hide = False
-        while bulk is not None and bulk.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while bulk is not None and endpoint.has_news(bulk):
             frames = bulk.recv_multipart(zmq.NOBLOCK)
             self._hear_lane()
             self._hear(frames)
@@ -232,7 +258,7 @@ class _Drone:
             self._context, self._bulk = endpoint.connect(self._home, self._identity)
             self._bulk.send_multipart(self._hello)
             self._bulk_may_hide = True
-            self._news.register(self._bulk.getsockopt(zmq.FD), select.EPOLLIN)  # type: ignore[call-overload]
+            self._news.register(endpoint.news_fd(self._bulk), select.EPOLLIN)
         return self._bulk
 
     def _hear(self, frames: list[bytes]) -> None:
@@ -244,7 +270,7 @@ class _Drone:
     def _hear_work(self, frames: list[bytes]) -> None:
         definitions, todo = self._definitions, self._todo
         for number, kind, definition, payload in unpack_work(frames):
-            if kind == DEFINE_CALLABLE or kind == DEFINE_CODE:
+            if kind in (DEFINE_CALLABLE, DEFINE_CODE):
                 definitions[number] = define(kind, bytes(payload))
             elif kind == FORGET:
                 definitions.pop(number, None)
@@ -267,13 +293,16 @@ class _Drone:
             if task.number in targets:
                 with suppress(ValueError):  # the main thread has just begun it
                     self._todo.remove(task)
-                    withdrawn.append((task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
+                    withdrawn.append(pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
         if withdrawn:
             self._send(pack_outcomes(withdrawn))
         current = self._current
         if current and (current in targets or 0 in targets):
             self._target = current
             signal.pthread_kill(self._main_thread, signal.SIGINT)
+
+    def _hear_open(self, frames: list[bytes]) -> None:
+        self.open_bulk()
 
     def _hear_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
@@ -282,6 +311,7 @@ class _Drone:
         WORK: _hear_work,
         RECALL: _hear_recall,
         CANCEL: _hear_cancel,
+        OPEN: _hear_open,
         STOP: _hear_stop,
     }
 
@@ -308,11 +338,6 @@ class _Drone:
     def news_fd(self) -> int:
         return self._news.fileno()
 
-    def prepare_bulk(self) -> None:
-        """Off the main thread, so that the first work need not wait for it."""
-        with self._socket_turn:
-            self.open_bulk()
-
 
 class _Ear:
     """Listens while the main thread is busy with one task for longer than the window.
@@ -335,7 +360,6 @@ class _Ear:
             self._tokens.put(None)
 
     def _live(self) -> None:
-        self._drone.prepare_bulk()
         readable = select.poll()
         readable.register(self._drone.news_fd, select.POLLIN)
         seen = 0

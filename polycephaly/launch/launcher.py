@@ -117,7 +117,12 @@ class Launcher:
     # -- endings ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Lets go of the lifeline: the zygote ends, and all that is left of its drones with it."""
+        """Lets go of the lifeline: the zygote ends, and all that is left of its drones with it.
+
+        The goodbye tells it that its owner lives on. Twice is no error.
+        """
+        with suppress(OSError):
+            self._control.send(json.dumps({"goodbye": True}).encode())
         lifeline.close(self._control)
 
     def reap(self) -> int | None:

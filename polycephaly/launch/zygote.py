@@ -35,6 +35,7 @@ from .page import RunningPage
 
 __all__ = ["Nest", "Order", "run_zygote"]
 
+OWNER_ENDS_WITHIN = 2.0  # seconds after its end of the lifeline has closed
 MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
 
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
@@ -92,7 +93,9 @@ def leave_the_main_image() -> None:
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int) -> None:
+    def __init__(
+        self, control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int
+    ) -> None:
         self._control = control
         self._nest = nest
         self._page = page
@@ -109,6 +112,7 @@ class _Zygote:
         # Armed before the look at getppid(): an owner that ended earlier has left another parent behind.
         self._owner = lifeline.open_pidfd(owner)
         self._owner_gone = os.getppid() != owner
+        self._said_goodbye = False
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page that the drones share
 
@@ -142,7 +146,9 @@ class _Zygote:
             return
         order = json.loads(message)
         try:
-            if "kill" in order:
+            if "goodbye" in order:
+                self._said_goodbye = self._owner_gone = True
+            elif "kill" in order:
                 self._kill(order["kill"])
             else:
                 self._start(Order(**order), fds)
@@ -233,13 +239,14 @@ class _Zygote:
         while self._kill_orphans():
             with suppress(ChildProcessError):
                 os.waitpid(-1, 0)
-        if self._owner_ended():
+        if not self._said_goodbye:
+            self._wait_for_the_owners_end()
             shutil.rmtree(self._nest.home, ignore_errors=True)
 
-    def _owner_ended(self) -> bool:
-        if self._owner is None:
-            return self._owner_gone
-        return bool(select.select([self._owner], [], [], 0)[0])
+    def _wait_for_the_owners_end(self) -> None:
+        """The kernel closes an ending process's descriptors first, so it may still be making files."""
+        if self._owner is not None:
+            select.select([self._owner], [], [], OWNER_ENDS_WITHIN)
 
     def _report(self, **what: Any) -> None:
         with suppress(OSError):  # the owner is gone: the lifeline tells that in a moment

@@ -59,9 +59,7 @@ class MainSnapshot:
         if isinstance(held, ref):
             held = held()
             return held is not None and held is value
-        return held is value or (
-            isinstance(value, ATOMS) and type(held) is type(value) and held == value
-        )
+        return held is value or (isinstance(value, ATOMS) and type(held) is type(value) and held == value)
 
     def holds(self, definition: Any) -> bool:
         """May this function or class of `__main__` go by reference, being there under its own name?"""

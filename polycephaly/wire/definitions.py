@@ -159,7 +159,7 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
 
 
 def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    if isinstance(value, ATOMS) or isinstance(value, ModuleType):
+    if isinstance(value, (*ATOMS, ModuleType)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         yield from _witnesses(value, snapshot, seen)

@@ -1,7 +1,7 @@
 """Where images meet: a socket file in a directory that only its owner can enter.
 
     <temporary directory>/polycephaly-XXXXXXXX/       mode 0700
-        lock      held (flock) by the owner and, being inherited, by every image forked from it
+        lock      held (flock) by the owner
         hub       the ROUTER's ipc:// socket
         1234/     the same again for the hub of drone 1234, which starts drones of its own
 
@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from contextlib import suppress
+from typing import cast
 
 import zmq
 
-__all__ = ["Endpoint", "connect"]
+__all__ = ["Endpoint", "connect", "has_news", "news_fd"]
 
 _PREFIX = "polycephaly-"
 _SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
@@ -32,29 +34,41 @@ home_of_parent: str | None = None
 
 
 class Endpoint:
-    """A private directory with the hub's bound socket in it."""
+    """A private directory with the hub's bound socket in it.
+
+    Its path is known from the start and it is made by `open`, so that a zygote can be there before, which
+    removes it when its owner is killed at any moment afterwards.
+    """
 
     def __init__(self) -> None:
-        self.home = _make_home()
+        self.home = _choose_home()
+        self.router: zmq.Socket[bytes] | None = None
+
+    def open(self) -> zmq.Socket[bytes]:
+        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made."""
+        os.mkdir(self.home, 0o700)
         self._lock = os.open(os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._context = zmq.Context()
-        self.router = self._context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.LINGER, 0)
-        self.router.setsockopt(zmq.SNDHWM, 0)  # the hub bounds what is under way by credit
-        self.router.setsockopt(zmq.RCVHWM, 0)
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.SNDHWM, 0)  # the hub bounds what is under way by credit
+        router.setsockopt(zmq.RCVHWM, 0)
+        self.router = router
         try:
-            self.router.bind(address(self.home))
+            router.bind(address(self.home))
         except BaseException:
             self.close()
             raise
+        return router
 
     def close(self) -> None:
-        self.router.close()
-        self._context.term()
-        shutil.rmtree(self.home, ignore_errors=True)
-        with suppress(OSError):
+        if self.router is not None:
+            self.router.close()
+            self._context.term()
+            shutil.rmtree(self.home, ignore_errors=True)
             os.close(self._lock)
+            self.router = None
 
 
 def address(home: str) -> str:
@@ -73,18 +87,26 @@ def connect(home: str, identity: bytes) -> tuple[zmq.Context[zmq.Socket[bytes]],
     return context, dealer
 
 
-def _make_home() -> str:
+def has_news(end: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, end.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def news_fd(end: zmq.Socket[bytes]) -> int:
+    """A descriptor that becomes readable when something happens: edge-triggered, so look at `has_news` first."""
+    return cast(int, end.getsockopt(zmq.FD))
+
+
+def _choose_home() -> str:
+    longest = _SOCKET_PATH_MAX - len("/hub")
     if home_of_parent is not None:
         inside = os.path.join(home_of_parent, str(os.getpid()))
-        if len(inside) <= _SOCKET_PATH_MAX - len("/hub"):
-            os.mkdir(inside, 0o700)
+        if len(inside) <= longest and os.path.isdir(home_of_parent):
             return inside
-    _sweep(tempfile.gettempdir())
-    home = tempfile.mkdtemp(prefix=_PREFIX)
-    if len(home) > _SOCKET_PATH_MAX - len("/hub"):
-        os.rmdir(home)
-        home = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
-    return home
+    place = tempfile.gettempdir()
+    _sweep(place)
+    name = _PREFIX + secrets.token_hex(8)
+    home = os.path.join(place, name)
+    return home if len(home) <= longest else os.path.join("/tmp", name)
 
 
 def _sweep(place: str) -> None:

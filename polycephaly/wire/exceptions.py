@@ -105,7 +105,7 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
             data = capture(value)
             if _same(build(loads(data)), error):
                 return body, data
-        except Exception:  # noqa: S112 - whatever a foreign __reduce__ or __new__ raises: try the next body
+        except Exception:
             continue
     return "text", b""
 

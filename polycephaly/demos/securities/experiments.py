@@ -86,9 +86,7 @@ def drone_per_list(site: Site) -> Lists:
         for name in LISTS:
             drone = drones.enter_context(poly.Drone(name=name))
             # The import gives the drone's __main__ the names; the repr of a site makes that site anew.
-            promises[name] = drone.promise(
-                f"from {Site.__module__} import LiveSite, Site; {site!r}.load_{name}()"
-            )
+            promises[name] = drone.promise(f"from {Site.__module__} import LiveSite, Site; {site!r}.load_{name}()")
         return {name: promise.value for name, promise in promises.items()}
 
 

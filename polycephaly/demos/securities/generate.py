@@ -38,9 +38,7 @@ TRADES = ("Mining", "Foods", "Systems", "Pharma", "Energy", "Rail", "Air", "Medi
 # Vowel-free, so that no generated symbol is a word: NA, ON and TRUE come from the odd rows alone.
 _SYMBOL_LETTERS = "BCDFGHJKLMNPQRSTVWZ"
 
-NASDAQ_HEADER = (
-    "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size|ETF|NextShares"
-)
+NASDAQ_HEADER = "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size|ETF|NextShares"
 OTHER_HEADER = "ACT Symbol|Security Name|Exchange|CQS Symbol|ETF|Round Lot Size|Test Issue|NASDAQ Symbol"
 FUND_HEADER = "Fund Symbol|Fund Name|Fund Family Name|Type|Category|Pricing Agent"
 

@@ -31,9 +31,7 @@ def loopback(data: Path | None = None, latency: float = 0.0) -> Iterator[Site]:
     if data is not None:
         command += ["--data", str(data)]
     # A session of its own: Ctrl-C goes to the owner, which ends the server when it is done with it.
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as server:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as server:
         try:
             yield Site(f"http://127.0.0.1:{_port(server)}")
         finally:
