@@ -136,15 +136,14 @@ class Crew:
             book = self.book
             inputs = work.capture(book.define(what), args, kwargs, book.snapshot)
         except Exception as error:
-            work.promise._settle(FINISHED, None, error)
-            return work.promise
-        promise = work.promise
+            work._settle(FINISHED, None, error)
+            return work
         if inputs:
             self._waiting.add(work)
             work.when_filled(inputs, self._filled)
         else:
             self._enqueue(work)
-        return promise
+        return work
 
     def _enqueue(self, work: Work) -> None:
         if work.target is None:
@@ -159,7 +158,7 @@ class Crew:
             self._reject_leftovers()
 
     def _filled(self, work: Work) -> None:
-        if not work.promise.done():
+        if not work.done():
             self._enqueue(work)
         self._waiting.discard(work)
         if self._closing:
@@ -306,7 +305,7 @@ class Crew:
         except Exception as error:
             self._break(_because("the initializer cannot be sent", error))
             return
-        work.promise._hook(lambda promise: self.hub.post(partial(self._prepared, link, promise)))
+        work._hook(lambda promise: self.hub.post(partial(self._prepared, link, promise)))
         batch, frames = link.load_batch(deque([work]), 1, work.queued)
         self.hub.send(link, frames, batch)
 
@@ -484,7 +483,7 @@ class Crew:
     def _timed_out(self, link: Link, work: Work) -> None:
         if work.link is link and work.number in link.flight:
             error = TimeoutError(f"{work.definition.label} ran for more than {self.plan.timeout} s on {link.name}")
-            self.hub.deliver(partial(work.promise._settle, FINISHED, None, error))
+            self.hub.deliver(partial(work._settle, FINISHED, None, error))
             self._interrupt(link, work)
 
     # -- the hub's thread: deaths -----------------------------------------------------------------
@@ -543,14 +542,14 @@ class Crew:
 
     def _lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
         for work in works:
-            if work.promise.done():
+            if work.done():
                 continue
             if again and work.retries > 0 and work.target is None:
                 work.retries -= 1
                 work.link = None
                 self.queue.appendleft(work)
             else:
-                self.hub.deliver(partial(work.promise._settle, FINISHED, None, error))
+                self.hub.deliver(partial(work._settle, FINISHED, None, error))
 
     def _death(self, link: Link, work: Work | None) -> DroneDied:
         code = link.exitcode
@@ -629,16 +628,16 @@ class Crew:
         self._closing = True
         if cancel:
             for work in [*self.queue, *self._waiting, *(w for link in self.links for w in link.pinned)]:
-                self.hub.deliver(work.promise.cancel)
+                self.hub.deliver(work.cancel)
             for link in self.links:
                 for work in link.flight.values():
                     if running or not link.runs(work.number):
-                        self.hub.deliver(work.promise.cancel)
+                        self.hub.deliver(work.cancel)
         self._look_for_end = True
 
     def _unfinished(self) -> bool:
         return bool(
-            any(not work.promise.done() for work in self.queue)
+            any(not work.done() for work in self.queue)
             or self._waiting
             or any(link.flight or link.pinned for link in self.links)
         )
@@ -669,7 +668,7 @@ class Crew:
         """Kills every drone now; their work is lost."""
         self._closing = True
         for work in [*self.queue, *self._waiting]:
-            self.hub.deliver(work.promise.cancel)
+            self.hub.deliver(work.cancel)
         self._waiting.clear()
         for link in self.links:
             link.state = max(link.state, State.STOPPING)
@@ -696,7 +695,7 @@ class Crew:
     def _reject_leftovers(self) -> None:
         with suppress(IndexError):
             while True:
-                self.queue.popleft().promise._settle(FINISHED, None, self.refusal)
+                self.queue.popleft()._settle(FINISHED, None, self.refusal)
 
     def _tell(self, promise: Promise[None]) -> None:
         if not promise.done():

@@ -71,7 +71,6 @@ from .wire.messages import (
     numbers,
     unpack_outcomes,
 )  # fmt: skip
-from .work import ANSWERED
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -491,25 +490,30 @@ class Hub:
 
     def _hear_results(self, link: Link, outcomes: list[Outcome]) -> None:
         self.print_lines(link)  # what the work printed is out before its promise settles
-        link.last_heard = monotonic()
-        settled: list[tuple[Work, Outcome]] = []
+        now = link.last_heard = monotonic()
+        settled: list[Work] = []
         timed: Definition | None = None
         seconds, calls = 0.0, 0
-        for outcome in outcomes:
-            work = link.answered(outcome[0])
-            if work is None or outcome[1] == WITHDRAWN:  # None: lost, and answered all the same
+        for number, status, started, finished, payload, output in outcomes:
+            work = link.answered(number)
+            if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
                 continue
-            settled.append((work, outcome))
+            work.answer = (started, finished, now, len(work.payload), len(payload))
+            work.status = status
+            work.payload = payload
+            if output:
+                work.output = output
+            settled.append(work)
             if work.definition is not timed:
                 if timed is not None:
                     timed.took(seconds / calls)
                 timed, seconds, calls = work.definition, 0.0, 0
-            seconds += outcome[3] - outcome[2]
+            seconds += finished - started
             calls += 1
         if timed is not None:
             timed.took(seconds / calls)
             link.tasks_done += len(settled)
-            self.deliver(partial(_settle_all, settled, link.last_heard))
+            self.deliver(partial(_settle_all, settled))
         link.crew.answered(link)
 
     def print_lines(self, link: Link) -> None:
@@ -519,18 +523,13 @@ class Hub:
             self.deliver(lambda: _print_all(output, lines))
 
 
-def _settle_all(settled: list[tuple[Work, Outcome]], received: float) -> None:
-    for work, (_, status, started, finished, payload, output) in settled:
-        promise = work.promise
-        work.answer = (started, finished, received, len(work.payload), len(payload))
-        work.payload = b""  # it need not be kept as long as its promise
-        work.promise = ANSWERED
-        if output:
-            promise.output = output
+def _settle_all(answered: list[Work]) -> None:
+    for work in answered:
+        payload, work.payload = work.payload, b""
         error: BaseException | None = None
         value = None
         try:
-            if status != VALUE:
+            if work.status != VALUE:
                 error = unpack_exception(bytes(payload))
                 work.crew.explain(error)
             elif payload:  # no bytes at all stand for None
@@ -539,9 +538,9 @@ def _settle_all(settled: list[tuple[Work, Outcome]], received: float) -> None:
             wrong.add_note(f"while unpickling the result of {work.definition.label}")
             error = wrong
         try:
-            promise._settle(FINISHED, value, error)
+            work._settle(FINISHED, value, error)
         except BaseException:
-            log.exception("a callback of %r failed", promise)
+            log.exception("a callback of %r failed", work)
 
 
 def _print_all(output: Callable[[Line], object], lines: list[Line]) -> None:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from .launch import lifeline
 from .launch.launcher import Launcher
-from .promises import Promise
+from .promises import PENDING, Promise
 from .wire.lane import Lane
-from .wire.messages import FORGET, OPEN, pack_numbers, pack_work
+from .wire.messages import FORGET, OPEN, WorkBatch, pack_numbers
 
 if TYPE_CHECKING:
     import zmq
@@ -157,14 +157,14 @@ class Link:
         Work of unknown length goes alone. Work whose promise is settled (cancelled while it waited) is dropped.
         """
         batch: list[Work] = []
-        items: list[tuple[int, int, int, bytes]] = []
+        message = WorkBatch()
         flight, defined, load = self.flight, self._defined, self.load
         while len(batch) < most:
             try:
                 work = queue.popleft()
             except IndexError:
                 break
-            if work.promise.done():
+            if work._state != PENDING:
                 continue
             definition = work.definition
             seconds = definition.seconds
@@ -183,24 +183,24 @@ class Link:
                 load += seconds
                 work.estimate = seconds
             if definition.number not in defined:
-                self._define(definition, items)
-            items.append((work.number, work.kind, definition.number, work.payload))
+                self._define(definition, message)
+            message.add(work.number, work.kind, definition.number, work.payload)
             flight[work.number] = work
             work.link = self
             work.sent = now
             batch.append(work)
         self.load = load
         self.last_heard = now
-        return batch, pack_work(items)
+        return batch, message.frames()
 
-    def _define(self, definition: Definition, items: list[tuple[int, int, int, bytes]]) -> None:
+    def _define(self, definition: Definition, message: WorkBatch) -> None:
         defined = self._defined
         if len(defined) >= _DEFINITIONS_KEPT:
             oldest = next(iter(defined))
             del defined[oldest]
-            items.append((oldest, FORGET, 0, b""))
+            message.add(oldest, FORGET, 0, b"")
         defined[definition.number] = None
-        items.append((definition.number, definition.kind, 0, definition.payload))
+        message.add(definition.number, definition.kind, 0, definition.payload)
 
     def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:
         """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""

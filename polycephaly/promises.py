@@ -17,7 +17,8 @@ before W2, and the waiter finds the promise settled and pops the hook itself.
 S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
 at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state.
 
-This module knows nothing of drones: who is to run the work is a `Source`, seen only when cancelling.
+This module knows nothing of drones. Whoever works on a promise makes it of a class of its own, which says how it is
+withdrawn (`_withdraw`), whether it runs (`running`), and how a waiting thread can help (`_help`): see work.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition
 from time import monotonic
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
-__all__ = ["Promise", "Source", "Spans", "as_completed", "gather", "race"]
+__all__ = ["Promise", "Spans", "as_completed", "gather", "race"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,22 +49,6 @@ log = logging.getLogger("polycephaly")
 
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
-
-
-class Source(Protocol):
-    """Who works on a promise, as far as the promise cares."""
-
-    def cancel(self, promise: Promise[Any], /) -> None:
-        """The promise was cancelled: withdraw or interrupt its work. Must not block."""
-
-    def wait(self, promise: Promise[Any], end: float | None, /) -> None:
-        """The caller waits: it may help to settle the promise, until `time.monotonic()` is `end`."""
-
-    def running(self, promise: Promise[Any], /) -> bool:
-        """Has its work been started?"""
-
-    def spans(self, promise: Promise[Any], /) -> Spans:
-        """When and where its work went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +82,14 @@ class Promise(Future[T], Generic[T]):
     _state: str = PENDING
     _result: Any = None
     _exception: BaseException | None = None
-    _source: Source | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
     _made_condition: Condition | None = None
     output: str = ""
     """The tail of what the work printed, once settled (at most 4 KiB)."""
 
-    def __init__(self, source: Source | None = None) -> None:
+    def __init__(self) -> None:
         # Future.__init__ is left out on purpose: it makes a lock and a condition.
         self._open = None
-        if source is not None:
-            self._source = source
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -145,14 +127,12 @@ class Promise(Future[T], Generic[T]):
 
     def running(self) -> bool:
         """Whether the work is being run right now, as far as is known here."""
-        if self._state == PENDING and self._source is not None:
-            return self._source.running(self)
         return self._state == RUNNING
 
     @property
     def spans(self) -> Spans:
         """When it was queued, sent, started, finished and received; bytes; drone."""
-        return Spans() if self._source is None else self._source.spans(self)
+        return Spans()
 
     # -- acting -----------------------------------------------------------------------------------
 
@@ -162,14 +142,22 @@ class Promise(Future[T], Generic[T]):
         An interrupted drone that does not come back within its grace period is killed and replaced.
         Returns whether the promise is now cancelled: False where it had settled before.
         """
-        source = self._source
-        if not self.done() and (source is None or not running) and self.running():
+        if not self.done() and not (running and self._can_be_interrupted) and self.running():
             return False
         if not self._settle(CANCELLED, None, None):
             return self._state == CANCELLED
-        if source is not None:
-            source.cancel(self)
+        self._withdraw()
         return True
+
+    # -- what those who work on promises say of theirs ----------------------------------------------
+
+    _can_be_interrupted = False
+
+    def _withdraw(self) -> None:
+        """It was cancelled: its work is to be withdrawn or interrupted. Must not block."""
+
+    def _help(self, end: float | None) -> None:
+        """The caller waits: it may do what settles promises, until this one is or `time.monotonic()` is `end`."""
 
     def then(self, fn: Callable[[T], U | Promise[U]]) -> Promise[U]:
         """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
@@ -297,8 +285,7 @@ class Promise(Future[T], Generic[T]):
                     "wait for itself; use .then(), or wait in a thread of your own"
                 )
             end = None if timeout is None else monotonic() + timeout
-            if self._source is not None:
-                self._source.wait(self, end)
+            self._help(end)
         if not self.done():
             here = allocate_lock()
             here.acquire()
@@ -346,6 +333,9 @@ class Promise(Future[T], Generic[T]):
             condition = self.__dict__.setdefault("_made_condition", Condition())
         return condition
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a promise cannot be pickled: give it as an argument by itself, not inside another value")
+
     def __repr__(self) -> str:
         if self._state == CANCELLED:
             state = "cancelled"
@@ -376,7 +366,7 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     [1, 2]
     """
     _check_promises("gather", promises)
-    everyone: Promise[list[Any]] = Promise(_Several(promises))
+    everyone = _Gathered(promises)
     waiting_for = list(promises)
 
     def one_settled(future: Future[Any]) -> None:
@@ -468,24 +458,21 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
         return await place
 
 
-class _Several:
-    """The source of a gathered promise: cancelling it cancels them all."""
+class _Gathered(Promise[list[Any]]):
+    """Cancelling it cancels all that it gathers."""
+
+    _can_be_interrupted = True
 
     def __init__(self, promises: tuple[Future[Any], ...]) -> None:
+        super().__init__()
         self._promises = promises
 
-    def cancel(self, _: Promise[Any]) -> None:
+    def _withdraw(self) -> None:
         for each in self._promises:
             each.cancel()
 
-    def wait(self, promise: Promise[Any], end: float | None) -> None:
-        pass  # the hub's thread sees to them all
-
-    def running(self, _: Promise[Any]) -> bool:
+    def running(self) -> bool:
         return any(each.running() for each in self._promises)
-
-    def spans(self, _: Promise[Any]) -> Spans:
-        return Spans()
 
 
 def _check_promises(what: str, promises: Iterable[object]) -> None:

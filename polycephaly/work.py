@@ -1,4 +1,4 @@
-"""One piece of work on its way: what was called, where it is, and the promise of its result.
+"""One piece of work on its way: what was called, where it is, and, being a promise, what came of it.
 
     call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .image.definitions import Hole
-from .promises import CANCELLED, FINISHED, Promise, Spans
+from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
 from .wire.capture import MainSnapshot, capture
 from .wire.definitions import Definition
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
@@ -28,18 +29,16 @@ __all__ = ["Work"]
 
 _numbers = itertools.count(1)
 
-ANSWERED: Promise[Any] = Promise()
-"""Stands in for the promise of work that was answered, so that the two do not keep each other alive."""
-ANSWERED.set_result(None)
 
+class Work(Promise[Any]):
+    """The work is its promise: one object for both. After the call it is changed in the hub's turns only."""
 
-class Work:
-    """It is its promise's `Source`. After the call only the hub's thread changes it."""
-
+    _can_be_interrupted = True
     target: Link | None = None  # the only drone it may run on, if there is one
     link: Link | None = None  # the drone it was sent to
     kind = CALL
-    payload = b""
+    payload = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
+    status = 0  # of the answer, as in wire/messages.py
     estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
     by_bulk = False
     sent = 0.0  # 0.0: not yet
@@ -47,11 +46,11 @@ class Work:
     answer: tuple[float, float, float, int, int] | None = None  # started, finished, received; bytes there, back
 
     def __init__(self, crew: Crew, retries: int) -> None:
+        self._open = None  # as Promise.__init__ does
         self.number = next(_numbers)
         self.crew = crew
         self.retries = retries
         self.queued = monotonic()
-        self.promise: Promise[Any] = Promise(self)
 
     def capture(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
@@ -83,9 +82,9 @@ class Work:
 
         def one_settled(settled: Promise[Any]) -> None:
             if settled._state == CANCELLED:
-                self.promise._settle(FINISHED, None, CancelledError("a promise among the arguments was cancelled"))
+                self._settle(FINISHED, None, CancelledError("a promise among the arguments was cancelled"))
             elif settled._exception is not None:
-                self.promise._settle(FINISHED, None, settled._exception)
+                self._settle(FINISHED, None, settled._exception)
             else:
                 open_.pop()  # the synchronization counter: `pop` is atomic
                 if open_:
@@ -102,20 +101,21 @@ class Work:
             self.kind = CALL_FILLED
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
-            self.promise._settle(FINISHED, None, error)
+            self._settle(FINISHED, None, error)
 
-    # -- Source: what the promise asks ------------------------------------------------------------
+    # -- what it says of itself as a promise ----------------------------------------------------------
 
-    def cancel(self, _: Promise[Any]) -> None:
-        self.crew.hub.post(lambda: self.crew.withdraw(self))
+    def _withdraw(self) -> None:
+        self.crew.hub.post(partial(self.crew.withdraw, self))
 
-    def wait(self, promise: Promise[Any], end: float | None) -> None:
-        self.crew.hub.drive(promise, end)
+    def _help(self, end: float | None) -> None:
+        self.crew.hub.drive(self, end)
 
-    def running(self, _: Promise[Any]) -> bool:
-        return self.link is not None and self.link.runs(self.number)
+    def running(self) -> bool:
+        return self._state == PENDING and self.link is not None and self.link.runs(self.number)
 
-    def spans(self, promise: Promise[Any]) -> Spans:
+    @property
+    def spans(self) -> Spans:
         name = self.link.name if self.link is not None else None
         if self.answer is None:
             return Spans(queued=self.queued, sent=self.sent or None, drone=name)

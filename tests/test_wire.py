@@ -24,12 +24,12 @@ from polycephaly.wire.messages import (
     RESULTS,
     VALUE,
     Malformed,
+    WorkBatch,
     head_type,
     numbers,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
-    pack_work,
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
@@ -62,6 +62,13 @@ def test_outcomes_survive_the_way(batch):
 @given(st.lists(u64))
 def test_numbers_survive_the_way(values):
     assert list(numbers(pack_numbers(HELLO, values))) == values
+
+
+def pack_work(batch):
+    message = WorkBatch()
+    for each in batch:
+        message.add(*each)
+    return message.frames()
 
 
 def decode_any(message):
@@ -183,7 +190,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
             stranger.connect(f"ipc://{home_of_the_hub()}/hub")
             stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
             for number in range(2000):
-                stranger.send_multipart(pack_outcomes([(number, VALUE, 0.0, 0.0, bomb, b"")]))
+                stranger.send_multipart(pack_outcomes([pack_outcome(number, VALUE, 0.0, 0.0, bomb, b"")]))
             for _ in range(200):
                 stranger.send_multipart([dice.randbytes(dice.randrange(60)) for _ in range(dice.randrange(1, 5))])
             assert pool.doit(abs, -2) == 2
@@ -218,6 +225,7 @@ def say_nonsense(by):
 
 @pytest.mark.parametrize("by", ["bulk", "lane", "results"])
 def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, caplog):
+    caplog.set_level("INFO", logger="polycephaly")
     with poly.Pool(2, output="discard") as pool:
         work = [pool.promise(abs, -i) for i in range(500)]
         assert pool.promise(say_nonsense, by).result(10) == by

@@ -23,13 +23,15 @@ Frames are checked for shape and size before anything in them is used; `Malforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from struct import Struct, error, unpack
 from struct import pack as struct_pack
 from typing import Any
 
-__all__ = ["Item", "Malformed", "Outcome", "head_type", "numbers", "pack_numbers", "pack_outcome", "pack_outcomes",
-           "pack_work", "unpack_outcomes", "unpack_work"]  # fmt: skip
+__all__ = [
+    "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_numbers", "pack_outcome",
+    "pack_outcomes", "unpack_outcomes", "unpack_work",
+]  # fmt: skip
 
 PROTOCOL = 1
 
@@ -80,19 +82,27 @@ def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
     return unpack(f"<{len(body) // 8}Q", body)
 
 
-def pack_work(items: Iterable[tuple[int, int, int, bytes]]) -> list[bytes]:
-    """Frames of a WORK batch of (number, kind, definition, payload)."""
-    head, body, large = [WORK], [], []
-    pack = _ITEM.pack
-    for number, kind, definition, payload in items:
+class WorkBatch:
+    """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the garbage collector."""
+
+    __slots__ = ("_body", "_head", "_large")
+
+    def __init__(self) -> None:
+        self._head = [WORK]
+        self._body: list[bytes] = []
+        self._large: list[bytes] = []
+
+    def add(self, number: int, kind: int, definition: int, payload: bytes) -> None:
         size = len(payload)
         if size < LARGE_FROM:
-            body.append(payload)
+            self._body.append(payload)
         else:
             kind |= LARGE
-            large.append(payload)
-        head.append(pack(number, kind, definition, size))
-    return [b"".join(head), b"".join(body), *large]
+            self._large.append(payload)
+        self._head.append(_ITEM.pack(number, kind, definition, size))
+
+    def frames(self) -> list[bytes]:
+        return [b"".join(self._head), b"".join(self._body), *self._large]
 
 
 def unpack_work(frames: Sequence[Any]) -> list[Item]:
