@@ -8,6 +8,8 @@ Who may run what: work with a `target` waits in that link's `pinned`, all else i
 as `BUDGET` seconds of known short work at once; one piece at a time where the time is long or not known yet.
 Where one drone turns out busy with work behind it while another is idle, what it has not begun is recalled.
 
+Which drones there are, and how they start and end, is the roster's business (roster.py).
+
 Each piece is at any moment in one place: in a queue, or in one link's flight. It leaves the flight by its
 result, by RETURNED, or by its drone's death, and the running page tells which work a dead drone had begun.
 So what had not begun is queued again and runs exactly once, and what had is lost (or run again: `retries`).
@@ -18,106 +20,64 @@ and then empties the queue. Whoever pops an entry rejects it, so none is left an
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
-import os
-import resource
-import signal
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .errors import DroneDied
 from .hub import Hub, lease_hub
-from .image.main import hatch
-from .launch import lifeline
-from .launch.launcher import Launcher
-from .launch.zygote import Nest, Order
-from .link import BUDGET, Line, Link, State, Stream
-from .promises import FINISHED, Promise
+from .launch.shield import Shield
+from .link import BUDGET, Link, State
+from .plan import Plan
+from .promises import FINISHED, Promise, race
+from .roster import Roster, because
 from .wire.capture import main_namespace
 from .wire.definitions import Book
-from .wire.lane import Lane
-from .wire.messages import CANCEL, RECALL, STOP, pack_numbers
+from .wire.messages import CANCEL, RECALL, pack_numbers
 from .work import Work
 
-__all__ = ["Crew", "Plan"]
+__all__ = ["Crew"]
 
 log = logging.getLogger("polycephaly")
 
 GRACE = 1.0  # seconds between an interrupt and a kill
-STOP_GRACE = 5.0  # seconds for a drone's exit handlers
-IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
-START_TRIES = 3
 _BATCH = 2048
-_links = itertools.count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What was asked for, checked."""
-
-    size: int
-    name: str
-    drone_name: Callable[[int], str]
-    start: str
-    env: Callable[[int], dict[str, str]]
-    cwd: str | None
-    initializer: Callable[..., object] | None
-    initargs: tuple[Any, ...]
-    output: Callable[[Line], object] | None
-    retries: int
-    timeout: float | None
-    max_tasks: int | None
-    on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
 
 class Crew:
+    """Made in the thread that asks for it, of whose image it takes the snapshot; see `Roster` for what it raises."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.output = plan.output
         self.queue: deque[Work] = deque()
-        self.links: list[Link] = []
-        self.hungry = False
+        self.hungry = False  # a drone is idle: whoever adds work sees to it
         self.pinned_waiting = False
         self.refusal: BaseException | None = None  # why no more work is taken
         self.over = False
+        self.closing = False
+        self.look_for_end = False
         self.begun: Promise[None] = Promise()
-        self._renewed: Promise[None] = Promise()
         self.ended: Promise[None] = Promise()
         self._waiting: set[Work] = set()  # for promises among their arguments
-        self._closing = False
         self._broken: BaseException | None = None
-        self._look_for_end = False
-        self._zygote_lost = False
-        self._failed_starts = 0
-        self._free_slots = list(range(2 * plan.size - 1, -1, -1))
-        self._launchers: list[Launcher] = []
-        _check_descriptors(plan.size)
-        self.hub: Hub = lease_hub()
-        try:
-            self._launcher = self._launch()
+        with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
+            self.hub: Hub = lease_hub()
             try:
-                self.hub.open_endpoint()
+                self.roster = Roster(self)
             except BaseException:
-                self._launcher.close()
-                self._launcher.reap()
+                self.hub.give_back()
                 raise
-        except BaseException:
-            self.hub.give_back()
-            raise
-        self.book = Book(self._launcher.snapshot)
-        self.hub.post(self._begin)
+            self.hub.post(self._begin)
 
-    def _launch(self) -> Launcher:
-        """Takes a snapshot of this image as it is now. In the thread that asked for it."""
-        nest = Nest(hatch, self.hub.endpoint.home, 2 * self.plan.size)
-        return Launcher(self.plan.start, nest)
+    @property
+    def links(self) -> list[Link]:
+        return self.roster.links
+
+    @property
+    def book(self) -> Book:
+        return self.roster.book
 
     # -- any thread -------------------------------------------------------------------------------
 
@@ -154,14 +114,16 @@ class Crew:
             work.target.pinned.append(work)
             self.pinned_waiting = True
             self.hub.wake()
+            if work.target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
+                self._reject_all(work.target.pinned, RuntimeError(f"drone {work.target.name} has ended"))
         if self.over:
-            self._reject_leftovers()
+            self._reject_all(self.queue, self.refusal)
 
     def _filled(self, work: Work) -> None:
         if not work.done():
             self._enqueue(work)
         self._waiting.discard(work)
-        if self._closing:
+        if self.closing:
             self.hub.post(self._ask_for_end)
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
@@ -180,10 +142,12 @@ class Crew:
         """New drones from a new snapshot, for all work that is not yet sent."""
         if self.refusal is not None:
             raise self.refusal
-        launcher = self._launch()
         renewed: Promise[None] = Promise()
-        self.hub.post(partial(self._renew, launcher, renewed))
-        renewed.result()
+        with Shield():
+            self.hub.post(partial(self.roster.renew, self.roster.launch(), renewed))
+        race(renewed, self.ended).result()
+        if not renewed.done():
+            raise self.refusal or RuntimeError(f"{self.plan.name} has ended")
 
     def wait_ended(self) -> None:
         """Until nothing of it is left; of the hub neither, if it was the last."""
@@ -194,145 +158,11 @@ class Crew:
     def pending(self) -> int:
         return len(self.queue) + len(self._waiting) + sum(len(each.flight) + len(each.pinned) for each in self.links)
 
-    # -- the hub's thread: starting ---------------------------------------------------------------
+    # -- in turns: sending --------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.hub.crews.append(self)
-        self._adopt(self._launcher)
-        self._fill_up()
-
-    def _adopt(self, launcher: Launcher) -> None:
-        self._launchers.append(launcher)
-        self.hub.watch(launcher.fileno(), partial(self._read_reports, launcher))
-
-    def _wanted(self) -> int:
-        if self._broken or (self._closing and not self._unfinished()):
-            return 0
-        return self.plan.size
-
-    def _fill_up(self) -> None:
-        """Starts drones until there are as many as wanted; those on their way out do not count."""
-        if self._zygote_lost or (self.plan.on_death == "end" and self.begun.done()):
-            return
-        have = sum(each.state < State.RETIRING for each in self.links)
-        for _ in range(self._wanted() - have):
-            if not self._free_slots or not self._start_one():
-                return
-
-    def _start_one(self) -> bool:
-        slot = self._free_slots.pop()
-        taken = {each.name for each in self.links if each.state < State.RETIRING}
-        index = next(i for i in itertools.count() if self.plan.drone_name(i) not in taken)
-        name = self.plan.drone_name(index)
-        link = Link(self, next(_links), slot, name, self._launcher)
-        ends: list[int] = []
-        try:
-            env = {str(k): str(v) for k, v in self.plan.env(index).items()}
-            for stream in ("stdout", "stderr"):
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                ends.append(writer)
-                link.streams.append(Stream(reader, name, stream))
-            mine, its = Lane.pair()
-            ends.append(its.detach())
-            link.lane = lifeline.own(Lane(mine))
-            order = Order(link.number, slot, link.identity.hex(), name, env, self.plan.cwd)
-            self._launcher.start(order, ends)
-        except Exception as error:
-            link.close(self.hub.unwatch)
-            self._free_slots.append(slot)
-            self._cannot_start(_named(error))
-            return False
-        finally:
-            for fd in ends:
-                os.close(fd)
-        for each in link.streams:
-            self.hub.watch(each.fileno(), partial(self._read_stream, link, each))
-        self.links.append(link)
-        if not hasattr(self, "first"):
-            self.first = link
-        self.hub.add_link(link)
-        return True
-
-    def _read_stream(self, link: Link, stream: Stream) -> None:
-        self.hub.print_lines(link)
-        if not stream.open:
-            self.hub.unwatch(stream.fileno())
-            stream.close()
-            if stream in link.streams:
-                link.streams.remove(stream)
-
-    def _read_reports(self, launcher: Launcher) -> None:
-        reports = launcher.reports()
-        if reports is None:
-            self._zygote_gone(launcher)
-            return
-        for report in reports:
-            if "ready" in report:
-                if launcher is self._launcher:
-                    self.book = Book(launcher.snapshot)
-                continue
-            link = self._link(launcher, report.get("started") or report.get("exited") or report.get("failed"))
-            if link is None:
-                continue
-            if "started" in report:
-                link.pid = report["pid"]
-                self._tell(link.born)
-                if all(each.pid for each in self.links):
-                    self._tell(self.begun)
-                    self._tell(self._renewed)
-            elif "exited" in report:
-                self._died(link, os.waitstatus_to_exitcode(report["status"]))
-            else:
-                self._remove(link)
-                number = report["errno"]
-                self._cannot_start(_named(OSError(number, os.strerror(number))))
-
-    def _link(self, launcher: Launcher, number: int | None) -> Link | None:
-        return next((each for each in self.links if each.number == number and each.launcher is launcher), None)
-
-    def hello(self, link: Link) -> None:
-        """The drone is up: it gets its initializer first, if there is one."""
-        if link.state is not State.STARTING:
-            return
-        if self.plan.initializer is None:
-            self._ready(link)
-            return
-        link.state = State.PREPARING
-        work = Work(self, 0)
-        work.target = link
-        try:
-            work.capture(self.book.define(self.plan.initializer), self.plan.initargs, {}, self.book.snapshot)
-        except Exception as error:
-            self._break(_because("the initializer cannot be sent", error))
-            return
-        work._hook(lambda promise: self.hub.post(partial(self._prepared, link, promise)))
-        batch, frames = link.load_batch(deque([work]), 1, work.queued)
-        self.hub.send(link, frames, batch)
-
-    def _prepared(self, link: Link, promise: Promise[Any]) -> None:
-        if link.state is not State.PREPARING:
-            return
-        if promise._exception is None:
-            self._ready(link)
-        else:
-            self._stop(link)
-            self._start_failed(_because(f"the initializer of {self.plan.name} failed", promise._exception))
-
-    def _ready(self, link: Link) -> None:
-        link.state = State.READY
-        self._failed_starts = 0
-        self.pinned_waiting = self.pinned_waiting or bool(link.pinned)
-        self._look_for_end = True
-
-    def _cannot_start(self, error: BaseException) -> None:
-        if not self.begun.done():
-            self.refusal = error
-            self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
-            self.abandon()
-        else:
-            self._break(_because("no drone can be started", error))
-
-    # -- the hub's thread: sending ----------------------------------------------------------------
+        self.roster.begin()
 
     def dispatch(self, now: float) -> None:
         if self.pinned_waiting:
@@ -369,7 +199,7 @@ class Crew:
 
     def after_turn(self) -> None:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
-        if self._look_for_end:
+        if self.look_for_end:
             self._end_if_done()
         idle = False
         for link in self.links:
@@ -392,10 +222,10 @@ class Crew:
     def returned(self, link: Link, given_back: tuple[int, ...]) -> None:
         link.recalled = False
         works = [work for number in given_back if (work := link.answered(number)) is not None]
-        self._requeue(works)
+        self.requeue(works)
         self.answered(link)
 
-    def _requeue(self, works: list[Work]) -> None:
+    def requeue(self, works: list[Work]) -> None:
         """To the head of their queues, in their order."""
         for work in reversed(works):
             work.link = None
@@ -410,48 +240,11 @@ class Crew:
         if link.pinned:
             self.pinned_waiting = True
         if link.state is State.READY and link.tasks_left(self.plan.max_tasks) <= 0:
-            link.state = State.RETIRING
-            self._fill_up()
-        self._stop_if_retired(link)
-        self._look_for_end = True
+            self.roster.retire(link)
+        self.roster.stop_if_retired(link)
+        self.look_for_end = True
 
-    def retire(self, link: Link) -> None:
-        """No new work for it; it ends when it has done what is its own."""
-        if link.state is State.READY:
-            link.state = State.RETIRING
-            if len(link.flight) > 1:
-                self.hub.send(link, pack_numbers(RECALL))
-            self._stop_if_retired(link)
-        elif link.state < State.READY:
-            link.state = State.STOPPING
-            link.launcher.kill(link.number)
-        self._fill_up()
-
-    def _stop_if_retired(self, link: Link) -> None:
-        if link.state is State.RETIRING and not link.flight and not link.pinned:
-            self._stop(link)
-
-    def _renew(self, launcher: Launcher, renewed: Promise[None]) -> None:
-        old = list(self.links)
-        self._launcher = launcher
-        self._zygote_lost = False
-        self._adopt(launcher)
-        self.book = Book(launcher.snapshot)
-        self._renewed = renewed
-        for link in old:
-            self.retire(link)
-        self._fill_up()
-
-    def _relaunch(self) -> None:
-        """The zygote was lost: another, of the image as it is now. In the hub's thread, outside its turn."""
-        try:
-            launcher = self._launch()
-        except OSError as error:
-            self.hub.post(partial(self._cannot_start, _named(error)))
-        else:
-            self.hub.post(partial(self._renew, launcher, Promise()))
-
-    # -- the hub's thread: stopping what runs -------------------------------------------------------
+    # -- in turns: stopping what runs -----------------------------------------------------------------
 
     def withdraw(self, work: Work) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
@@ -459,8 +252,8 @@ class Crew:
         link = work.link
         if link is not None and work.number in link.flight and link.alive:
             self._interrupt(link, work)
-        elif self._closing:
-            self._look_for_end = True
+        elif self.closing:
+            self.look_for_end = True
 
     def _interrupt(self, link: Link, work: Work) -> None:
         self.hub.send(link, pack_numbers(CANCEL, (work.number,)))
@@ -470,10 +263,6 @@ class Crew:
         """Interrupts whatever `link` runs."""
         if link.alive:
             self.hub.send(link, pack_numbers(CANCEL, (0,)))
-
-    def _kill_if_alive(self, link: Link) -> None:
-        if link.alive:
-            link.launcher.kill(link.number)
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
         # Behind other work in the same drone it is not what holds the drone up.
@@ -486,61 +275,9 @@ class Crew:
             self.hub.deliver(partial(work._settle, FINISHED, None, error))
             self._interrupt(link, work)
 
-    # -- the hub's thread: deaths -----------------------------------------------------------------
+    # -- in turns: what goes wrong ----------------------------------------------------------------------
 
-    def _died(self, link: Link, exitcode: int) -> None:
-        before = link.state
-        link.state, link.exitcode = State.DEAD, exitcode
-        self.hub.print_lines(link)
-        self.hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
-        self.hub.receive()
-        page = link.launcher.page
-        self.hub.hear_kept(link, page.kept(link.slot))
-        order = list(link.flight)
-        sent = order.index(page.sent(link.slot)) + 1 if page.sent(link.slot) in link.flight else 0
-        begun = order.index(page.started(link.slot)) + 1 if page.started(link.slot) in link.flight else sent
-        not_begun = [link.flight.pop(number) for number in order[max(sent, begun) :]]
-        pinned = [*(w for w in not_begun if w.target), *link.pinned]
-        link.pinned.clear()
-        error = self._death(link, link.flight[order[begun - 1]] if begun > sent else None)
-        self._requeue([w for w in not_begun if w.target is None])
-        self._lose([link.flight.pop(number) for number in order[sent:begun]], error, again=True)
-        self._lose(pinned, error, again=False)
-        if link.flight:
-            self.hub.after(IN_TRANSIT, partial(self._give_up, link, error))
-        else:
-            self._remove(link)
-        if before <= State.RETIRING:
-            self._unexpected(error, before)
-        self._fill_up()
-        self._look_for_end = True
-
-    def _unexpected(self, error: DroneDied, before: State) -> None:
-        if self.plan.on_death == "break":
-            self._break(error)
-        elif before < State.READY and not self._closing:
-            self._start_failed(_because(f"drones of {self.plan.name} die before they are ready", error))
-        elif self.plan.on_death == "end":
-            if self.refusal is None:
-                self.refusal = error
-            self._closing = True
-        else:
-            log.info("%s", error)
-
-    def _start_failed(self, error: BaseException) -> None:
-        """A drone did not become ready. It is tried a few times over, not for ever."""
-        self._failed_starts += 1
-        if self._failed_starts >= START_TRIES or self.plan.on_death != "replace":
-            self._break(error)
-
-    def _give_up(self, link: Link, error: DroneDied) -> None:
-        """Results that the dead drone had sent did not come: they never left it."""
-        self._lose(list(link.flight.values()), error, again=True)
-        link.flight.clear()
-        self._remove(link)
-        self._look_for_end = True
-
-    def _lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
+    def lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
         for work in works:
             if work.done():
                 continue
@@ -551,27 +288,12 @@ class Crew:
             else:
                 self.hub.deliver(partial(work._settle, FINISHED, None, error))
 
-    def _death(self, link: Link, work: Work | None) -> DroneDied:
-        code = link.exitcode
-        assert code is not None
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-        message = f"drone {link.name} (pid {link.pid}) {how}"
-        running = work.definition.label if work is not None else None
-        if running:
-            message += f" while running {running}"
-        stderr, stack = "\n".join(link.stderr), "\n".join(link.stack)
-        if stack:
-            message += f"\n{stack}"
-        elif stderr:
-            message += f"\nits last lines on stderr:\n{stderr}"
-        return DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
-
     def fail(self, error: Exception) -> None:
         """A bug in our own code: better all its work is rejected than anybody waits for ever."""
         log.error("a bug in polycephaly breaks %s", self.plan.name, exc_info=error)
-        self._break(_because("a bug in polycephaly", error))
+        self.break_(because("a bug in polycephaly", error))
 
-    def _break(self, error: BaseException) -> None:
+    def break_(self, error: BaseException) -> None:
         """Nothing more can be run: rejects all, refuses more, ends the drones."""
         if self._broken is not None:
             return
@@ -580,52 +302,29 @@ class Crew:
         if not self.begun.done():
             self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
         for link in self.links:
-            self._lose(list(link.flight.values()), error, again=False)
-            self._lose(list(link.pinned), error, again=False)
+            self.lose(list(link.flight.values()), error, again=False)
+            self.lose(list(link.pinned), error, again=False)
             link.pinned.clear()
-        self._reject_leftovers()
+        self.lose(list(self.queue), error, again=False)
+        self.queue.clear()
         self.abandon()
 
-    def _remove(self, link: Link) -> None:
-        self.hub.remove_link(link)
-        self.hub.print_lines(link)
-        link.close(self.hub.unwatch)
-        link.state = State.DEAD
-        if link in self.links:
-            self.links.remove(link)
-            self._free_slots.append(link.slot)
-        self._tell(link.born)
-        self._tell(link.ended)
-        if link.launcher is not self._launcher and not any(each.launcher is link.launcher for each in self.links):
-            link.launcher.close()  # the last drone of an old snapshot
-
-    def _zygote_gone(self, launcher: Launcher) -> None:
-        self.hub.unwatch(launcher.fileno())
-        launcher.close()
-        self._zygote_lost = launcher is self._launcher
-        orphaned = [each for each in self.links if each.launcher is launcher]
-        for link in orphaned:
-            if link.pid is not None:  # the kernel has killed it with the zygote; not so what it had started
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(link.pid, signal.SIGKILL)
-        if self.begun.done():
-            for link in orphaned:
-                self._died(link, -signal.SIGKILL)  # the page tells what each was running, so before it is closed
-        code = launcher.reap()
-        self._launchers.remove(launcher)
+    def cannot_start(self, error: BaseException) -> None:
         if not self.begun.done():
-            self._cannot_start(_start_trouble(self.plan.start, code))
-            for link in orphaned:
-                self._died(link, -signal.SIGKILL)
-        elif self._zygote_lost and self.plan.on_death == "replace" and self._wanted():
-            log.warning("the zygote of %s was lost (exit code %s): taking a new snapshot", self.plan.name, code)
-            self.hub.run_errand(self._relaunch)
-        self._look_for_end = True
+            self.refusal = error
+            self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
+            self.abandon()
+        else:
+            self.break_(because("no drone can be started", error))
 
-    # -- the hub's thread: ending -----------------------------------------------------------------
+    # -- in turns: ending ---------------------------------------------------------------------------------
+
+    def wanted(self) -> int:
+        """How many drones it should have."""
+        return 0 if self._broken or (self.closing and not self._unfinished()) else self.plan.size
 
     def _close(self, cancel: bool, running: bool) -> None:
-        self._closing = True
+        self.closing = True
         if cancel:
             for work in [*self.queue, *self._waiting, *(w for link in self.links for w in link.pinned)]:
                 self.hub.deliver(work.cancel)
@@ -633,7 +332,7 @@ class Crew:
                 for work in link.flight.values():
                     if running or not link.runs(work.number):
                         self.hub.deliver(work.cancel)
-        self._look_for_end = True
+        self.look_for_end = True
 
     def _unfinished(self) -> bool:
         return bool(
@@ -643,61 +342,49 @@ class Crew:
         )
 
     def _ask_for_end(self) -> None:
-        self._look_for_end = True
+        self.look_for_end = True
 
     def _end_if_done(self) -> None:
         """Once a turn, however many things in it may have been the last."""
-        self._look_for_end = False
-        if not self._closing or self._unfinished():
+        self.look_for_end = False
+        if not self.closing or self._unfinished():
             return
         for link in list(self.links):
             if link.state is State.READY:
-                self._stop(link)
+                self.roster.stop(link)
             elif link.state < State.READY:
-                link.state = State.STOPPING
-                link.launcher.kill(link.number)
+                self.roster.retire(link)
         if not self.links and not self.over:
             self._end()
 
-    def _stop(self, link: Link) -> None:
-        link.state = State.STOPPING
-        self.hub.send(link, pack_numbers(STOP))
-        self.hub.after(STOP_GRACE, partial(self._kill_if_alive, link))
-
     def abandon(self) -> None:
         """Kills every drone now; their work is lost."""
-        self._closing = True
+        self.closing = True
         for work in [*self.queue, *self._waiting]:
             self.hub.deliver(work.cancel)
         self._waiting.clear()
-        for link in self.links:
-            link.state = max(link.state, State.STOPPING)
-            link.launcher.kill(link.number)
-        self._look_for_end = True
+        self.roster.kill_all()
+        self.look_for_end = True
 
     def _end(self) -> None:
         self.over = True
         self.refusal = self.refusal or RuntimeError(f"{self.plan.name} has ended")
-        self._reject_leftovers()
-        for launcher in self._launchers:
-            self.hub.unwatch(launcher.fileno())
-            launcher.close()
-        for launcher in self._launchers:
-            launcher.reap()  # nothing is left to it but to end
-        self._launchers.clear()
+        self.roster.end()
         self.hub.crews.remove(self)
         self.hub.deliver(self._finish)
 
     def _finish(self) -> None:
+        self._reject_all(self.queue, self.refusal)
         self.hub.ending.append(self.ended)
         self.hub.give_back()
 
-    def _reject_leftovers(self) -> None:
+    def _reject_all(self, queue: deque[Work], error: BaseException | None) -> None:
+        """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
         with suppress(IndexError):
             while True:
-                self.queue.popleft()._settle(FINISHED, None, self.refusal)
+                queue.popleft()._settle(FINISHED, None, error)
 
-    def _tell(self, promise: Promise[None]) -> None:
+    def tell(self, promise: Promise[None]) -> None:
         if not promise.done():
             self.hub.deliver(partial(promise._settle, FINISHED, None, None))
 
@@ -716,58 +403,3 @@ class Crew:
 
 def _load(link: Link) -> float:
     return link.load if link.flight else -1.0
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def _because(what: str, cause: BaseException) -> BrokenProcessPool:
-    error = BrokenProcessPool(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
-
-
-def _check_descriptors(drones: int) -> None:
-    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in mid-start."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        used = 0
-    needed = used + 3 * drones + 32
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise OSError(
-            errno.EMFILE,
-            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is {limit} "
-            "(RLIMIT_NOFILE; see ulimit -n)",
-        )
-
-
-def _named(error: Exception) -> BaseException:
-    """An error of the system with the name of the limit that was reached."""
-    if not isinstance(error, OSError):
-        return error
-    limits = {
-        errno.EAGAIN: ("process limit", "RLIMIT_NPROC; see ulimit -u"),
-        errno.EMFILE: ("file descriptor limit", "RLIMIT_NOFILE; see ulimit -n"),
-        errno.ENFILE: ("the system's file descriptor limit", "fs.file-max"),
-        errno.ENOMEM: ("memory limit", "RLIMIT_AS, or the machine's memory"),
-    }
-    if error.errno not in limits:
-        return error
-    what, where = limits[error.errno]
-    return OSError(error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}")
-
-
-def _start_trouble(start: str, code: int | None) -> BaseException:
-    if start == "spawn":
-        return RuntimeError(
-            f"the spawned image ended (exit code {code}) before it was ready; its traceback is on stderr. "
-            "A script that starts drones with start='spawn' must be importable: keep what it does under "
-            "`if __name__ == '__main__':`"
-        )
-    return RuntimeError(f"the zygote ended (exit code {code}) before it was ready")

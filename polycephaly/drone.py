@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from .crew import Crew, Plan
-from .hub import forward
+from .crew import Crew
 from .image import namespace
-from .launch.launcher import START_METHODS, default_start_method
-from .link import Line, Link, State
+from .link import Link, State
+from .output import forward
+from .plan import Plan, check_cwd, check_env, check_initializer, check_start, check_timeout, check_work
 from .promises import Promise
 
 __all__ = ["Drone", "doit", "promise"]
@@ -87,7 +87,9 @@ class Drone:
             crew.kill()
             crew.wait_ended()
             raise
-        self._link = crew.first
+        link = crew.roster.first
+        assert link is not None  # it has begun
+        self._link = link
 
     @classmethod
     def _of(cls, crew: Crew, link: Link) -> Drone:
@@ -163,7 +165,7 @@ class Drone:
             if wait:
                 self._crew.wait_ended()
         else:
-            self._crew.hub.post(lambda: self._crew.retire(self._link))
+            self._crew.hub.post(lambda: self._crew.roster.retire(self._link))
             if wait:
                 self._link.ended.result()
 
@@ -292,63 +294,3 @@ def end_with_owner(crew: Crew) -> None:
             return
     if threading.current_thread() is not threading.main_thread():
         _locals.drones.crews.add(crew)
-
-
-# -- checking what was asked for ---------------------------------------------------------------------
-
-
-def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if isinstance(work, str):
-        if args or kwargs:
-            raise TypeError("a code string takes no arguments: push them, or use a callable")
-    elif not callable(work):
-        raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
-
-
-def check_start(start: str | None) -> str:
-    if start is None:
-        return default_start_method()
-    if start not in START_METHODS:
-        raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
-    return start
-
-
-def check_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return timeout
-
-
-def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
-    if cwd is None:
-        return None
-    if not os.path.isdir(cwd):
-        raise NotADirectoryError(f"cwd={os.fspath(cwd)!r} is not a directory")
-    return os.path.abspath(cwd)
-
-
-def check_env(env: Any) -> Callable[[int], dict[str, str]]:
-    if env is None:
-        return lambda index: {}
-    if callable(env):
-        return lambda index: dict(env(index))
-    if isinstance(env, Mapping):
-        fixed = dict(env)
-        return lambda index: fixed
-    raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
-
-
-def check_initializer(initializer: Any) -> Any:
-    if initializer is not None and not callable(initializer):
-        raise TypeError("initializer must be a callable")
-    return initializer
-
-
-def check_output(output: Any) -> Callable[[Line], object] | None:
-    if output == "forward":
-        return forward
-    if output == "discard":
-        return None
-    if callable(output):
-        return output  # type: ignore[no-any-return]
-    raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")

@@ -39,7 +39,6 @@ import itertools
 import logging
 import os
 import select
-import sys
 import threading
 from _thread import get_ident
 from collections import deque
@@ -54,7 +53,8 @@ import zmq
 
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
-from .link import Line, Link
+from .link import Link
+from .output import print_all
 from .promises import FINISHED, Promise, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.exceptions import unpack_exception
@@ -482,7 +482,7 @@ class Hub:
             said = numbers(frames)
             if said[:1] != (PROTOCOL,):
                 raise Malformed(f"{link.name} speaks protocol {said[:1]}, not {PROTOCOL}")
-            link.crew.hello(link)
+            link.crew.roster.hello(link)
         elif kind == RETURNED:
             link.crew.returned(link, numbers(frames))
         else:
@@ -520,7 +520,7 @@ class Hub:
         lines = link.printed()
         if lines and link.crew.output is not None:
             output = link.crew.output
-            self.deliver(lambda: _print_all(output, lines))
+            self.deliver(lambda: print_all(output, lines))
 
 
 def _settle_all(answered: list[Work]) -> None:
@@ -541,17 +541,3 @@ def _settle_all(answered: list[Work]) -> None:
             work._settle(FINISHED, value, error)
         except BaseException:
             log.exception("a callback of %r failed", work)
-
-
-def _print_all(output: Callable[[Line], object], lines: list[Line]) -> None:
-    for line in lines:
-        output(line)
-
-
-def forward(line: Line) -> None:
-    """Writes a drone's line to the controller's own stream of that name."""
-    stream = sys.stdout if line.stream == "stdout" else sys.stderr
-    if stream is not None:
-        with suppress(ValueError, OSError):  # closed, or its reader has gone
-            stream.write(line + "\n")
-            stream.flush()

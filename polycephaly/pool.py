@@ -12,9 +12,13 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from .crew import Crew, Plan
-from .drone import (
-    Drone,
+from .crew import Crew
+from .drone import Drone, wait_for
+from .link import State
+from .output import Line
+from .plan import (
+    Plan,
+    check_at_least,
     check_cwd,
     check_env,
     check_initializer,
@@ -22,9 +26,7 @@ from .drone import (
     check_start,
     check_timeout,
     check_work,
-    wait_for,
-)  # fmt: skip
-from .link import Line, State
+)
 from .promises import Promise
 
 __all__ = ["Pool"]
@@ -80,7 +82,7 @@ class Pool(Executor):
     ) -> None:
         if drones is None:
             drones = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        size = _at_least("drones", drones, 1)
+        size = check_at_least("drones", drones, 1)
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
@@ -94,9 +96,9 @@ class Pool(Executor):
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),
             output=check_output(output),
-            retries=_at_least("retries", retries, 0),
+            retries=check_at_least("retries", retries, 0),
             timeout=check_timeout(timeout),
-            max_tasks=None if max_tasks is None else _at_least("max_tasks", max_tasks, 1),
+            max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
             on_death=on_death,
         )
         self._crew = Crew(plan)
@@ -174,9 +176,9 @@ class Pool(Executor):
         `chunksize` is accepted for the standard library's sake: there is nothing to tune.
         """
         if chunksize is not None:
-            _at_least("chunksize", chunksize, 1)
+            check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:
-            _at_least("buffersize", buffersize, 1)
+            check_at_least("buffersize", buffersize, 1)
         check_work(fn, (), {})
         calls = zip(*iterables) if iterables else iter(())  # noqa: B905 - the shortest ends it, as in `map`
         end = None if timeout is None else monotonic() + timeout
@@ -279,11 +281,3 @@ def _ahead(drones: int, seconds: float | None) -> int:
     if seconds is None:
         return least
     return max(least, min(MOST_AHEAD, int(drones * AHEAD / max(seconds, 1e-6))))
-
-
-def _at_least(what: str, number: int, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{what} is a whole number, not {number!r}")
-    if number < least:
-        raise ValueError(f"{what} must be at least {least}, not {number}")
-    return number

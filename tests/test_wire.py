@@ -87,7 +87,7 @@ def test_garbage_raises_malformed_and_nothing_else(message):
 
 
 @settings(max_examples=300)
-@given(st.one_of(items.map(pack_work), outcomes.map(pack_outcomes)), st.randoms(use_true_random=False))
+@given(st.one_of(items.map(pack_work), outcomes.map(lambda batch: pack_outcomes([pack_outcome(*each) for each in batch]))), st.randoms(use_true_random=False))
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
     for _ in range(dice.randint(1, 4)):

@@ -1,0 +1,86 @@
+"""What drones print, on its way home: whole lines, each knowing whose it is.
+
+drone's descriptor 1 or 2 ── pipe ──> Stream ──> Line, Line, ... ──> forward (or the pool's `output`)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+
+from .launch import lifeline
+
+__all__ = ["Line", "Stream", "forward", "print_all"]
+
+_READS = 16  # of one pipe at a time: a drone that never stops writing must not keep the hub
+
+
+class Line(str):
+    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose."""
+
+    __slots__ = ("drone", "stream", "text")
+    text: str
+    drone: str
+    stream: str
+
+    def __new__(cls, text: str, drone: str, stream: str) -> Line:
+        line = super().__new__(cls, f"[{drone}] {text}")
+        line.text, line.drone, line.stream = text, drone, stream
+        return line
+
+
+class Stream:
+    """The reading end of one of a drone's output pipes; gives whole lines."""
+
+    def __init__(self, fd: int, drone: str, name: str) -> None:
+        os.set_blocking(fd, False)
+        self._file = lifeline.own(FileIO(fd, "r"))
+        self._drone = drone
+        self._name = name
+        self._rest = b""
+        self.open = True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def lines(self) -> list[Line]:
+        """What has come since the last call. `open` turns False at end-of-file."""
+        piece = self._file.read(65536)
+        if piece is None:  # nothing, as nearly always when it is asked before a result
+            return []
+        pieces = [self._rest, piece]
+        self.open = piece != b""
+        for _ in range(_READS if self.open else 0):
+            piece = self._file.read(65536)
+            if piece is None:
+                break
+            if not piece:
+                self.open = False
+                break
+            pieces.append(piece)
+        *whole, self._rest = b"".join(pieces).split(b"\n")
+        if not self.open and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        return [Line(each.decode("utf-8", "replace"), self._drone, self._name) for each in whole]
+
+    def close(self) -> None:
+        self.open = False
+        lifeline.close(self._file)
+
+
+def print_all(output: Callable[[Line], object], lines: list[Line]) -> None:
+    for line in lines:
+        output(line)
+
+
+def forward(line: Line) -> None:
+    """Writes a drone's line to the controller's own stream of that name."""
+    stream = sys.stdout if line.stream == "stdout" else sys.stderr
+    if stream is not None:
+        with suppress(ValueError, OSError):  # closed, or its reader has gone
+            stream.write(line + "\n")
+            stream.flush()

@@ -1,0 +1,100 @@
+"""What was asked for, checked: bad input is refused at the call, with the value and the cure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .launch.launcher import START_METHODS, default_start_method
+from .output import Line, forward
+
+__all__ = [
+    "Plan", "check_at_least", "check_cwd", "check_env", "check_initializer", "check_output", "check_start",
+    "check_timeout", "check_work",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a crew is to be: what `Drone` and `Pool` were called with."""
+
+    size: int
+    name: str
+    drone_name: Callable[[int], str]
+    start: str
+    env: Callable[[int], dict[str, str]]
+    cwd: str | None
+    initializer: Callable[..., object] | None
+    initargs: tuple[Any, ...]
+    output: Callable[[Line], object] | None
+    retries: int
+    timeout: float | None
+    max_tasks: int | None
+    on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
+
+
+def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(work, str):
+        if args or kwargs:
+            raise TypeError("a code string takes no arguments: push them, or use a callable")
+    elif not callable(work):
+        raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
+
+
+def check_start(start: str | None) -> str:
+    if start is None:
+        return default_start_method()
+    if start not in START_METHODS:
+        raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
+    return start
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return timeout
+
+
+def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
+    if cwd is None:
+        return None
+    if not os.path.isdir(cwd):
+        raise NotADirectoryError(f"cwd={os.fspath(cwd)!r} is not a directory")
+    return os.path.abspath(cwd)
+
+
+def check_env(env: Any) -> Callable[[int], dict[str, str]]:
+    if env is None:
+        return lambda index: {}
+    if callable(env):
+        return lambda index: dict(env(index))
+    if isinstance(env, Mapping):
+        fixed = dict(env)
+        return lambda index: fixed
+    raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
+
+
+def check_initializer(initializer: Any) -> Any:
+    if initializer is not None and not callable(initializer):
+        raise TypeError("initializer must be a callable")
+    return initializer
+
+
+def check_output(output: Any) -> Callable[[Line], object] | None:
+    if output == "forward":
+        return forward
+    if output == "discard":
+        return None
+    if callable(output):
+        return output  # type: ignore[no-any-return]
+    raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")
+
+
+def check_at_least(what: str, number: int, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what} is a whole number, not {number!r}")
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, not {number}")
+    return number
