@@ -62,14 +62,18 @@ class Crew:
         self.ended: Promise[None] = Promise()
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
-        with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
-            self.hub: Hub = lease_hub()
-            try:
-                self.roster = Roster(self)
-            except BaseException:
-                self.hub.give_back()
-                raise
-            self.hub.post(self._begin)
+        try:
+            with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
+                self.hub: Hub = lease_hub()
+                try:
+                    self.roster = Roster(self)
+                except BaseException:
+                    self.hub.give_back()
+                    raise
+                self.hub.post(self._begin)
+        except KeyboardInterrupt:  # kept back until now
+            self.kill()
+            raise
 
     @property
     def links(self) -> list[Link]:
@@ -88,7 +92,7 @@ class Crew:
         if self.refusal is not None:
             raise self.refusal
         if target is not None and target.state >= State.RETIRING:
-            raise RuntimeError(f"drone {target.name} was released, or has ended (exit code {target.exitcode})")
+            raise target.farewell()
         work = Work(self, self.plan.retries)
         if target is not None:
             work.target = target
@@ -115,7 +119,7 @@ class Crew:
             self.pinned_waiting = True
             self.hub.wake()
             if work.target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
-                self._reject_all(work.target.pinned, RuntimeError(f"drone {work.target.name} has ended"))
+                self._reject_all(work.target.pinned, work.target.farewell())
         if self.over:
             self._reject_all(self.queue, self.refusal)
 

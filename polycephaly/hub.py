@@ -55,7 +55,7 @@ from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .link import Link
 from .output import print_all
-from .promises import FINISHED, Promise, settlers
+from .promises import FINISHED, LOOK_UP, Promise, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.exceptions import unpack_exception
 from .wire.messages import (
@@ -231,7 +231,7 @@ class Hub:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     return
-                news = self._lanes.poll(left)
+                news = self._lanes.poll(LOOK_UP if left is None else min(left, LOOK_UP))
             with self._turn:
                 self._read_lanes(news)
                 self._serve_crews(monotonic())

@@ -55,6 +55,7 @@ class Link:
         self.state = State.STARTING
         self.pid: int | None = None
         self.exitcode: int | None = None
+        self.death: BaseException | None = None  # how it died, if nobody asked it to
         self.born: Promise[None] = Promise()  # it has a pid, or will never have one
         self.ended: Promise[None] = Promise()
         self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
@@ -77,6 +78,10 @@ class Link:
     @property
     def alive(self) -> bool:
         return self.state is not State.DEAD
+
+    def farewell(self) -> BaseException:
+        """Why it takes no more work."""
+        return self.death or RuntimeError(f"drone {self.name} was released (exit code {self.exitcode})")
 
     def runs(self, number: int) -> bool:
         """Has that work been begun? From any thread; the page says what the drone says."""

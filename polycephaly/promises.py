@@ -26,12 +26,12 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from _thread import allocate_lock, get_ident
+from _thread import TIMEOUT_MAX, LockType, allocate_lock, get_ident
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -44,6 +44,8 @@ PENDING = "PENDING"
 RUNNING = "RUNNING"
 CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
 FINISHED = "FINISHED"
+
+LOOK_UP = 0.5  # seconds: a signal that came just before a wait, too late to break it off, is seen after these
 
 log = logging.getLogger("polycephaly")
 
@@ -294,7 +296,7 @@ class Promise(Future[T], Generic[T]):
                 here.release()
 
             self._hook(wake)
-            if not here.acquire(timeout=-1 if end is None else max(0.0, end - monotonic())):
+            if not _acquire(here, end):
                 with suppress(ValueError):
                     cast("list[Any]", self._hooks).remove(wake)
                 if not self.done():
@@ -346,6 +348,17 @@ class Promise(Future[T], Generic[T]):
         else:
             state = f"fulfilled: {type(self._result).__name__}"
         return f"<Promise {state} at {id(self):#x}>"
+
+
+def _acquire(lock: LockType, end: float | None) -> bool:
+    """Waits for `lock` until `end`; in the main thread with an eye on signals."""
+    longest = LOOK_UP if get_ident() == main_thread().ident else TIMEOUT_MAX
+    while True:
+        left = longest if end is None else min(end - monotonic(), longest)
+        if lock.acquire(timeout=max(0.0, left)):
+            return True
+        if end is not None and monotonic() >= end:
+            return False
 
 
 def _raise_asyncio_cancelled() -> NoReturn:

@@ -288,6 +288,7 @@ class Roster:
         else:
             self._remove(link)
         if before <= State.RETIRING:
+            link.death = error
             self._unexpected(error, before)
         self.fill_up()
         self._crew.look_for_end = True
