@@ -28,6 +28,7 @@ from typing import Any
 
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
+from .limits import check_descriptors
 from .link import BUDGET, Link, State
 from .plan import Plan
 from .promises import FINISHED, Promise, race
@@ -62,6 +63,8 @@ class Crew:
         self.ended: Promise[None] = Promise()
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
+        self._abandoned = False
+        check_descriptors(plan.size)
         try:
             with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
                 self.hub: Hub = lease_hub()
@@ -231,6 +234,10 @@ class Crew:
 
     def requeue(self, works: list[Work]) -> None:
         """To the head of their queues, in their order."""
+        if self._abandoned:  # nobody will come for them
+            for work in works:
+                self.hub.deliver(work.cancel)
+            return
         for work in reversed(works):
             work.link = None
             if work.target is None:
@@ -285,7 +292,7 @@ class Crew:
         for work in works:
             if work.done():
                 continue
-            if again and work.retries > 0 and work.target is None:
+            if again and work.retries > 0 and work.target is None and not self._abandoned:
                 work.retries -= 1
                 work.link = None
                 self.queue.appendleft(work)
@@ -325,7 +332,7 @@ class Crew:
 
     def wanted(self) -> int:
         """How many drones it should have."""
-        return 0 if self._broken or (self.closing and not self._unfinished()) else self.plan.size
+        return 0 if self._abandoned or (self.closing and not self._unfinished()) else self.plan.size
 
     def _close(self, cancel: bool, running: bool) -> None:
         self.closing = True
@@ -363,7 +370,7 @@ class Crew:
 
     def abandon(self) -> None:
         """Kills every drone now; their work is lost."""
-        self.closing = True
+        self.closing = self._abandoned = True
         for work in [*self.queue, *self._waiting]:
             self.hub.deliver(work.cancel)
         self._waiting.clear()

@@ -191,6 +191,8 @@ class Hub:
                     crew.after_turn()
                 finally:
                     self._turn.release()
+                if self._deliveries:
+                    self.wake()
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where another
@@ -240,7 +242,8 @@ class Hub:
                 self._deliver(batch)
 
     def _nudge(self) -> None:
-        os.eventfd_write(self._nudge_fd, 1)
+        if not self.gone:
+            os.eventfd_write(self._nudge_fd, 1)
 
     def _nudge_driver(self, promise: Promise[Any]) -> None:
         if get_ident() not in settlers or get_ident() == self.thread.ident:

@@ -13,11 +13,9 @@ All of this happens in turns of the hub.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
-import resource
 import signal
 from collections import deque
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +28,7 @@ from .image.main import hatch
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
+from .limits import named
 from .link import Link, State
 from .output import Stream
 from .promises import Promise
@@ -64,7 +63,6 @@ class Roster:
         self._renewed: Promise[None] = Promise()
         self._free_slots = list(range(2 * self._plan.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
-        _check_descriptors(self._plan.size)
         self._launcher = self.launch()
         try:
             self._hub.open_endpoint()
@@ -118,7 +116,7 @@ class Roster:
         except Exception as error:
             link.close(self._hub.unwatch)
             self._free_slots.append(slot)
-            self._crew.cannot_start(_named(error))
+            self._crew.cannot_start(named(error))
             return False
         finally:
             for fd in ends:
@@ -162,7 +160,7 @@ class Roster:
             else:
                 self._remove(link)
                 number = report["errno"]
-                self._crew.cannot_start(_named(OSError(number, os.strerror(number))))
+                self._crew.cannot_start(named(OSError(number, os.strerror(number))))
 
     def _link(self, launcher: Launcher, number: int | None) -> Link | None:
         return next((each for each in self.links if each.number == number and each.launcher is launcher), None)
@@ -259,7 +257,7 @@ class Roster:
         try:
             launcher = self.launch()
         except OSError as error:
-            self._hub.post(partial(self._crew.cannot_start, _named(error)))
+            self._hub.post(partial(self._crew.cannot_start, named(error)))
         else:
             self._hub.post(partial(self.renew, launcher, Promise()))
 
@@ -390,38 +388,6 @@ def because(what: str, cause: BaseException) -> BrokenProcessPool:
     error = BrokenProcessPool(f"{what}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _check_descriptors(drones: int) -> None:
-    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in mid-start."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        used = 0
-    needed = used + 3 * drones + 32
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise OSError(
-            errno.EMFILE,
-            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is {limit} "
-            "(RLIMIT_NOFILE; see ulimit -n)",
-        )
-
-
-def _named(error: Exception) -> BaseException:
-    """An error of the system with the name of the limit that was reached."""
-    if not isinstance(error, OSError):
-        return error
-    limits = {
-        errno.EAGAIN: ("process limit", "RLIMIT_NPROC; see ulimit -u"),
-        errno.EMFILE: ("file descriptor limit", "RLIMIT_NOFILE; see ulimit -n"),
-        errno.ENFILE: ("the system's file descriptor limit", "fs.file-max"),
-        errno.ENOMEM: ("memory limit", "RLIMIT_AS, or the machine's memory"),
-    }
-    if error.errno not in limits:
-        return error
-    what, where = limits[error.errno]
-    return OSError(error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}")
 
 
 def _start_trouble(start: str, code: int | None) -> BaseException:

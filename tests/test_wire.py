@@ -71,6 +71,10 @@ def pack_work(batch):
     return message.frames()
 
 
+def pack_results(batch):
+    return pack_outcomes([pack_outcome(*each) for each in batch])
+
+
 def decode_any(message):
     """As both receivers do: the head first, then by its type; here by every type."""
     for decode in (head_type, unpack_work, unpack_outcomes, numbers):
@@ -87,7 +91,7 @@ def test_garbage_raises_malformed_and_nothing_else(message):
 
 
 @settings(max_examples=300)
-@given(st.one_of(items.map(pack_work), outcomes.map(lambda batch: pack_outcomes([pack_outcome(*each) for each in batch]))), st.randoms(use_true_random=False))
+@given(st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False))
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
     for _ in range(dice.randint(1, 4)):

@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,8 @@ from .page import RunningPage
 __all__ = ["Nest", "Order", "run_zygote"]
 
 OWNER_ENDS_WITHIN = 2.0  # seconds after its end of the lifeline has closed
+SWEEP = 0.02  # seconds between looks for orphans
+SWEEP_FOR = 0.5  # seconds after a drone's death
 MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
 
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
@@ -113,6 +116,7 @@ class _Zygote:
         self._owner = lifeline.open_pidfd(owner)
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
+        self._sweep_until = 0.0
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page that the drones share
 
@@ -124,7 +128,10 @@ class _Zygote:
                 poll.register(fd, select.POLLIN)
         self._report(ready=os.getpid(), names=self._snapshot.names())
         while not self._owner_gone:
-            for fd, _ in poll.poll():
+            sweeping = time.monotonic() < self._sweep_until
+            if sweeping:
+                self._kill_orphans()
+            for fd, _ in poll.poll(SWEEP * 1000 if sweeping else None):
                 if fd == self._control.fileno():
                     self._obey()
                 elif fd == self._owner:
@@ -220,25 +227,27 @@ class _Zygote:
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
+                # The kernel's list of children may miss one while others come and go: so look again for a while.
+                self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
                 shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 
-    def _kill_orphans(self) -> bool:
-        orphans = lifeline.children() - self._drones.keys()
-        for pid in orphans:
+    def _kill_orphans(self) -> None:
+        for pid in lifeline.children() - self._drones.keys():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return bool(orphans)
 
     def end_everything(self) -> None:
         """Kills and reaps all drones and all that they started; removes the owner's directory if it is gone."""
         for pid in self._drones:
             lifeline.end_process_group(pid)
         self._drones.clear()
-        while self._kill_orphans():
-            with suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+        with suppress(ChildProcessError):  # raised when there is no child left, which is the only sure sign
+            while True:
+                self._kill_orphans()
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(SWEEP)
         if not self._said_goodbye:
             self._wait_for_the_owners_end()
             shutil.rmtree(self._nest.home, ignore_errors=True)

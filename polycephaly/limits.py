@@ -1,0 +1,43 @@
+"""The machine's limits, named when they are met: an error number alone does not tell what to raise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+__all__ = ["check_descriptors", "named"]
+
+
+def check_descriptors(drones: int) -> None:
+    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in mid-start."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not Linux
+        used = 0
+    except OSError as error:
+        raise named(error) from error
+    needed = used + 3 * drones + 32
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is {limit} "
+            "(RLIMIT_NOFILE; see ulimit -n)",
+        )
+
+
+def named(error: Exception) -> BaseException:
+    """An error of the system with the name of the limit that was reached."""
+    if not isinstance(error, OSError):
+        return error
+    limits = {
+        errno.EAGAIN: ("process limit", "RLIMIT_NPROC; see ulimit -u"),
+        errno.EMFILE: ("file descriptor limit", "RLIMIT_NOFILE; see ulimit -n"),
+        errno.ENFILE: ("the system's file descriptor limit", "fs.file-max"),
+        errno.ENOMEM: ("memory limit", "RLIMIT_AS, or the machine's memory"),
+    }
+    if error.errno not in limits:
+        return error
+    what, where = limits[error.errno]
+    return OSError(error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}")
