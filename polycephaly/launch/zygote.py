@@ -117,8 +117,10 @@ class _Zygote:
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
         self._sweep_until = 0.0
-        gc.collect()
-        gc.freeze()  # the collector would touch, and so copy, every page that the drones share
+        # The collector would touch, and so copy, every page that the drones share; and run finalizers of users.
+        self._collects = gc.isenabled()
+        gc.disable()
+        gc.freeze()
 
     def serve(self) -> None:
         """Until the owner closes the lifeline or ends."""
@@ -201,7 +203,8 @@ class _Zygote:
             os.environ.update(order.env)
             if order.cwd is not None:
                 os.chdir(order.cwd)
-            gc.enable()
+            if self._collects:
+                gc.enable()
             self._nest.hatch(order, self._nest, socket.socket(fileno=lane), self._page, self._snapshot)
             status = 0
         except BaseException:
