@@ -1,4 +1,4 @@
-"""What a task costs: submit + gather, and a round trip, beside the standard library's pools.
+"""What a task costs: submit + gather, and a round trip, beside the standard library's pools (and loky, if installed).
 
     python benchmarks/overhead.py [--runs N] [--tasks N] [--json FILE]
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import polycephaly as poly
@@ -45,11 +46,21 @@ def executor() -> Iterator[tuple[Callable[..., Any], Callable[[Any], Any]]]:
         yield pool.submit, lambda f: f.result()
 
 
+@contextmanager
+def loky_executor() -> Iterator[tuple[Callable[..., Any], Callable[[Any], Any]]]:
+    from loky import ProcessPoolExecutor as LokyExecutor
+
+    with LokyExecutor(WORKERS) as pool:
+        yield pool.submit, lambda f: f.result()
+
+
 CONTENDERS = {
     "polycephaly.Pool": polycephaly_pool,
     "multiprocessing.Pool": multiprocessing_pool,
     "ProcessPoolExecutor": executor,
 }
+if find_spec("loky"):
+    CONTENDERS["loky"] = loky_executor
 
 
 def measure(name: str, tasks: int) -> dict[str, float]:

@@ -65,13 +65,14 @@ def test_threads_descriptors_and_shared_memory_are_seen():
     thread = threading.Thread(target=end.wait, name="left-over")
     thread.start()
     r, w = os.pipe()
-    with open("/dev/shm/left-over", "w"):
+    shm = f"/dev/shm/left-over-{os.getpid()}"
+    with open(shm, "w"):
         pass
     left = "\n".join(wait_until_clean(before, 0))
     end.set()
     thread.join()
     os.close(r)
     os.close(w)
-    os.unlink("/dev/shm/left-over")
-    assert "thread left-over" in left and f"descriptor {w}" in left and "/dev/shm/left-over" in left
+    os.unlink(shm)
+    assert "thread left-over" in left and f"descriptor {w}" in left and shm in left
     wait_for(lambda: not Census.take().left_since(before))

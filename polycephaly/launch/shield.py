@@ -44,11 +44,12 @@ class Shield:
     `tripped` tells that a SIGINT waits; `on_trip` is called when it comes, to end a wait.
     """
 
-    __slots__ = ("_handler", "_on_trip", "tripped")
+    __slots__ = ("_frame", "_handler", "_on_trip", "tripped")
 
     def __init__(self, on_trip: Callable[[], object] | None = None) -> None:
         self._on_trip = on_trip
         self._handler: Callable[[int, FrameType | None], object] | None = None
+        self._frame: FrameType | None = None
         self.tripped = False
 
     def __enter__(self) -> Self:
@@ -60,7 +61,7 @@ class Shield:
         return self
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.tripped = True
+        self.tripped, self._frame = True, frame
         if self._on_trip is not None:
             self._on_trip()
 
@@ -69,4 +70,5 @@ class Shield:
         if handler is not None:
             set_handler(_SIGINT, handler)
             if self.tripped:
-                handler(_SIGINT, None)
+                frame, self._frame = self._frame, None
+                handler(_SIGINT, frame)
