@@ -24,6 +24,7 @@ import logging
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from .hub import Hub, lease_hub
@@ -100,7 +101,7 @@ class Crew:
         if target is not None:
             work.target = target
         try:
-            book = self.book
+            book = self.roster.book
             inputs = work.capture(book.define(what), args, kwargs, book.snapshot)
         except Exception as error:
             work._settle(FINISHED, None, error)
@@ -113,18 +114,22 @@ class Crew:
         return work
 
     def _enqueue(self, work: Work) -> None:
-        if work.target is None:
-            self.queue.append(work)
-            if self.hungry:
-                self.hub.serve(self)
-        else:
-            work.target.pinned.append(work)
-            self.pinned_waiting = True
-            self.hub.wake()
-            if work.target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
-                self._reject_all(work.target.pinned, work.target.farewell())
+        target = work.target
+        if target is not None:
+            self._pin(work, target)
+            return
+        self.queue.append(work)
+        if self.hungry:
+            self.hub.serve(self)
         if self.over:
             self._reject_all(self.queue, self.refusal)
+
+    def _pin(self, work: Work, target: Link) -> None:
+        target.pinned.append(work)
+        self.pinned_waiting = True
+        self.hub.wake()
+        if target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
+            self._reject_all(target.pinned, target.farewell())
 
     def _filled(self, work: Work) -> None:
         if not work.done():
@@ -201,8 +206,21 @@ class Crew:
         if batch:
             self.hub.send(link, frames, batch)
             if self.plan.timeout is not None:
-                self.hub.after(self.plan.timeout, partial(self._timed_out, link, batch[0]))
+                link.deadline = now + self.plan.timeout
+                if not link.timed:
+                    self._watch_time(link)
         return len(batch)
+
+    def _watch_time(self, link: Link) -> None:
+        """One timer a drone: it looks at what runs then, and is set again while there is something."""
+        link.timed = False
+        if link.flight and link.alive:
+            left = link.deadline - monotonic()
+            if left > 0:
+                link.timed = True
+                self.hub.after(left, partial(self._watch_time, link))
+            else:
+                self._timed_out(link, next(iter(link.flight.values())))
 
     def after_turn(self) -> None:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
@@ -281,10 +299,9 @@ class Crew:
             link.launcher.kill(link.number)
 
     def _timed_out(self, link: Link, work: Work) -> None:
-        if work.link is link and work.number in link.flight:
-            error = TimeoutError(f"{work.definition.label} ran for more than {self.plan.timeout} s on {link.name}")
-            self.hub.deliver(partial(work._settle, FINISHED, None, error))
-            self._interrupt(link, work)
+        error = TimeoutError(f"{work.definition.label} ran for more than {self.plan.timeout} s on {link.name}")
+        self.hub.deliver(partial(work._settle, FINISHED, None, error))
+        self._interrupt(link, work)
 
     # -- in turns: what goes wrong ----------------------------------------------------------------------
 

@@ -211,6 +211,7 @@ class Hub:
                 promise._hook(self._nudge_driver)
                 self._drive(promise, end, shield)
             finally:
+                promise._unhook(self._nudge_driver)
                 self._driver.release()
 
     def _take_back_lanes(self) -> None:

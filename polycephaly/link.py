@@ -35,6 +35,7 @@ BUDGET = 0.005
 """Seconds of work that a drone may hold ahead: enough to hide the way there and back, little to wait behind."""
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
 _DEFINITIONS_KEPT = 256
+_DEFINITION_BYTES_KEPT = 8 << 20
 _TAIL_LINES = 20
 
 
@@ -73,7 +74,10 @@ class Link:
         self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: list[str] = []
-        self._defined: dict[int, None] = {}
+        self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
+        self._defined_bytes = 0
+        self.deadline = 0.0  # of what it runs, where there is a time limit
+        self.timed = False  # a timer is set for it
 
     @property
     def alive(self) -> bool:
@@ -144,12 +148,13 @@ class Link:
         return batch, message.frames()
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
-        defined = self._defined
-        if len(defined) >= _DEFINITIONS_KEPT:
+        defined, size = self._defined, len(definition.payload)
+        while defined and (len(defined) >= _DEFINITIONS_KEPT or self._defined_bytes + size > _DEFINITION_BYTES_KEPT):
             oldest = next(iter(defined))
-            del defined[oldest]
+            self._defined_bytes -= defined.pop(oldest)
             message.add(oldest, FORGET, 0, b"")
-        defined[definition.number] = None
+        defined[definition.number] = size
+        self._defined_bytes += size
         message.add(definition.number, definition.kind, 0, definition.payload)
 
     def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:

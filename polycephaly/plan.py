@@ -36,10 +36,12 @@ class Plan:
 
 
 def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if callable(work):
+        return
     if isinstance(work, str):
         if args or kwargs:
             raise TypeError("a code string takes no arguments: push them, or use a callable")
-    elif not callable(work):
+    else:
         raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
 
 

@@ -267,6 +267,12 @@ class Promise(Future[T], Generic[T]):
         if self.done():
             self._run_hooks()
 
+    def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        hooks = self._hooks
+        if hooks is not None:
+            with suppress(ValueError):  # it has been called, or is being called
+                hooks.remove(hook)
+
     def _run_hooks(self) -> None:
         hooks = self._hooks
         while hooks:
@@ -297,8 +303,7 @@ class Promise(Future[T], Generic[T]):
 
             self._hook(wake)
             if not _acquire(here, end):
-                with suppress(ValueError):
-                    cast("list[Any]", self._hooks).remove(wake)
+                self._unhook(wake)
                 if not self.done():
                     raise TimeoutError(f"{self!r} was not settled within {timeout} s")
         if self._state == CANCELLED:
@@ -415,6 +420,9 @@ def race(*promises: Future[T]) -> Promise[T]:
         else:
             error = future.exception()
             first._settle(FINISHED, None if error else future.result(), error)
+        for loser in promises:
+            if isinstance(loser, Promise):
+                loser._unhook(one_settled)
 
     for each in promises:
         each.add_done_callback(one_settled)

@@ -294,7 +294,7 @@ class Roster:
     def _unexpected(self, error: DroneDied, before: State) -> None:
         if self._plan.on_death == "break":
             self._crew.break_(error)
-        elif before < State.READY and not self._crew.closing:
+        elif before < State.READY and self._crew.wanted():
             self._start_failed(because(f"drones of {self._plan.name} die before they are ready", error))
         elif self._plan.on_death == "end":
             if self._crew.refusal is None:
@@ -321,7 +321,7 @@ class Roster:
         self._crew.tell(link.born)
         self._crew.tell(link.ended)
         if link.launcher is not self._launcher and not any(each.launcher is link.launcher for each in self.links):
-            link.launcher.close()  # the last drone of an old snapshot
+            self._dismiss(link.launcher)  # that was the last drone of an old snapshot
 
     def _zygote_gone(self, launcher: Launcher) -> None:
         self._hub.unwatch(launcher.fileno())
@@ -335,8 +335,7 @@ class Roster:
         if self._crew.begun.done():
             for link in orphaned:
                 self._died(link, -signal.SIGKILL)  # the page tells what each was running, so before it is closed
-        code = launcher.reap()
-        self._launchers.remove(launcher)
+        code = self._reap(launcher)
         if not self._crew.begun.done():
             self._crew.cannot_start(_start_trouble(self._plan.start, code))
             for link in orphaned:
@@ -346,14 +345,28 @@ class Roster:
             self._hub.run_errand(self._relaunch)
         self._crew.look_for_end = True
 
+    def _dismiss(self, launcher: Launcher) -> None:
+        """Its zygote is not needed any more: lets it end, and reaps it then."""
+        self._hub.unwatch(launcher.fileno())
+        launcher.close()
+        if launcher.pidfd is None:
+            self._reap(launcher)
+        elif launcher in self._launchers:
+            self._hub.watch(launcher.pidfd, partial(self._reap, launcher))
+
+    def _reap(self, launcher: Launcher) -> int | None:
+        if launcher.pidfd is not None:
+            self._hub.unwatch(launcher.pidfd)
+        self._launchers.remove(launcher)
+        return launcher.reap()
+
     def end(self) -> None:
         """No drone is left: ends the zygotes."""
         for launcher in self._launchers:
             self._hub.unwatch(launcher.fileno())
             launcher.close()
-        for launcher in self._launchers:
-            launcher.reap()  # nothing is left to it but to end
-        self._launchers.clear()
+        for launcher in self._launchers[:]:
+            self._reap(launcher)  # nothing is left to it but to end
 
 
 def _discard(launcher: Launcher) -> None:

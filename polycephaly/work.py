@@ -9,7 +9,7 @@ a synchronization counter (CEFOS) counts the promises still open, and the work i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from time import monotonic
@@ -54,15 +54,15 @@ class Work(Promise[Any]):
 
     def capture(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
-    ) -> list[Promise[Any]]:
+    ) -> Sequence[Promise[Any]]:
         """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
         self.definition = definition
-        inputs: list[Promise[Any]] = []
+        inputs: Sequence[Promise[Any]] = ()
         for arg in args:
             if isinstance(arg, Promise):
-                inputs.append(arg)
+                inputs = [*inputs, arg]
         if kwargs:
-            inputs.extend(arg for arg in kwargs.values() if isinstance(arg, Promise))
+            inputs = [*inputs, *(arg for arg in kwargs.values() if isinstance(arg, Promise))]
         if inputs:
             args, kwargs = _with_holes(args, kwargs, inputs)
         try:
@@ -76,7 +76,7 @@ class Work(Promise[Any]):
             raise
         return inputs
 
-    def when_filled(self, inputs: list[Promise[Any]], go: Callable[[Work], None]) -> None:
+    def when_filled(self, inputs: Sequence[Promise[Any]], go: Callable[[Work], None]) -> None:
         """Calls `go` once, when all `inputs` have values; rejects this work when one is rejected."""
         open_ = list(inputs)
 
@@ -124,7 +124,7 @@ class Work(Promise[Any]):
 
 
 def _with_holes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Promise[Any]]
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Promise[Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     places = itertools.count()
 

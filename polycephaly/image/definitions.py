@@ -14,7 +14,7 @@ from pickle import loads
 from types import CodeType, CoroutineType, FunctionType
 from typing import Any
 
-from ..wire.capture import main_namespace
+from ..wire.capture import looked_up, main_namespace
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE
 
 __all__ = ["Definition", "Hole", "define"]
@@ -68,14 +68,16 @@ class _Callable(Definition):
         return value
 
     def _open(self) -> Callable[..., Any]:
+        looked_up.clear()
         try:
             function: Callable[..., Any] = loads(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the work itself")
             raise
         if type(function) is FunctionType and function.__module__ == "__main__":
-            self._free = tuple(_free_names(function))
+            self._free = tuple({*_free_names(function), *looked_up})
         self._function = function
+        self._payload = b""
         return function
 
 
@@ -102,6 +104,7 @@ class _Code(Definition):
             last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
             self._last = compile(last, name, "eval", dont_inherit=True)
         self._body = compile(tree, name, "exec", dont_inherit=True)
+        self._payload = b""
 
 
 _doits = itertools.count(1)
@@ -129,7 +132,7 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 # A function of `__main__` that came by value has a namespace of its own, with what it captured. What it names
-# beyond that (it was there at the snapshot, or was pushed here) it finds in this image's `__main__`.
+# beyond that (it was there at the snapshot, or was pushed here) is this image's `__main__`'s, as it is at each call.
 
 
 def _graft(function: Any, names: tuple[str, ...]) -> None:

@@ -110,16 +110,38 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _leave_shared_globals(self, reduced: Any) -> None:
-        """Strikes from a by-value function's captured globals what the other image has anyway.
+        """Of a by-value function's captured globals, what the other image has anyway goes as its name.
 
-        Without this, ``lambda i: table[i]`` would carry the whole table each time. The other end looks up
-        what is missing in its own `__main__` (see image/definitions.py).
+        Without this, ``lambda i: table[i]`` would carry the whole table each time.
         """
         if not (isinstance(reduced, tuple) and len(reduced) == 6 and isinstance(reduced[2], tuple)):
             return  # cloudpickle found it importable
         captured = reduced[2][1].get("__globals__", {})
-        for name in [n for n, v in captured.items() if self._snapshot.unchanged(n, v)]:
-            del captured[name]
+        for name, value in captured.items():
+            if self._snapshot.unchanged(name, value):
+                captured[name] = _Shared(name)
+
+
+class _Shared:
+    """Is pickled as a name, and unpickled as what the other image's `__main__` has under it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _look_up, (self._name,)
+
+
+def _look_up(name: str) -> Any:
+    looked_up.append(name)
+    try:
+        return main_namespace()[name]
+    except KeyError:
+        raise NameError(f"name {name!r} is not defined: it was deleted in this drone", name=name) from None
+
+
+looked_up: list[str] = []
+"""Names that were found in `__main__` while unpickling: who wants to know clears it before."""
 
 
 def _hold(value: Any) -> Any:

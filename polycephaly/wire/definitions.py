@@ -68,8 +68,10 @@ class Book:
         if isinstance(work, str):
             return self._define_code(work)
         entry = self._entries.get(id(work))
-        if entry is not None and entry.function() is work and all(map(_stands, entry.witnesses)):
-            return entry.definition
+        if entry is not None:
+            function, witnesses, definition = entry
+            if function() is work and (not witnesses or all(map(_stands, witnesses))):
+                return definition
         try:
             payload = capture(work, self.snapshot)
         except Exception as error:
