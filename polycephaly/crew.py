@@ -94,7 +94,7 @@ class Crew:
     ) -> Promise[Any]:
         """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
         if self.refusal is not None:
-            raise self.refusal
+            self.check_open()
         if target is not None and target.state >= State.RETIRING:
             raise target.farewell()
         work = Work(self, self.plan.retries)
@@ -112,6 +112,10 @@ class Crew:
         else:
             self._enqueue(work)
         return work
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal.with_traceback(None)  # one error for all who ask: it must not keep their frames
 
     def _enqueue(self, work: Work) -> None:
         target = work.target
@@ -152,8 +156,7 @@ class Crew:
 
     def refresh(self) -> None:
         """New drones from a new snapshot, for all work that is not yet sent."""
-        if self.refusal is not None:
-            raise self.refusal
+        self.check_open()
         renewed: Promise[None] = Promise()
         with Shield():
             self.hub.post(partial(self.roster.renew, self.roster.launch(), renewed))
@@ -163,6 +166,8 @@ class Crew:
 
     def wait_ended(self) -> None:
         """Until nothing of it is left; of the hub neither, if it was the last."""
+        if self.hub.left_behind:
+            return
         self.ended.result()
         if self.hub.gone:
             self.hub.thread.join()

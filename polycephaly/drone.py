@@ -64,7 +64,7 @@ class Drone:
             name=name,
             drone_name=lambda index: name,
             start=check_start(start),
-            env=check_env(env),
+            env=check_env(env, 1),
             cwd=check_cwd(cwd),
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),

@@ -100,6 +100,7 @@ def _forget_hub() -> None:
     """In a forked child: the hub stayed behind with its threads; nothing of it may be used or tidied up here."""
     global _hub
     if _hub is not None:
+        _hub.stay_behind()
         _left_behind.append(_hub)
         _hub = None
     settlers.clear()
@@ -121,6 +122,7 @@ class Hub:
         self.endpoint = Endpoint()
         self.leases = 0
         self.gone = False
+        self.left_behind = False
         self.crews: list[Crew] = []
         self.ending: list[Promise[None]] = []
         """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
@@ -152,6 +154,13 @@ class Hub:
         atexit.register(_end_with_interpreter)
         safepoint.add_turn(self.thread, self._turn)
         self.thread.start()
+
+    def stay_behind(self) -> None:
+        """In a forked child: what crossed the fork says so when used; the threads it would wait for are not here."""
+        self.gone = self.left_behind = True
+        self._asleep = False
+        for crew in self.crews:
+            crew.refusal = RuntimeError(f"{crew.plan.name} belongs to another process, of which this one is a fork")
 
     # -- from any thread --------------------------------------------------------------------------
 
@@ -197,7 +206,9 @@ class Hub:
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where another
         thread does so, or this one cannot: then its caller waits for a lock."""
-        if get_ident() in settlers or not can_be_raised():
+        if self.left_behind:
+            raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
+        if self.gone or get_ident() in settlers or not can_be_raised():
             return
         with Shield(self._nudge) as shield:
             if not self._driver.acquire(blocking=False):

@@ -15,6 +15,8 @@ from .launch import lifeline
 
 __all__ = ["Line", "Stream", "forward", "print_all"]
 
+_LONGEST = 4 << 20  # bytes of a line
+_CHUNK = 64 * 1024
 _READS = 16  # of one pipe at a time: a drone that never stops writing must not keep the hub
 
 
@@ -40,7 +42,8 @@ class Stream:
         self._file = lifeline.own(FileIO(fd, "r"))
         self._drone = drone
         self._name = name
-        self._rest = b""
+        self._rest: list[bytes] = []  # read, and not yet a whole line
+        self._size = 0
         self.open = True
 
     def fileno(self) -> int:
@@ -48,23 +51,26 @@ class Stream:
 
     def lines(self) -> list[Line]:
         """What has come since the last call. `open` turns False at end-of-file."""
-        piece = self._file.read(65536)
-        if piece is None:  # nothing, as nearly always when it is asked before a result
+        first = self._file.read(_CHUNK)
+        if first is None:  # nothing, as nearly always when it is asked before a result
             return []
-        pieces = [self._rest, piece]
-        self.open = piece != b""
-        for _ in range(_READS if self.open else 0):
-            piece = self._file.read(65536)
+        pieces = [first]
+        while pieces[-1] and len(pieces) < _READS:
+            piece = self._file.read(_CHUNK)
             if piece is None:
                 break
-            if not piece:
-                self.open = False
-                break
             pieces.append(piece)
-        *whole, self._rest = b"".join(pieces).split(b"\n")
-        if not self.open and self._rest:
-            whole.append(self._rest)
-            self._rest = b""
+        self.open = bool(pieces[-1])
+        new = b"".join(pieces)
+        self._rest.append(new)
+        self._size += len(new)
+        if self.open and b"\n" not in new and self._size <= _LONGEST:
+            return []
+        *whole, rest = b"".join(self._rest).split(b"\n")
+        if rest and (not self.open or len(rest) > _LONGEST):  # a line without an end is told in pieces
+            whole.append(rest)
+            rest = b""
+        self._rest, self._size = [rest], len(rest)
         return [Line(each.decode("utf-8", "replace"), self._drone, self._name) for each in whole]
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Pool(Executor):
             name=name,
             drone_name=lambda index: f"{name}.{index}",
             start=check_start(start),
-            env=check_env(env),
+            env=check_env(env, size),
             cwd=check_cwd(cwd),
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),
@@ -146,8 +146,7 @@ class Pool(Executor):
         A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
         """
         check_work(work, args, kwargs)
-        if self._crew.refusal is not None:
-            raise self._crew.refusal
+        self._crew.check_open()
         made = []
         for drone in self.drones:
             try:
@@ -179,7 +178,7 @@ class Pool(Executor):
             check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
-        check_work(fn, (), {})
+        check_work(fn, iterables or ((),), {})
         calls = zip(*iterables) if iterables else iter(())  # noqa: B905 - the shortest ends it, as in `map`
         end = None if timeout is None else monotonic() + timeout
         flow = self._flow(fn, calls, end, buffersize, ordered)

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
@@ -60,16 +61,33 @@ class Roster:
         self.first: Link | None = None
         self._zygote_lost = False
         self._failed_starts = 0
-        self._renewed: Promise[None] = Promise()
+        self._renewals: list[Promise[None]] = []  # refreshes that wait for their drones
         self._free_slots = list(range(2 * self._plan.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
         self._launcher = self.launch()
         try:
             self._hub.open_endpoint()
+            self.book = Book(self._launcher.snapshot)
+            self._initializer = self._capture_initializer()
         except BaseException:
             _discard(self._launcher)
             raise
-        self.book = Book(self._launcher.snapshot)
+
+    def _capture_initializer(self) -> Callable[[], Work] | None:
+        """Pickles it once, as any call's arguments are: now. Raises what its pickling raises."""
+        initializer = self._plan.initializer
+        if initializer is None:
+            return None
+        definition = self.book.define(initializer)
+        first = Work(self._crew, 0)
+        first.capture(definition, self._plan.initargs, {}, self.book.snapshot)
+
+        def once_more() -> Work:
+            work = Work(self._crew, 0)
+            work.definition, work.kind, work.payload = definition, first.kind, first.payload
+            return work
+
+        return once_more
 
     def launch(self) -> Launcher:
         """Takes a snapshot of this image as it is now. In the thread that asked for it."""
@@ -103,7 +121,6 @@ class Roster:
         link = Link(self._crew, next(_numbers), slot, name, self._launcher)
         ends: list[int] = []
         try:
-            env = {str(k): str(v) for k, v in self._plan.env(index).items()}
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
@@ -111,7 +128,7 @@ class Roster:
             mine, its = Lane.pair()
             ends.append(its.detach())
             link.lane = lifeline.own(Lane(mine))
-            order = Order(link.number, slot, link.identity.hex(), name, env, self._plan.cwd)
+            order = Order(link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd)
             self._launcher.start(order, ends)
         except Exception as error:
             link.close(self._hub.unwatch)
@@ -154,7 +171,8 @@ class Roster:
                 self._crew.tell(link.born)
                 if all(each.pid for each in self.links):
                     self._crew.tell(self._crew.begun)
-                    self._crew.tell(self._renewed)
+                    while self._renewals:
+                        self._crew.tell(self._renewals.pop())
             elif "exited" in report:
                 self._died(link, os.waitstatus_to_exitcode(report["status"]))
             else:
@@ -169,17 +187,12 @@ class Roster:
         """The drone is up: it gets its initializer first, if there is one."""
         if link.state is not State.STARTING:
             return
-        if self._plan.initializer is None:
+        if self._initializer is None:
             self._ready(link)
             return
         link.state = State.PREPARING
-        work = Work(self._crew, 0)
+        work = self._initializer()
         work.target = link
-        try:
-            work.capture(self.book.define(self._plan.initializer), self._plan.initargs, {}, self.book.snapshot)
-        except Exception as error:
-            self._crew.break_(because("the initializer cannot be sent", error))
-            return
         work._hook(lambda promise: self._hub.post(partial(self._prepared, link, promise)))
         batch, frames = link.load_batch(deque([work]), 1, work.queued)
         self._hub.send(link, frames, batch)
@@ -247,7 +260,7 @@ class Roster:
         self._zygote_lost = False
         self._adopt(launcher)
         self.book = Book(launcher.snapshot)
-        self._renewed = renewed
+        self._renewals.append(renewed)
         for link in old:
             self.retire(link)
         self.fill_up()

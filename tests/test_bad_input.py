@@ -160,3 +160,8 @@ def test_limits_of_this_process_are_untouched():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with poly.Pool(1):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_map_takes_no_code_string():
+    with poly.Pool(1) as pool, pytest.raises(TypeError, match="code string"):
+        pool.map("x", [1])

@@ -310,3 +310,33 @@ def test_globals_of_main_changed_in_place_after_the_snapshot():
             print(pool.doit(look), pool.doit(lambda: counts["n"]))
             print(pool.doit("counts['n'] += 1; counts['n']"), pool.doit(lambda: counts["n"]))
     """) == "1\n5 5\n6 6\n"  # fmt: skip
+
+
+def test_a_global_of_the_snapshot_is_found_by_whatever_by_value_function_names_it():
+    assert (
+        output_of("""
+        import functools
+        import polycephaly as poly
+        table = [10, 20, 30]
+        def apply(f, x): return f(x)
+        def keep(f):
+            @functools.wraps(f)
+            def wrapper(*args): return f(*args)
+            return wrapper
+        with poly.Pool(1) as pool:
+            late = keep(lambda i: table[i])
+            class Late:
+                def get(self, i): return table[i]
+            print(pool.doit(lambda i: table[i], 0))
+            print(pool.doit(apply, lambda i: table[i], 0))
+            print(pool.doit(functools.partial(lambda i: table[i], 0)))
+            print(pool.doit(late, 0), pool.doit(Late().get, 0))
+            print(pool.doit(lambda: (lambda i: table[i]))(0))
+            print(pool.doit(lambda fs: fs[0](1), [lambda i: table[i]]))
+            shows = lambda: table[0]
+            print(pool.doit(shows))
+            pool.everywhere("table = [77]")[0].value
+            print(pool.doit(shows))
+    """)
+        == "10\n10\n10\n10 10\n10\n20\n10\n77\n"
+    )

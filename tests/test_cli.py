@@ -108,9 +108,7 @@ def test_the_demo_serves_the_files_of_a_directory(directory: Path) -> None:
     ("content", "what"),
     [(None, "no such file"), ("", "empty"), ("<!DOCTYPE html>\n<html>", "an HTML page")],
 )
-def test_a_file_that_is_none_gives_one_line_and_status_1(
-    content: str | None, what: str, directory: Path
-) -> None:
+def test_a_file_that_is_none_gives_one_line_and_status_1(content: str | None, what: str, directory: Path) -> None:
     path = directory / "otherlisted.txt"
     path.unlink()
     if content is not None:
@@ -201,8 +199,6 @@ def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "drones"), [((), (1, 2, 3, 5, 8, 13, 20)), (("--live",), (8,))])
-def test_fewer_drones_go_to_the_exchanges_own_site(
-    arguments: tuple[str, ...], drones: tuple[int, ...]
-) -> None:
+def test_fewer_drones_go_to_the_exchanges_own_site(arguments: tuple[str, ...], drones: tuple[int, ...]) -> None:
     with securities.make_context("securities", list(arguments)) as context:
         assert context.params["drones"] == drones

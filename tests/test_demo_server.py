@@ -130,9 +130,7 @@ def test_the_server_ends_when_its_block_raises() -> None:
     assert not server.is_running()
 
 
-@pytest.mark.parametrize(
-    "last_words", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()", "sys.exit('bye')"]
-)
+@pytest.mark.parametrize("last_words", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()", "sys.exit('bye')"])
 def test_the_server_ends_with_its_owner_however_that_ends(last_words: str) -> None:
     program = f"""
 import os, sys

@@ -236,3 +236,29 @@ def test_a_hundred_drones_answer():
     with poly.Pool(100) as pool:
         assert len({p.value for p in pool.everywhere(os.getpid)}) == 100
         assert time.monotonic() - begun < 20
+
+
+def test_a_pool_or_a_promise_that_crossed_a_fork_says_so():
+    assert (
+        output_of("""
+        import os
+        import polycephaly as poly
+        with poly.Pool(1) as pool:
+            p = pool.promise("import time; time.sleep(0.5); 7")
+            def use():
+                told = []
+                for call in (lambda: pool.doit("1"), lambda: p.result(5)):
+                    try:
+                        call()
+                    except RuntimeError as error:
+                        told.append("belongs to another process" in str(error))
+                return told
+            print(poly.doit(use))
+            if os.fork() == 0:
+                print(use(), flush=True)
+                os._exit(0)
+            os.wait()
+            print(p.value)
+    """)
+        == "[True, True]\n[True, True]\n7\n"
+    )

@@ -86,7 +86,8 @@ def test_one_that_kills_its_drone_breaks_the_pool():
 
 def test_one_that_cannot_be_pickled_says_so():
     lock = threading.Lock()
-    assert "lock" in str(error_of(initializer=lambda: lock))
+    with pytest.raises(TypeError, match="lock"):
+        poly.Pool(1, initializer=lambda: lock)
 
 
 def test_a_lone_drone_whose_initializer_fails_says_why():
@@ -95,3 +96,10 @@ def test_a_lone_drone_whose_initializer_fails_says_why():
         poly.Drone(initializer=fail, initargs=("no disk",)) as drone,
     ):
         drone.doit(abs, -1)
+
+
+def test_drones_that_die_in_it_end_a_pool_that_is_being_closed_too():
+    pool = poly.Pool(1, initializer=os._exit, initargs=(3,))
+    work = pool.promise(abs, -1)
+    pool.shutdown()
+    assert isinstance(work.exception(10), BrokenProcessPool)

@@ -162,3 +162,11 @@ def test_warnings_and_logging_of_a_drone_come_home():
             pool.doit("import warnings, logging; warnings.warn('careful'); logging.warning('mind')")
     """)
     assert "UserWarning: careful" in done.stderr and "[p.0] WARNING:root:mind" in done.stderr
+
+
+def test_a_line_without_an_end_is_told_in_pieces_and_nothing_of_it_is_lost():
+    pieces = []
+    with poly.Pool(1, output=lambda line: pieces.append(line.text)) as pool:
+        pool.doit("import os\nfor _ in range(1200): os.write(1, b'x' * 10_000)")
+    assert sum(map(len, pieces)) == 12_000_000
+    assert len(pieces) > 1

@@ -462,3 +462,15 @@ def test_a_rejected_promise_that_was_asked_is_not_kept_by_its_own_traceback():
 def test_repr_tells_the_state():
     assert "pending" in repr(Promise()) and "fulfilled: int" in repr(fulfilled(1))
     assert "rejected: KeyError" in repr(rejected(KeyError()))
+
+
+def test_waits_that_time_out_and_lost_races_leave_nothing_on_the_promise():
+    slow = poly.Promise()
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            slow.result(0)
+        fast = poly.Promise()
+        first = poly.race(slow, fast)
+        fast.set_result(1)
+        assert first.value == 1
+    assert not slow._hooks

@@ -1,7 +1,9 @@
 """`pool.refresh()` takes a new snapshot; without it, drones are of the old one and say so."""
 
 import os
+import threading
 
+from census import children
 from faults import append, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
@@ -106,3 +108,24 @@ def test_functions_defined_before_the_refresh_go_by_reference_after_it():
     """)
         == "3\n4\n4\n"
     )
+
+
+def test_old_snapshots_leave_no_process_and_no_descriptor():
+    with poly.Pool(1) as pool:
+        pool.refresh()
+        before = len(children()), len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            pool.refresh()
+            assert pool.doit(abs, -1) == 1
+        wait_for(lambda: (len(children()), len(os.listdir("/proc/self/fd"))) <= before)
+
+
+def test_refreshes_from_several_threads_all_return():
+    with poly.Pool(2) as pool:
+        threads = [threading.Thread(target=pool.refresh) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+        assert pool.doit(abs, -1) == 1

@@ -42,7 +42,8 @@ class Launcher:
     def __init__(self, method: str, nest: Nest) -> None:
         self.page = RunningPage(nest.slots)
         self.ready = False
-        self.snapshot = MainSnapshot()
+        # Of a spawned image nothing is known until it reports: till then all of `__main__` goes by value.
+        self.snapshot = MainSnapshot(None if method == "fork" else ())
         self._process: BaseProcess | None = None
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = lifeline.own(mine)
