@@ -76,7 +76,8 @@ class Crew:
                     raise
                 self.hub.post(self._begin)
         except KeyboardInterrupt:  # kept back until now
-            self.kill()
+            if hasattr(self, "roster"):
+                self.kill()
             raise
 
     @property
@@ -159,9 +160,12 @@ class Crew:
         self.check_open()
         renewed: Promise[None] = Promise()
         with Shield():
-            self.hub.post(partial(self.roster.renew, self.roster.launch(), renewed))
+            launcher = self.roster.launch()
+            self.hub.post(partial(self.roster.renew, launcher, renewed))
         race(renewed, self.ended).result()
-        if not renewed.done():
+        if not renewed.done():  # it was closed in the meantime
+            launcher.close()
+            launcher.reap()
             raise self.refusal or RuntimeError(f"{self.plan.name} has ended")
 
     def wait_ended(self) -> None:
@@ -262,7 +266,7 @@ class Crew:
                 self.hub.deliver(work.cancel)
             return
         for work in reversed(works):
-            work.link = None
+            work.link, work.by_bulk = None, False
             if work.target is None:
                 self.queue.appendleft(work)
             else:
@@ -316,7 +320,7 @@ class Crew:
                 continue
             if again and work.retries > 0 and work.target is None and not self._abandoned:
                 work.retries -= 1
-                work.link = None
+                work.link, work.by_bulk = None, False
                 self.queue.appendleft(work)
             else:
                 self.hub.deliver(partial(work._settle, FINISHED, None, error))
@@ -357,7 +361,7 @@ class Crew:
         return 0 if self._abandoned or (self.closing and not self._unfinished()) else self.plan.size
 
     def _close(self, cancel: bool, running: bool) -> None:
-        self.closing = True
+        self.closing = self.pinned_waiting = True  # a Ctrl-C may have left pinned work unannounced
         if cancel:
             for work in [*self.queue, *self._waiting, *(w for link in self.links for w in link.pinned)]:
                 self.hub.deliver(work.cancel)
@@ -368,11 +372,11 @@ class Crew:
         self.look_for_end = True
 
     def _unfinished(self) -> bool:
-        return bool(
-            any(not work.done() for work in self.queue)
-            or self._waiting
-            or any(link.flight or link.pinned for link in self.links)
-        )
+        with suppress(IndexError):
+            while self.queue[0].done():  # cancelled while it waited
+                self.queue.popleft()
+            return True
+        return bool(self._waiting or any(link.flight or link.owes() for link in self.links))
 
     def _ask_for_end(self) -> None:
         self.look_for_end = True

@@ -43,7 +43,7 @@ import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pickle import loads
 from time import monotonic
@@ -321,13 +321,18 @@ class Hub:
                 self._hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
+            except Exception as error:
+                link.crew.fail(error)
             if not all_of_it:
                 return
 
     def hear_kept(self, link: Link, kept: bytes) -> None:
         """What a drone that died had done and not yet sent."""
         if kept:
-            self._hear_results(link, unpack_outcomes([RESULTS, kept]))
+            try:
+                self._hear_results(link, unpack_outcomes([RESULTS, kept]))
+            except Malformed as wrong:  # it may have written anywhere before it died
+                log.warning("what %s left in its page was dropped: %s", link.name, wrong)
 
     def receive(self) -> None:
         """Reads all that drones have sent by bulk."""
@@ -344,6 +349,8 @@ class Hub:
                 self._hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
+            except Exception as error:
+                link.crew.fail(error)
 
     def abandon_all(self) -> None:
         for crew in list(self.crews):
@@ -371,7 +378,7 @@ class Hub:
         inbox = self._inbox
         while inbox:
             self._guarded(inbox.popleft())
-        self.receive()
+        self._guarded(self.receive)
         now = monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._guarded(heapq.heappop(self._timers)[2])
@@ -399,9 +406,9 @@ class Hub:
         try:
             act()
         except Exception as error:
-            crew: Any = getattr(getattr(act, "func", act), "__self__", None)
-            if crew in self.crews:
-                crew.fail(error)
+            owner: Any = getattr(getattr(act, "func", act), "__self__", None)
+            if hasattr(owner, "fail"):  # a crew, or its roster
+                owner.fail(error)
             else:
                 log.exception("a bug in polycephaly: %r failed", act)
 
@@ -437,7 +444,7 @@ class Hub:
         self._asleep = True
         if not self._anything_to_do():
             timeout = max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
-            if self._lent and not 0 <= timeout < TICK:
+            if (self._lent or not self.leases) and not 0 <= timeout < TICK:
                 timeout = TICK
             news = self._epoll.poll(timeout)
             if self._lent:
@@ -465,11 +472,12 @@ class Hub:
         )
 
     def _end(self) -> bool:
-        """Ends the hub, unless somebody has leased it again."""
+        """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon after."""
         global _hub
-        with safepoint.guard:
-            if self.leases or self._inbox:
+        with safepoint.guard, ExitStack() as last:
+            if self.leases or self._inbox or not self._driver.acquire(blocking=False):
                 return False
+            last.callback(self._driver.release)
             if _hub is self:
                 _hub = None
             self.gone = True

@@ -37,6 +37,7 @@ SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest one
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
 _TAIL_LINES = 20
+_STACK_LINES = 200
 
 
 class State(IntEnum):
@@ -73,7 +74,7 @@ class Link:
         self._bulk_unanswered = 0
         self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.stack: list[str] = []
+        self.stack: deque[str] = deque(maxlen=_STACK_LINES)
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
         self.deadline = 0.0  # of what it runs, where there is a time limit
@@ -82,6 +83,10 @@ class Link:
     @property
     def alive(self) -> bool:
         return self.state is not State.DEAD
+
+    def owes(self) -> bool:
+        """Is there work that only it may do?"""
+        return any(not work.done() for work in list(self.pinned))
 
     def farewell(self) -> BaseException:
         """Why it takes no more work."""

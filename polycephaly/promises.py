@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from _thread import TIMEOUT_MAX, LockType, allocate_lock, get_ident
+from _thread import allocate_lock, get_ident
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -46,6 +46,7 @@ CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count onl
 FINISHED = "FINISHED"
 
 LOOK_UP = 0.5  # seconds: a signal that came just before a wait, too late to break it off, is seen after these
+LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks may leave these uncalled
 
 log = logging.getLogger("polycephaly")
 
@@ -302,10 +303,15 @@ class Promise(Future[T], Generic[T]):
                 here.release()
 
             self._hook(wake)
-            if not _acquire(here, end):
-                self._unhook(wake)
-                if not self.done():
-                    raise TimeoutError(f"{self!r} was not settled within {timeout} s")
+            longest = LOOK_UP if get_ident() == main_thread().ident else LOOK_AGAIN
+            while not self.done():
+                left = longest if end is None else min(end - monotonic(), longest)
+                if here.acquire(timeout=max(0.0, left)):
+                    break
+                if end is not None and monotonic() >= end:
+                    self._unhook(wake)
+                    if not self.done():
+                        raise TimeoutError(f"{self!r} was not settled within {timeout} s")
         if self._state == CANCELLED:
             raise CancelledError()
 
@@ -353,17 +359,6 @@ class Promise(Future[T], Generic[T]):
         else:
             state = f"fulfilled: {type(self._result).__name__}"
         return f"<Promise {state} at {id(self):#x}>"
-
-
-def _acquire(lock: LockType, end: float | None) -> bool:
-    """Waits for `lock` until `end`; in the main thread with an eye on signals."""
-    longest = LOOK_UP if get_ident() == main_thread().ident else TIMEOUT_MAX
-    while True:
-        left = longest if end is None else min(end - monotonic(), longest)
-        if lock.acquire(timeout=max(0.0, left)):
-            return True
-        if end is not None and monotonic() >= end:
-            return False
 
 
 def _raise_asyncio_cancelled() -> NoReturn:

@@ -89,10 +89,16 @@ class Roster:
 
         return once_more
 
+    def fail(self, error: Exception) -> None:
+        self._crew.fail(error)
+
     def launch(self) -> Launcher:
         """Takes a snapshot of this image as it is now. In the thread that asked for it."""
         nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size)
-        return Launcher(self._plan.start, nest)
+        try:
+            return Launcher(self._plan.start, nest)
+        except OSError as error:
+            raise named(error) from error
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -233,7 +239,7 @@ class Roster:
         self.fill_up()
 
     def stop_if_retired(self, link: Link) -> None:
-        if link.state is State.RETIRING and not link.flight and not link.pinned:
+        if link.state is State.RETIRING and not link.flight and not link.owes():
             self.stop(link)
 
     def stop(self, link: Link) -> None:
@@ -253,7 +259,6 @@ class Roster:
     def renew(self, launcher: Launcher, renewed: Promise[None]) -> None:
         """Replaces all drones by new ones from `launcher`'s snapshot; tells `renewed` when they are started."""
         if self._crew.wanted() == 0:  # it has been closed, or broken, in the meantime
-            _discard(launcher)
             return
         old = list(self.links)
         self._launcher = launcher
@@ -272,7 +277,13 @@ class Roster:
         except OSError as error:
             self._hub.post(partial(self._crew.cannot_start, named(error)))
         else:
-            self._hub.post(partial(self.renew, launcher, Promise()))
+            self._hub.post(partial(self._use_or_discard, launcher))
+
+    def _use_or_discard(self, launcher: Launcher) -> None:
+        if self._crew.wanted():
+            self.renew(launcher, Promise())
+        else:
+            _discard(launcher)
 
     # -- deaths -----------------------------------------------------------------------------------
 
@@ -328,6 +339,8 @@ class Roster:
         self._hub.print_lines(link)
         link.close(self._hub.unwatch)
         link.state = State.DEAD
+        self._crew.lose(list(link.pinned), link.farewell(), again=False)
+        link.pinned.clear()
         if link in self.links:
             self.links.remove(link)
             self._free_slots.append(link.slot)

@@ -211,7 +211,7 @@ def say_nonsense(by):
     drone = next(each for each in gc.get_objects() if type(each).__name__ == "_Drone")
     bulk = drone.open_bulk()
     dice = random.Random(7)
-    with drone._socket_turn:
+    with drone.socket_turn:
         for _ in range(200):
             if by == "bulk":
                 bulk.send_multipart([dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))])

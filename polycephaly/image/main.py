@@ -6,7 +6,7 @@
 
 The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short
 work crosses no thread. Only when one task has run for a *window* does the ear begin to listen. Whoever touches
-the sockets holds `_socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the
+the sockets holds `socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the
 middle, and each of these steps is atomic, so a task is either run or given back, never both.
 
 Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
@@ -34,6 +34,7 @@ from typing import Any
 
 import zmq
 
+from ..launch import safepoint
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
 from ..wire import endpoint
@@ -111,13 +112,14 @@ class _Drone:
         self._flushed = 0.0
         self._stopping = False
         self._current = self._target = 0
+        self._missed: set[int] = set()
         self._main_thread = threading.get_ident()
         signal.signal(signal.SIGINT, self._on_sigint)
         self._home, self._identity = nest.home, bytes.fromhex(order.identity)
         self._lane = Lane(lane)
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
-        self._socket_turn = threading.Lock()
+        self.socket_turn = threading.Lock()
         self._news = select.epoll()
         self._news.register(self._lane.fileno(), select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
@@ -151,6 +153,8 @@ class _Drone:
         try:
             try:
                 self._current = number
+                if number in self._missed:
+                    raise KeyboardInterrupt("interrupted by the controller")
                 value = task.definition.call(task.kind, task.payload)
                 if value is not None:
                     payload = self._capture_result(value)
@@ -191,7 +195,7 @@ class _Drone:
 
     def _flush(self) -> None:
         if self._outcomes:
-            with self._socket_turn:
+            with self.socket_turn:
                 self._send(pack_outcomes(self._outcomes, self._large))
             self._row.sent(self._last_done)
             self._outcomes.clear()
@@ -205,7 +209,7 @@ class _Drone:
         nothing, so nothing can come to `todo` behind the back of a main thread that waits.
         """
         if wait:
-            with self._socket_turn:
+            with self.socket_turn:
                 if self._todo or self._stopping:
                     return
                 if self._bulk_may_hide:
@@ -213,7 +217,7 @@ class _Drone:
                     return
                 self._waiting = True
             self._news.poll()
-        with self._socket_turn:
+        with self.socket_turn:
             self._waiting = False
             self.hear_all()
 
@@ -224,7 +228,7 @@ class _Drone:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        with self._socket_turn:
+        with self.socket_turn:
             if self._bulk is not None:
                 self._bulk.close()
                 self._context.term()
@@ -277,7 +281,8 @@ class _Drone:
             elif definition in definitions:
                 todo.append(_Task(number, kind, definitions[definition], payload))
             else:
-                raise Malformed(f"work {number} calls the unknown definition {definition}")
+                error = self._pack(RuntimeError(f"a bug in polycephaly: definition {definition} is not known here"))
+                self._send(pack_outcomes([pack_outcome(number, ERROR, 0.0, 0.0, error, b"")]))
 
     def _hear_recall(self, frames: list[bytes]) -> None:
         returned = []
@@ -294,9 +299,11 @@ class _Drone:
                 with suppress(ValueError):  # the main thread has just begun it
                     self._todo.remove(task)
                     withdrawn.append(pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
+                    targets.discard(task.number)
         if withdrawn:
             self._send(pack_outcomes(withdrawn))
         current = self._current
+        self._missed = targets - {0, current}  # one of these may be just between `todo` and `_current`
         if current and (current in targets or 0 in targets):
             self._target = current
             signal.pthread_kill(self._main_thread, signal.SIGINT)
@@ -327,12 +334,12 @@ class _Drone:
         return self._current
 
     def hear_if_free(self) -> None:
-        if self._socket_turn.acquire(blocking=False):
+        if self.socket_turn.acquire(blocking=False):
             try:
                 if not self._waiting:
                     self.hear_all()
             finally:
-                self._socket_turn.release()
+                self.socket_turn.release()
 
     @property
     def news_fd(self) -> int:
@@ -352,7 +359,9 @@ class _Ear:
         self._drone = drone
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._parked = False
-        threading.Thread(target=self._live, name="polycephaly-ear", daemon=True).start()
+        thread = threading.Thread(target=self._live, name="polycephaly-ear", daemon=True)
+        safepoint.add_turn(thread, drone.socket_turn)  # a drone may fork drones of its own
+        thread.start()
 
     def wake(self) -> None:
         if self._parked:

@@ -42,6 +42,7 @@ class Launcher:
     def __init__(self, method: str, nest: Nest) -> None:
         self.page = RunningPage(nest.slots)
         self.ready = False
+        self._reaped = False
         # Of a spawned image nothing is known until it reports: till then all of `__main__` goes by value.
         self.snapshot = MainSnapshot(None if method == "fork" else ())
         self._process: BaseProcess | None = None
@@ -54,6 +55,7 @@ class Launcher:
                 self.pid = self._spawn(theirs, nest)
         except BaseException:
             self.close()
+            self.page.close()
             raise
         finally:
             theirs.close()
@@ -127,8 +129,12 @@ class Launcher:
         lifeline.close(self._control)
 
     def reap(self) -> int | None:
-        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is known."""
+        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is known.
+        Twice is no error."""
         code: int | None = None
+        if self._reaped:
+            return code
+        self._reaped = True
         if self._process is not None:
             self._process.join()
             code = self._process.exitcode

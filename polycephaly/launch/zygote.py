@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -117,6 +118,7 @@ class _Zygote:
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
         self._sweep_until = 0.0
+        self._reports: deque[bytes] = deque()
         # The collector would touch, and so copy, every page that the drones share; and run finalizers of users.
         self._collects = gc.isenabled()
         gc.disable()
@@ -133,9 +135,13 @@ class _Zygote:
             sweeping = time.monotonic() < self._sweep_until
             if sweeping:
                 self._kill_orphans()
-            for fd, _ in poll.poll(SWEEP * 1000 if sweeping else None):
+            poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._reports else 0))
+            for fd, news in poll.poll(SWEEP * 1000 if sweeping else None):
                 if fd == self._control.fileno():
-                    self._obey()
+                    if news & select.POLLOUT:
+                        self._send_reports()
+                    if news & ~select.POLLOUT:
+                        self._obey()
                 elif fd == self._owner:
                     self._owner_gone = True
                 else:
@@ -261,8 +267,20 @@ class _Zygote:
             select.select([self._owner], [], [], OWNER_ENDS_WITHIN)
 
     def _report(self, **what: Any) -> None:
-        with suppress(OSError):  # the owner is gone: the lifeline tells that in a moment
-            self._control.send(json.dumps(what).encode())
+        self._reports.append(json.dumps(what).encode())
+        self._send_reports()
+
+    def _send_reports(self) -> None:
+        """What the socket takes now. The zygote never blocks in a send, so it always reads on, and so the hub,
+        which may block when it gives many orders, always gets through."""
+        try:
+            while self._reports:
+                self._control.send(self._reports[0], socket.MSG_DONTWAIT)
+                self._reports.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # the owner is gone: the lifeline tells that in a moment
+            self._reports.clear()
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:

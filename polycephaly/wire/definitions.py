@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
-from .capture import ATOMS, MainSnapshot, capture
+from .capture import ATOMS, MainSnapshot, capture, main_namespace
 from .messages import DEFINE_CALLABLE, DEFINE_CODE
 
 __all__ = ["Book", "Definition"]
@@ -153,9 +153,10 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
         yield from _witnesses_of_value(value, snapshot, seen)
         yield cell, "", value
     namespace = work.__globals__
+    of_main = namespace is main_namespace()
     for name in set(_names(work.__code__)):
         value = namespace.get(name, _NOT_THERE)
-        if value is not _NOT_THERE and not snapshot.unchanged(name, value):
+        if value is not _NOT_THERE and not (of_main and snapshot.unchanged(name, value)):
             yield from _witnesses_of_value(value, snapshot, seen)
         yield namespace, name, value
 

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import cast
 
 import zmq
@@ -42,33 +42,29 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.home = _choose_home()
-        self.router: zmq.Socket[bytes] | None = None
+        self._made = ExitStack()  # what there is to undo
 
     def open(self) -> zmq.Socket[bytes]:
-        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made."""
-        os.mkdir(self.home, 0o700)
-        self._lock = os.open(os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._context = zmq.Context()
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.SNDHWM, 0)  # the hub bounds what is under way by credit
-        router.setsockopt(zmq.RCVHWM, 0)
-        self.router = router
-        try:
+        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made; nothing is left then."""
+        with ExitStack() as undo:
+            os.mkdir(self.home, 0o700)
+            undo.callback(shutil.rmtree, self.home, ignore_errors=True)
+            lock = os.open(os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            context = zmq.Context()
+            undo.callback(context.term)
+            router = context.socket(zmq.ROUTER)
+            undo.callback(router.close)
+            router.setsockopt(zmq.LINGER, 0)
+            router.setsockopt(zmq.SNDHWM, 0)  # the hub bounds what is under way by credit
+            router.setsockopt(zmq.RCVHWM, 0)
             router.bind(address(self.home))
-        except BaseException:
-            self.close()
-            raise
+            self._made = undo.pop_all()
         return router
 
     def close(self) -> None:
-        if self.router is not None:
-            self.router.close()
-            self._context.term()
-            shutil.rmtree(self.home, ignore_errors=True)
-            os.close(self._lock)
-            self.router = None
+        self._made.close()
 
 
 def address(home: str) -> str:
