@@ -340,3 +340,25 @@ def test_a_global_of_the_snapshot_is_found_by_whatever_by_value_function_names_i
     """)
         == "10\n10\n10\n10 10\n10\n20\n10\n77\n"
     )
+
+
+def test_a_name_of_another_module_that_main_has_too_shows_as_at_each_call(tmp_path):
+    (tmp_path / "lib.py").write_text("config = {'a': 1}\ndef make(): return lambda: config['a']\n")
+    assert (
+        output_of(
+            """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import lib
+        from lib import config
+        import polycephaly as poly
+        with poly.Pool(1) as pool:
+            f = lib.make()
+            print(pool.doit(f))
+            config["a"] = 2
+            print(pool.doit(f))
+    """,
+            str(tmp_path),
+        )
+        == "1\n2\n"
+    )

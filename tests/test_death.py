@@ -6,8 +6,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, CancelledError
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -262,3 +263,50 @@ def test_death_while_a_child_process_of_the_drone_holds_its_pipes(tmp_path):
 def start_and_die(pids):
     append(pids, str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
     os._exit(11)
+
+
+def scribble_over_the_running_page():
+    import gc
+
+    for each in gc.get_objects():
+        if type(each).__name__ == "_Drone":
+            each._row._cells[2] = 500
+    os._exit(1)
+
+
+def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
+    with poly.Pool(2, output="discard") as pool:
+        assert isinstance(pool.promise(scribble_over_the_running_page).exception(10), poly.DroneDied)
+        assert [p.result(10) for p in [pool.promise(abs, -i) for i in range(100)]] == list(range(100))
+
+
+def test_waits_in_threads_while_pools_are_killed_always_end():
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    dice = random.Random(seed)
+    wrong = []
+
+    def wait_on(promise):
+        try:
+            promise.result(20)
+        except (poly.DroneDied, CancelledError):
+            pass
+        except BaseException as error:
+            wrong.append(error)
+
+    for _ in range(40):
+        pool = poly.Pool(1, output="discard")
+        pool.doit(abs, 1)
+        p = pool.promise("import time; time.sleep(100)")
+        waiters = [threading.Thread(target=wait_on, args=(p,)) for _ in range(4)]
+        for each in waiters[:2]:
+            each.start()
+        threading.Event().wait(dice.random() * 0.005)
+        pool._crew.kill()
+        for each in waiters[2:]:
+            each.start()
+        for each in waiters:
+            each.join(25)
+            assert not each.is_alive()
+        pool.shutdown()
+    assert not wrong

@@ -240,7 +240,8 @@ def test_a_hundred_drones_answer():
 
 def test_a_pool_or_a_promise_that_crossed_a_fork_says_so():
     assert (
-        output_of("""
+        output_of(
+            """
         import os
         import polycephaly as poly
         with poly.Pool(1) as pool:
@@ -259,6 +260,24 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so():
                 os._exit(0)
             os.wait()
             print(p.value)
-    """)
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
         == "[True, True]\n[True, True]\n7\n"
     )
+
+
+def test_a_drone_that_starts_drones_gives_no_warning_either():
+    done = run_script(
+        """
+        import polycephaly as poly
+        def inner():
+            import polycephaly as poly
+            return poly.doit("1")
+        if __name__ == "__main__":
+            with poly.Pool(1) as pool:
+                print(pool.doit(inner))
+    """,
+        python_args=("-W", "error::DeprecationWarning"),
+    )
+    assert done.stdout == "1\n" and not done.stderr
