@@ -97,7 +97,7 @@ class Crew:
         if self.refusal is not None:
             self.check_open()
         if target is not None and target.state >= State.RETIRING:
-            raise target.farewell()
+            raise target.farewell().with_traceback(None)
         work = Work(self, self.plan.retries)
         if target is not None:
             work.target = target

@@ -37,11 +37,10 @@ def default_start_method() -> str:
 
 
 class Launcher:
-    """One zygote. `ready` once it has reported; `snapshot` says what its images have in `__main__`."""
+    """One zygote. `snapshot` says what its images have in `__main__`; of a spawned one, once it has reported."""
 
     def __init__(self, method: str, nest: Nest) -> None:
         self.page = RunningPage(nest.slots)
-        self.ready = False
         self._reaped = False
         # Of a spawned image nothing is known until it reports: till then all of `__main__` goes by value.
         self.snapshot = MainSnapshot(None if method == "fork" else ())
@@ -111,10 +110,8 @@ class Launcher:
             if not message:
                 return heard or None
             report = json.loads(message)
-            if "ready" in report:
-                self.ready = True
-                if self._process is not None:
-                    self.snapshot = MainSnapshot(report["names"])
+            if "ready" in report and self._process is not None:
+                self.snapshot = MainSnapshot(report["names"])
             heard.append(report)
 
     # -- endings ----------------------------------------------------------------------------------
