@@ -174,20 +174,24 @@ def test_what_a_drone_started_ends_with_the_drone(how, tmp_path):
         wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in programs), 2.0)
 
 
-def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on():
-    done = run_script("""
-        import os, signal
+def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
+    done = run_script(
+        """
+        import os, signal, sys
         import polycephaly as poly
-        from faults import block_for_ever, wait_for
+        from faults import block_for_ever, lines, wait_for
         with poly.Pool(2) as pool:
             before = {pool.doit(os.getppid)}
-            lost = pool.promise(block_for_ever)
+            lost = pool.promise(block_for_ever, sys.argv[1])
+            wait_for(lambda: lines(sys.argv[1]))  # not begun, it would move, and block for ever elsewhere
             old = [d.pid for d in pool.drones]
             pool.doit(abs, 1)
             os.kill(before.pop(), signal.SIGKILL)
             print(type(lost.exception()).__name__, pool.doit(abs, -2))
             wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in old))
-    """)
+    """,
+        str(tmp_path / "started"),
+    )
     assert done.stdout == "DroneDied 2\n", done.stderr
 
 
