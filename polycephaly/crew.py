@@ -347,12 +347,8 @@ class Crew:
         self.abandon()
 
     def cannot_start(self, error: BaseException) -> None:
-        if not self.begun.done():
-            self.refusal = error
-            self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
-            self.abandon()
-        else:
-            self.break_(because("no drone can be started", error))
+        """Before it has begun, the error is its constructor's, and goes there as it is."""
+        self.break_(because("no drone can be started", error) if self.begun.done() else error)
 
     # -- in turns: ending ---------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class Promise(Future[T], Generic[T]):
         install their waiter under the condition, so it is set, and they are told, under the condition too.
 
         A condition that is made after `_settle` looked finds the state settled: the look, the claim and the
-        state are one run of straight-line code.
+        state are one run of straight-line code. So these lines stand twice: a call between them would end it.
         """
         with condition:
             try:

@@ -280,9 +280,8 @@ class Roster:
             self._hub.post(partial(self._use_or_discard, launcher))
 
     def _use_or_discard(self, launcher: Launcher) -> None:
-        if self._crew.wanted():
-            self.renew(launcher, Promise())
-        else:
+        self.renew(launcher, Promise())
+        if launcher is not self._launcher:  # nobody wants drones any more
             _discard(launcher)
 
     # -- deaths -----------------------------------------------------------------------------------
