@@ -1,6 +1,6 @@
 """Polycephaly: one Python image grows more heads.
 
-The five names for most days are `Drone`, `Pool`, `promise`, `Promise` and (from a later release) `green`.
+The five names for most days are `Drone`, `Pool`, `promise`, `Promise` and `green`.
 Names are loaded when first used, so that ``import polycephaly`` costs next to nothing.
 """
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChannelClosed",
+    "Deadlock",
     "Drone",
     "DroneDied",
     "Pool",
@@ -19,17 +21,21 @@ __all__ = [
     "as_completed",
     "doit",
     "gather",
+    "green",
     "promise",
     "race",
 ]
 
 if TYPE_CHECKING:
+    from . import green
     from .drone import Drone, doit, promise
-    from .errors import DroneDied, RemoteError
+    from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
     from .pool import Pool
     from .promises import Promise, as_completed, gather, race
 
 _HOMES = {
+    "ChannelClosed": "errors",
+    "Deadlock": "errors",
     "Drone": "drone",
     "DroneDied": "errors",
     "Pool": "pool",
@@ -38,6 +44,7 @@ _HOMES = {
     "as_completed": "promises",
     "doit": "drone",
     "gather": "promises",
+    "green": "green",
     "promise": "drone",
     "race": "promises",
 }
@@ -49,8 +56,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
+    module = import_module(f"{__name__}.{home}")
+    value = globals()[name] = module if home == name else getattr(module, name)
     return value
 
 

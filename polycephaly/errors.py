@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-__all__ = ["DroneDied", "RemoteError"]
+__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "RemoteError"]
 
 
 class RemoteError(Exception):
@@ -55,3 +55,11 @@ class DroneDied(BrokenProcessPool):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.args, self.__dict__
+
+
+class ChannelClosed(Exception):
+    """The channel was closed: nothing can be sent any more, and there is nothing left to receive."""
+
+
+class Deadlock(RuntimeError):
+    """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""

@@ -50,6 +50,12 @@ LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks
 
 log = logging.getLogger("polycephaly")
 
+green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None = None
+"""Where green threads are in use: whether the caller is one, between two awaits; how it awaits a promise."""
+
+waiting: dict[int, tuple[Promise[Any], float | None]] = {}
+"""The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
+
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
 
@@ -155,6 +161,8 @@ class Promise(Future[T], Generic[T]):
     # -- what those who work on promises say of theirs ----------------------------------------------
 
     _can_be_interrupted = False
+    from_outside = True
+    """Whether something else than green threads of this image may settle it."""
 
     def _withdraw(self) -> None:
         """It was cancelled: its work is to be withdrawn or interrupted. Must not block."""
@@ -213,10 +221,15 @@ class Promise(Future[T], Generic[T]):
         return True
 
     def __await__(self) -> Generator[Any, None, T]:
+        in_green = green is not None and green[0]()
         if not self.done():
-            yield from self._await_in_asyncio()
-        if self._state == CANCELLED:
-            _raise_asyncio_cancelled()
+            if in_green:
+                assert green is not None
+                yield from green[1](self)
+            else:
+                yield from self._await_in_asyncio()
+        if self._state == CANCELLED and not in_green:
+            _raise_asyncio_cancelled()  # to a green thread that is not cancelled itself it is an error like others
         return self.result()
 
     # -- settling and waiting ---------------------------------------------------------------------
@@ -294,26 +307,34 @@ class Promise(Future[T], Generic[T]):
                     "wait for itself; use .then(), or wait in a thread of your own"
                 )
             end = None if timeout is None else monotonic() + timeout
-            self._help(end)
-        if not self.done():
-            here = allocate_lock()
-            here.acquire()
-
-            def wake(_: Promise[Any]) -> None:
-                here.release()
-
-            self._hook(wake)
-            longest = LOOK_UP if get_ident() == main_thread().ident else LOOK_AGAIN
-            while not self.done():
-                left = longest if end is None else min(end - monotonic(), longest)
-                if here.acquire(timeout=max(0.0, left)):
-                    break
-                if end is not None and monotonic() >= end:
-                    self._unhook(wake)
-                    if not self.done():
-                        raise TimeoutError(f"{self!r} was not settled within {timeout} s")
+            me = get_ident()
+            waiting[me] = self, end
+            try:
+                self._help(end)
+                if not self.done():
+                    self._wait_for_settler(timeout, end)
+            finally:
+                waiting.pop(me, None)
         if self._state == CANCELLED:
             raise CancelledError()
+
+    def _wait_for_settler(self, timeout: float | None, end: float | None) -> None:
+        here = allocate_lock()
+        here.acquire()
+
+        def wake(_: Promise[Any]) -> None:
+            here.release()
+
+        self._hook(wake)
+        longest = LOOK_UP if get_ident() == main_thread().ident else LOOK_AGAIN
+        while not self.done():
+            left = longest if end is None else min(end - monotonic(), longest)
+            if here.acquire(timeout=max(0.0, left)):
+                break
+            if end is not None and monotonic() >= end:
+                self._unhook(wake)
+                if not self.done():
+                    raise TimeoutError(f"{self!r} was not settled within {timeout} s")
 
     def _await_in_asyncio(self) -> Generator[Any, None, None]:
         import asyncio

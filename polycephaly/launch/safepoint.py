@@ -5,6 +5,10 @@ child for ever. So while `fork` forks, each of our threads stands at a *safe poi
 and has nothing half done: each does its work under a lock of its own, a *turn*, listed here, and `fork` takes
 all turns first. Afterwards the parent gives them back; in the child, hooks make everything anew.
 
+A thread that has nothing half done is an `OwnThread` and needs no turn. One that runs code of users all the
+time, as green threads' does, cannot be under a lock for so long; it gives a context manager (`add_pause`) in
+which it stands still, if it can do so soon.
+
 Lock order: `guard` before turns; a thread in its turn never takes `guard`, and runs no code of users.
 
 Python 3.12 warns of every fork with threads. Where all Python threads but this one are ours, they stand safe
@@ -18,20 +22,34 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-__all__ = ["add_turn", "fork", "remove_turn"]
+__all__ = ["OwnThread", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
 
 guard = threading.RLock()
 """Held while a hub begins, ends or forks."""
 
 _turns: dict[threading.Thread, threading.Lock] = {}
+_pauses: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+class OwnThread(threading.Thread):
+    """A daemon thread of ours that needs no turn."""
+
+    def __init__(self, name: str, target: Callable[[], object] | None = None) -> None:
+        super().__init__(name=name, target=target, daemon=True)
 
 
 def add_turn(thread: threading.Thread, turn: threading.Lock) -> None:
     with guard:
         _turns[thread] = turn
+
+
+def add_pause(pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """To be entered before each fork; once, when the module that it belongs to is loaded."""
+    _pauses.append(pause)
 
 
 def remove_turn(thread: threading.Thread) -> None:
@@ -45,6 +63,8 @@ def fork() -> int:
         with suppress(Exception):  # None, closed, or a stand-in: what it holds must not be written twice
             stream.flush()
     with guard, ExitStack() as standing:
+        for pause in _pauses:
+            standing.enter_context(pause())
         for turn in list(_turns.values()):
             standing.enter_context(turn)
         with _no_warning_of_our_threads():
@@ -54,8 +74,15 @@ def fork() -> int:
         return pid
 
 
+def own_idents() -> set[int]:
+    """The identities of our threads that are under a turn, or need none."""
+    ours = (t for t in threading.enumerate() if t in _turns or isinstance(t, OwnThread))
+    return {thread.ident for thread in ours if thread.ident is not None}
+
+
 def _no_warning_of_our_threads() -> Any:
     others = set(threading.enumerate()) - {threading.current_thread()} - set(_turns)
+    others = {thread for thread in others if not isinstance(thread, OwnThread)}
     if others or sys.version_info < (3, 12):
         return nullcontext()
     return warnings.catch_warnings(action="ignore", category=DeprecationWarning)

@@ -1,0 +1,634 @@
+"""Channels: how green threads hand things to each other.
+
+    await send(item) ──> rendezvous: a receiver takes it ──> await receive()
+                    └──> buffered: room for `capacity` items in between
+
+Any number of threads may hold either end. Where several wait, they are served in the order of their coming.
+
+How it is fast. Where exactly one green thread waits, and for nothing else, it stands in a slot (`_receiver`, or
+`_sender` and `_item`), and is served in a few lines without a call: CPython changes native threads only at calls, loop
+ends and function entries, so whoever runs these lines has that waiter alone. This *fast path* may be run by anybody,
+asyncio code included. All else (more than one waiter, `select`, buffers, claims, closing) is done by the scheduler's
+owner only, so without locks. It may happen to the owner that a waiter in a slot is served behind its back, between
+two looks; nobody else ever puts one there. So it takes a waiter from the slot in such lines too, before it does more.
+
+A waiter that is interrupted takes itself out. If it is not there any more it has been served, and its item is on the
+way to it: it goes on waiting for it, and is interrupted at its next await. So nothing is lost or doubled.
+
+Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send` and `receive`.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+from collections import deque
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import CancelledError
+from functools import partial
+from types import NoneType, TracebackType, coroutine
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from ..errors import ChannelClosed
+from ..promises import Promise
+from .scheduler import PARK, scheduler
+from .select import Guard
+from .thread import GreenThread, Wake, outside, pause, start
+from .waiting import NOTHING, Refused, Waiter
+
+__all__ = ["Channel"]
+
+T = TypeVar("T")
+
+ready = scheduler.ready
+bell = scheduler.bell
+
+
+class Channel(Generic[T]):
+    """Hands items from those who send to those who receive, each to exactly one, in the order of sending.
+
+    With ``capacity=0`` they meet: `send` returns when a receiver has the item. Else up to `capacity` items wait in
+    between. Raises `ValueError` for a negative capacity.
+
+    >>> from polycephaly import green
+    >>> async def count(ch):
+    ...     for i in range(3):
+    ...         await ch.send(i)
+    ...     ch.close()
+    >>> async def main():
+    ...     ch = green.Channel()
+    ...     green.spawn(count, ch)
+    ...     return [i async for i in ch]
+    >>> green.run(main)
+    [0, 1, 2]
+    """
+
+    __slots__ = ("__weakref__", "_closed", "_extra", "_item", "_plain", "_receiver", "_sender")
+
+    capacity = 0
+
+    def __new__(cls, capacity: int = 0) -> Channel[T]:
+        if isinstance(capacity, bool) or not isinstance(capacity, int):
+            raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
+        if capacity < 0:
+            raise ValueError(f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least")
+        return object.__new__(_Buffered if capacity and cls is Channel else cls)
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._receiver: Any = None  # None, the one green thread that waits, or a deque of Waiters
+        self._sender: Any = None
+        self._item: Any = None  # with one green thread in `_sender`: what it sends
+        self._closed = False
+        self._plain = True  # neither closed nor with anything in `_extra`
+        self._extra: _Extra | None = None  # while an end is claimed, or an item was given back: no fast path
+
+    # -- for green threads, and asyncio code ---------------------------------------------------------
+
+    @coroutine
+    def send(self, item: T) -> Generator[Any, Any, None]:
+        """Gives `item` to a receiver; waits until one has it, or until there is room for it.
+
+        Raises `ChannelClosed` when the channel is closed before: then nobody has got the item.
+        """
+        receiver = self._receiver
+        if receiver.__class__ is GreenThread:  # from here to the append: the fast path
+            self._receiver = None
+            receiver._value = item
+            ready.append(receiver)
+            if bell:
+                scheduler.ring()
+            return
+        if get_ident() != scheduler.owner:
+            yield from self._from_outside(self._send_here, item)
+            return
+        if receiver is None and self._sender is None and self._plain:
+            self._sender = thread = scheduler.current
+            self._item = item
+            while True:
+                try:
+                    refused = yield PARK
+                    break
+                except BaseException as error:
+                    if self._take_out("send", thread) or isinstance(error, GeneratorExit):
+                        raise
+                    thread._interrupt(error)
+            if refused is not None:
+                raise refused.error
+        else:
+            yield from self._send_here(item)
+
+    @coroutine
+    def receive(self) -> Generator[Any, Any, T]:
+        """The next item; waits for one. Raises `ChannelClosed` when there is none and the channel is closed."""
+        sender = self._sender
+        if sender.__class__ is GreenThread:  # from here to the append: the fast path
+            item = self._item
+            self._sender = self._item = None
+            sender._value = None
+            ready.append(sender)
+            if bell:
+                scheduler.ring()
+            return item
+        if get_ident() != scheduler.owner:
+            return (yield from self._from_outside(self._receive_here))
+        if sender is None and self._receiver is None and self._plain:
+            self._receiver = thread = scheduler.current
+            while True:
+                try:
+                    item = yield PARK
+                    break
+                except BaseException as error:
+                    if self._take_out("receive", thread) or isinstance(error, GeneratorExit):
+                        raise
+                    thread._interrupt(error)
+            if item.__class__ is Refused:
+                raise item.error
+            return item
+        return (yield from self._receive_here())
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        """``async for item in channel``: until it is closed, and empty."""
+        return self
+
+    @coroutine
+    def __anext__(self) -> Generator[Any, Any, T]:
+        try:
+            return cast(T, (yield from self.receive()))
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+
+    def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[T]:
+        """``async with channel.claim() as end:`` holds one end for several messages: `end.send`, or `end.receive`.
+
+        While it is held, others who would use the same end wait; who waited there before goes on waiting. Without
+        an argument the end is claimed that is used first.
+
+        >>> from polycephaly import green
+        >>> async def pair(ch, name):
+        ...     async with ch.claim() as end:
+        ...         await end.send(name)
+        ...         await end.send(name)
+        >>> async def main():
+        ...     ch = green.Channel()
+        ...     green.spawn(pair, ch, "a"), green.spawn(pair, ch, "b")
+        ...     return [await ch.receive() for _ in range(4)]
+        >>> green.run(main)
+        ['a', 'a', 'b', 'b']
+        """
+        if end not in ("send", "receive", None):
+            raise ValueError(f"a channel has the ends 'send' and 'receive', not {end!r}")
+        return Claim(self, end)
+
+    # -- for select ----------------------------------------------------------------------------------
+
+    def sending(self, item: T, *, when: bool = True) -> Guard:
+        """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is true."""
+        return Guard(when, self, "send", item)
+
+    def receiving(self, *, when: bool = True) -> Guard:
+        """A guard for `select`: an item is received if it is chosen. Only considered if `when` is true."""
+        return Guard(when, self, "receive")
+
+    # -- for plain code --------------------------------------------------------------------------------
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """`send` for plain code: blocks the calling native thread, and only that.
+
+        Raises `ChannelClosed`, `TimeoutError` after `timeout` seconds (then nobody has got the item), and
+        `RuntimeError` inside a coroutine, which must use `await send` instead.
+        """
+        self._not_in_a_coroutine("put", "await channel.send(item)")
+        proxy = start(self._send_here, (item,), name="Channel.put")
+        try:
+            proxy.result(timeout)
+        except TimeoutError:
+            proxy.cancel()
+            try:
+                proxy.result()
+            except CancelledError:
+                raise TimeoutError(f"nobody took the item within {timeout} s") from None
+        except BaseException:
+            proxy.cancel()
+            raise
+
+    def get(self, timeout: float | None = None) -> T:
+        """`receive` for plain code: blocks the calling native thread, and only that.
+
+        Raises `ChannelClosed`, `TimeoutError` when there was no item for `timeout` seconds, and `RuntimeError`
+        inside a coroutine, which must use `await receive` instead.
+        """
+        self._not_in_a_coroutine("get", "await channel.receive()")
+        proxy = start(self._receive_here, (), name="Channel.get")
+        try:
+            return cast(T, proxy.result(timeout))
+        except TimeoutError:
+            proxy.cancel()
+            try:
+                return cast(T, proxy.result())
+            except CancelledError:
+                raise TimeoutError(f"there was no item within {timeout} s") from None
+        except BaseException:
+            proxy.cancel()
+            proxy._hook(self._give_back)
+            raise
+
+    def close(self) -> None:
+        """No more items will be sent. From anywhere; a second time it does nothing.
+
+        Who waits to send, or sends later, gets `ChannelClosed`. Who receives gets what is in the buffer, and then
+        `ChannelClosed`; ``async for`` ends.
+        """
+        self._closed = True
+        self._plain = False
+        if get_ident() == scheduler.owner and scheduler.in_step():
+            self._close_here()
+        else:
+            scheduler.post(self._close_here)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<{'Channel' if not self.capacity else f'Channel of {self.capacity}'}{state} at {id(self):#x}>"
+
+    # -- the owner's -----------------------------------------------------------------------------------
+
+    @coroutine
+    def _send_here(self, item: Any) -> Generator[Any, Any, None]:
+        thread = scheduler.current
+        if not self._try_send(thread, item):
+            yield from self._wait("send", Waiter(thread, item))
+
+    @coroutine
+    def _receive_here(self) -> Generator[Any, Any, Any]:
+        thread = scheduler.current
+        got = self._try_receive(thread)
+        return (yield from self._wait("receive", Waiter(thread))) if got is NOTHING else got
+
+    @coroutine
+    def _wait(self, end: str, waiter: Waiter) -> Generator[Any, Any, Any]:
+        self._enlist(end, waiter)
+        while True:
+            try:
+                given = yield PARK
+                break
+            except BaseException as error:
+                if self._strike(end, waiter) or isinstance(error, GeneratorExit):
+                    raise
+                waiter.thread._interrupt(error)
+        if given.__class__ is Refused:
+            raise given.error
+        return given
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        """Sends if that is possible at once. Raises `ChannelClosed`."""
+        self._check_open()
+        if self._is_claimed("send", thread):
+            return False
+        receiver = self._next("receive")
+        if receiver is None:
+            return False
+        receiver.serve(item)
+        return True
+
+    def _try_receive(self, thread: Any) -> Any:
+        """An item that is to be had at once, or NOTHING. Raises `ChannelClosed`."""
+        if self._is_claimed("receive", thread):
+            self._check_open()
+            return NOTHING
+        if self._extra is not None and self._extra.given_back:
+            item = self._extra.given_back.popleft()
+            self._tidy()
+            return item
+        sender = self._next("send")
+        if sender is None:
+            self._check_open()
+            return NOTHING
+        item = sender.item
+        sender.serve(None)
+        return item
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"{self!r} was closed")
+
+    def _next(self, end: str) -> Waiter | None:
+        """Whose turn it is at that end. It is out of the queue then, and must be served."""
+        waiter: Waiter
+        if end == "send":
+            first = self._sender
+            if first is None:
+                return None
+            if first.__class__ is not deque:
+                item = self._item  # no call since the look at `_sender`: it is ours alone
+                self._sender = self._item = None
+                return Waiter(first, item)
+            waiter = first.popleft()
+            if not first:
+                self._sender = None
+            return waiter
+        first = self._receiver
+        if first is None:
+            return None
+        if first.__class__ is not deque:
+            self._receiver = None
+            return Waiter(first)
+        waiter = first.popleft()
+        if not first:
+            self._receiver = None
+        return waiter
+
+    def _enlist(self, end: str, waiter: Waiter) -> None:
+        extra = self._extra
+        if extra is not None and self._is_claimed(end, waiter.thread):
+            extra.put_aside[end].append(waiter)
+        else:
+            self._queue(end).append(waiter)
+
+    def _queue(self, end: str) -> deque[Waiter]:
+        """The queue at that end; the one in the slot is its first."""
+        alone = self._next(end) if self._alone(end) else None
+        queue: deque[Waiter] | None = self._sender if end == "send" else self._receiver
+        if queue is None:
+            queue = deque()
+            if end == "send":
+                self._sender = queue
+            else:
+                self._receiver = queue
+        if alone is not None:
+            queue.appendleft(alone)
+        return queue
+
+    def _alone(self, end: str) -> bool:
+        return (self._sender if end == "send" else self._receiver).__class__ not in (deque, NoneType)
+
+    def _strike(self, end: str, waiter: Waiter) -> bool:
+        """Takes a waiter out; False: it has been served."""
+        queues = [self._sender if end == "send" else self._receiver]
+        if self._extra is not None:
+            queues.append(self._extra.put_aside[end])
+        for queue in queues:
+            if queue.__class__ is deque:
+                try:
+                    queue.remove(waiter)
+                except ValueError:
+                    continue
+                self._forget_empty(end)
+                return True
+        return False
+
+    def _forget_empty(self, end: str) -> None:
+        if end == "send":
+            if self._sender is not None and not self._alone(end) and not self._sender:
+                self._sender = None
+        elif self._receiver is not None and not self._alone(end) and not self._receiver:
+            self._receiver = None
+
+    def _take_out(self, end: str, thread: GreenThread[Any]) -> bool:
+        """The same for a thread that stood alone in the slot when it began to wait."""
+        if end == "send":
+            if self._sender is thread:
+                self._sender = self._item = None
+                return True
+        elif self._receiver is thread:
+            self._receiver = None
+            return True
+        for waiter in self._waiting(end):
+            if waiter.thread is thread:
+                return self._strike(end, waiter)
+        return False
+
+    def _waiting(self, end: str) -> list[Waiter]:
+        queue = self._sender if end == "send" else self._receiver
+        found = list(queue) if queue.__class__ is deque else []
+        return found + (list(self._extra.put_aside[end]) if self._extra is not None else [])
+
+    def _close_here(self) -> None:
+        for end in ("send", "receive"):
+            while (waiter := self._next(end)) is not None:
+                self._refuse(waiter)
+            if self._extra is not None:
+                while self._extra.put_aside[end]:
+                    self._refuse(self._extra.put_aside[end].popleft())
+
+    def _refuse(self, waiter: Waiter) -> None:
+        waiter.refuse(ChannelClosed(f"{self!r} was closed"))
+
+    def _match(self) -> None:
+        """Both ends may have somebody waiting, after a claim has ended: brings them together."""
+        while not self._closed and (receiver := self._next("receive")) is not None:
+            got = self._try_receive(receiver.thread)
+            if got is NOTHING:
+                self._queue("receive").appendleft(receiver)
+                return
+            receiver.serve(got)
+
+    # -- claims, and items given back --------------------------------------------------------------------
+
+    def _make_extra(self) -> _Extra:
+        if self._extra is None:
+            self._extra = _Extra()
+            self._plain = False
+            for end in ("send", "receive"):  # nobody in the slots: no fast path
+                if self._alone(end):
+                    self._queue(end)
+        return self._extra
+
+    def _tidy(self) -> None:
+        if self._extra is not None and self._extra.is_empty():
+            self._extra = None
+            self._plain = not self._closed
+
+    def _is_claimed(self, end: str, thread: Any) -> bool:
+        """By somebody else."""
+        extra = self._extra
+        return extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
+
+    def _give_back(self, receiving: Promise[Any]) -> None:
+        """Who was to have its item is gone. The next receiver has it, before all others."""
+        if not receiving.cancelled() and receiving.exception() is None:
+            scheduler.post(partial(self._give_back_here, receiving.result()))
+
+    def _give_back_here(self, item: Any) -> None:
+        self._make_extra().given_back.append(item)
+        self._match()
+
+    # -- outside -----------------------------------------------------------------------------------------
+
+    @coroutine
+    def _from_outside(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
+        """In asyncio code: a green thread does it."""
+        asyncio = sys.modules["asyncio"]
+        if asyncio._get_running_loop() is None:
+            raise RuntimeError("channels are awaited in green threads and asyncio; plain code uses put and get")
+        proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
+        try:
+            return (yield from proxy.__await__())
+        except asyncio.CancelledError:  # the waiting was cancelled; that has cancelled the proxy
+            if not args:
+                proxy._hook(self._give_back)
+            raise
+
+    def _not_in_a_coroutine(self, what: str, instead: str) -> None:
+        if scheduler.in_step():
+            raise RuntimeError(
+                f"Channel.{what} blocks, and inside a coroutine it would stop every green thread: use `{instead}`"
+            )
+
+
+class _Buffered(Channel[T]):
+    """With room for some items between the ends."""
+
+    __slots__ = ("_buffer", "capacity")
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self._buffer: deque[T] = deque()
+
+    @coroutine
+    def send(self, item: T) -> Generator[Any, Any, None]:
+        receiver = self._receiver
+        if receiver.__class__ is GreenThread:  # the fast path, as in Channel: who waits has found the buffer empty
+            self._receiver = None
+            receiver._value = item
+            ready.append(receiver)
+            if bell:
+                scheduler.ring()
+        elif get_ident() != scheduler.owner:
+            yield from self._from_outside(self._send_here, item)
+        elif receiver is None and len(self._buffer) < self.capacity and self._plain:
+            self._buffer.append(item)
+        else:
+            yield from self._send_here(item)
+
+    @coroutine
+    def receive(self) -> Generator[Any, Any, T]:
+        if get_ident() != scheduler.owner:
+            return (yield from self._from_outside(self._receive_here))
+        if self._buffer and self._sender is None and self._extra is None:
+            return self._buffer.popleft()
+        return (yield from super().receive())
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        if super()._try_send(thread, item):
+            return True
+        if self._is_claimed("send", thread) or len(self._buffer) >= self.capacity:
+            return False
+        self._buffer.append(item)
+        return True
+
+    def _try_receive(self, thread: Any) -> Any:
+        if self._is_claimed("receive", thread):
+            self._check_open()
+            return NOTHING
+        if (self._extra is not None and self._extra.given_back) or not self._buffer:
+            return super()._try_receive(thread)
+        item = self._buffer.popleft()
+        sender = self._next("send")
+        if sender is not None:
+            self._buffer.append(sender.item)
+            sender.serve(None)
+        return item
+
+    def _match(self) -> None:
+        super()._match()
+        while not self._closed and len(self._buffer) < self.capacity and (sender := self._next("send")) is not None:
+            self._buffer.append(sender.item)
+            sender.serve(None)
+
+
+class _Extra:
+    """What most channels never have: claims, and items that were given back."""
+
+    __slots__ = ("given_back", "holder", "next_holders", "put_aside")
+
+    def __init__(self) -> None:
+        self.holder: dict[str, Any] = {"send": None, "receive": None}
+        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {"send": deque(), "receive": deque()}
+        self.put_aside: dict[str, deque[Waiter]] = {"send": deque(), "receive": deque()}  # not the holder's
+        self.given_back: deque[Any] = deque()
+
+    def is_empty(self) -> bool:
+        return not (
+            self.given_back
+            or any(self.holder.values())
+            or any(self.next_holders.values())
+            or any(self.put_aside.values())
+        )
+
+
+class Claim(Generic[T]):
+    """One end of a channel, held by one green thread: see `Channel.claim`."""
+
+    def __init__(self, channel: Channel[T], end: str | None) -> None:
+        self._channel = channel
+        self._wanted = end
+        self._held: list[str] = []
+
+    async def __aenter__(self) -> Claim[T]:
+        if self._wanted is not None:
+            await self._take(self._wanted)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for end in self._held:
+            self._release(end)
+        self._held.clear()
+
+    async def send(self, item: T) -> None:
+        """`Channel.send`, by who holds the end."""
+        await self._take("send")
+        await self._channel.send(item)
+
+    async def receive(self) -> T:
+        """`Channel.receive`, by who holds the end."""
+        await self._take("receive")
+        return await self._channel.receive()
+
+    async def _take(self, end: str) -> None:
+        if end in self._held:
+            return
+        if self._held or self._wanted not in (None, end):
+            raise RuntimeError(f"this claim is for the end {(self._held or [self._wanted])[0]!r}, not for {end!r}")
+        if get_ident() != scheduler.owner:
+            raise outside("Channel.claim", "a channel of your own")
+        extra, me = self._channel._make_extra(), scheduler.current
+        if extra.holder[end] is me:
+            raise RuntimeError(f"this green thread holds the end {end!r} already, by another claim")
+        if extra.holder[end] is not None:
+            waits = Wake(), me
+            extra.next_holders[end].append(waits)
+            try:
+                await pause(waits[0])
+            except BaseException:
+                if waits in extra.next_holders[end]:
+                    extra.next_holders[end].remove(waits)
+                else:  # it was its turn
+                    self._release(end)
+                raise
+        else:
+            extra.holder[end] = me
+            queue = self._channel._queue(end)
+            extra.put_aside[end].extend(queue)
+            queue.clear()
+            self._channel._forget_empty(end)
+        self._held.append(end)
+
+    def _release(self, end: str) -> None:
+        channel, extra = self._channel, self._channel._extra
+        assert extra is not None
+        if extra.next_holders[end]:
+            wake, extra.holder[end] = extra.next_holders[end].popleft()
+            wake.now()
+            return
+        extra.holder[end] = None
+        channel._queue(end).extend(extra.put_aside[end])
+        channel._forget_empty(end)
+        extra.put_aside[end].clear()
+        channel._match()
+        channel._tidy()

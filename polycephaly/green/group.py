@@ -1,0 +1,130 @@
+"""Green threads that belong together: none of them outlives the block in which they were started.
+
+    async with Group() as g: g.spawn(...)    one fails ──> the others, and the block, are cancelled ──> all have ended
+                                                                                              ──> ExceptionGroup
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from .sleeping import current, sleep
+from .thread import Cancelled, GreenThread, Wake, pause, start
+
+__all__ = ["Group"]
+
+_NOBODY = Wake()
+_NOBODY.thread = None
+
+
+class Group:
+    """``async with green.Group() as g:`` and ``g.spawn(fn, *args)``: the block ends when all of them have ended.
+
+    The first error cancels the others and the block; all errors are raised together in an `ExceptionGroup`. A plain
+    function among them that is in foreign code cannot be cancelled, and is waited for.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     async with green.Group() as group:
+    ...         squares = [group.spawn(pow, i, 2) for i in range(3)]
+    ...     return [promise.value for promise in squares]
+    >>> green.run(main)
+    [0, 1, 4]
+    """
+
+    def __init__(self) -> None:
+        self._children: set[GreenThread[Any]] = set()
+        self._errors: list[BaseException] = []
+        self._owner: GreenThread[Any] | None = None
+        self._wake: Wake | None = None
+        self._cancelling = self._ended_all = False
+        self._interruption: Cancelled | None = None
+
+    def spawn(
+        self, fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound: bool = False
+    ) -> GreenThread[Any]:
+        """`green.spawn` as a member of this group, by green threads of it. Raises `RuntimeError` outside of the block."""
+        if self._owner is None or self._ended_all:
+            raise RuntimeError("a group takes green threads only inside its `async with` block")
+        child = start(fn, args, self, name, bound)
+        self._children.add(child)
+        if self._cancelling:
+            child.cancel()
+        return child
+
+    def cancel(self) -> None:
+        """Cancels all of them and the block, which then ends without an error."""
+        if self._cancelling or self._owner is None or self._ended_all:
+            return
+        self._cancelling = True
+        for child in list(self._children):
+            child.cancel()
+        if self._wake is None:
+            self._interruption = Cancelled("its group was cancelled")
+            self._owner._interrupt(self._interruption)
+
+    def _ended(self, child: GreenThread[Any], error: BaseException | None) -> None:
+        """The owner of the scheduler tells that one has ended."""
+        self._children.discard(child)
+        if error is not None:
+            self._errors.append(error)
+            self.cancel()
+        if not self._children and self._wake is not None:
+            self._wake.now()
+
+    async def __aenter__(self) -> Group:
+        if self._owner is not None:
+            raise RuntimeError("a group is for one block; make another one")
+        self._owner = current()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool:
+        if self._interruption is not None and error is not self._interruption:
+            await self._meet_interruption()
+        self._wake = _NOBODY  # from here on, cancelling is for the children only
+        ours = error is not None and error is self._interruption
+        if error is not None and not ours:
+            if not isinstance(error, Cancelled) and not any(error is known for known in self._errors):
+                self._errors.append(error)
+            self._cancel_children()
+        cancelled = error if isinstance(error, Cancelled) and not ours else None
+        while self._children:
+            self._wake = Wake()
+            try:
+                await pause(self._wake)
+            except Cancelled as another:
+                cancelled = another
+                self._cancel_children()
+            except BaseException as another:
+                self._errors.append(another)
+                self._cancel_children()
+            finally:
+                self._wake = _NOBODY
+        self._ended_all = True
+        try:
+            if self._errors:
+                raise BaseExceptionGroup("errors in a group of green threads", self._errors) from None
+            if cancelled is not None:
+                raise cancelled
+            return ours
+        finally:
+            self._errors = []
+            del error, cancelled
+
+    def _cancel_children(self) -> None:
+        self._cancelling = True
+        for child in list(self._children):
+            child.cancel()
+
+    async def _meet_interruption(self) -> None:
+        """It is on its way to the block, and must not hit what comes after it."""
+        try:
+            while True:
+                await sleep(0)
+        except Cancelled as late:
+            if late is not self._interruption:
+                raise

@@ -1,0 +1,261 @@
+"""Lock, Semaphore, Event and Barrier for green threads. All are fair: who came first is served first.
+
+They are the scheduler owner's own: between two awaits nobody else touches them. Plain code uses ``with``
+where there is one, or ``green.run(lock.acquire)``; methods that only wake others may be called from anywhere.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections import deque
+from collections.abc import Generator
+from types import TracebackType, coroutine
+from typing import Any
+
+from .run import run
+from .scheduler import PARK, scheduler
+from .thread import GreenThread, outside
+
+__all__ = ["Barrier", "Event", "Lock", "Semaphore"]
+
+
+class _Line:
+    """Green threads that wait in a line."""
+
+    __slots__ = ("threads",)
+
+    def __init__(self) -> None:
+        self.threads: deque[GreenThread[Any]] = deque()
+
+    @coroutine
+    def wait(self) -> Generator[Any, Any, Any]:
+        """Parks at the end of the line, until `let` it go on."""
+        thread = scheduler.current
+        self.threads.append(thread)
+        try:
+            return (yield PARK)
+        except BaseException:
+            self.threads.remove(thread)
+            raise
+
+    def let(self, value: Any = None) -> None:
+        """The first in the line goes on; `wait` gives it `value`."""
+        thread = self.threads.popleft()
+        thread._value = value
+        scheduler.ready.append(thread)
+
+
+def _by_owner(what: str) -> None:
+    if get_ident() != scheduler.owner:
+        raise outside(what, "`green.run` around it")
+
+
+class Semaphore:
+    """Lets at most so many in at a time. Raises `ValueError` for a negative number.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     two = green.Semaphore(2)
+    ...     async with two, two:
+    ...         return two.value
+    >>> green.run(main)
+    0
+    """
+
+    _what = "Semaphore"
+
+    def __init__(self, value: int = 1) -> None:
+        if value < 0:
+            raise ValueError(f"a semaphore lets in 0 or more, not {value!r}")
+        self._value = value
+        self._line = _Line()
+
+    @property
+    def value(self) -> int:
+        """How many more it would let in now."""
+        return self._value
+
+    async def acquire(self) -> None:
+        _by_owner(f"{self._what}.acquire")
+        if self._value > 0:  # while anybody waits it is 0: nobody is overtaken
+            self._value -= 1
+        else:
+            await self._line.wait()
+
+    def release(self) -> None:
+        """From anywhere."""
+        if scheduler.in_step():
+            self._release()
+        else:
+            scheduler.post(self._release)
+
+    def _release(self) -> None:
+        if self._line.threads:
+            self._line.let()
+        else:
+            self._value += 1
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __enter__(self) -> None:
+        """For plain code: blocks this native thread only."""
+        run(self.acquire)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Lock(Semaphore):
+    """Held by one at a time: ``async with lock`` in green threads, ``with lock`` in plain code.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     lock = green.Lock()
+    ...     async with lock:
+    ...         return lock.locked
+    >>> green.run(main)
+    True
+    """
+
+    _what = "Lock"
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    @property
+    def locked(self) -> bool:
+        return self._value == 0
+
+    def _release(self) -> None:
+        if self._value:
+            raise RuntimeError("a lock was released that nobody held")
+        super()._release()
+
+    def release(self) -> None:
+        """From anywhere. Raises `RuntimeError` where nobody holds it."""
+        if self._value:
+            raise RuntimeError("a lock was released that nobody held")
+        super().release()
+
+
+class Event:
+    """Something that happens once, until `clear`: all who wait for it go on then.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     event = green.Event()
+    ...     waiter = green.spawn(event.wait)
+    ...     event.set()
+    ...     await waiter
+    ...     return event.is_set()
+    >>> green.run(main)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._line = _Line()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    async def wait(self) -> None:
+        """Parks until it is set; not at all if it is."""
+        _by_owner("Event.wait")
+        if not self._set:
+            await self._line.wait()
+
+    def set(self) -> None:
+        """From anywhere."""
+        self._set = True
+        if scheduler.in_step():
+            self._let_all()
+        else:
+            scheduler.post(self._let_all)
+
+    def _let_all(self) -> None:
+        while self._line.threads:
+            self._line.let()
+
+    def clear(self) -> None:
+        self._set = False
+
+
+class Barrier:
+    """Holds each of `n` enrolled green threads at `sync` until all have come there. Then it is as new.
+
+    Raises `ValueError` for less than 1.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     barrier = green.Barrier(2)
+    ...     return sorted(await green.par(barrier.sync, barrier.sync))
+    >>> green.run(main)
+    [0, 1]
+    """
+
+    def __init__(self, n: int) -> None:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"a barrier is for a number of green threads, not {n!r}")
+        if n < 1:
+            raise ValueError(f"a barrier of {n} would hold nobody; 1 is the least")
+        self._enrolled = n
+        self._line = _Line()
+
+    @property
+    def enrolled(self) -> int:
+        """For how many it is."""
+        return self._enrolled
+
+    @property
+    def waiting(self) -> int:
+        """How many have come to `sync` and wait there."""
+        return len(self._line.threads)
+
+    def enroll(self, n: int = 1) -> None:
+        """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may be too late."""
+        self._change(n)
+
+    def resign(self, n: int = 1) -> None:
+        """It is for `n` fewer; if all the others wait already, they go on. From anywhere.
+
+        Raises `ValueError` where fewer than `n` are enrolled who do not wait at `sync`.
+        """
+        self._change(-n)
+
+    def _change(self, n: int) -> None:
+        if self._enrolled + n < self.waiting:
+            raise ValueError(f"{-n} cannot resign from a barrier of {self._enrolled} of which {self.waiting} wait")
+        self._enrolled += n
+        if scheduler.in_step():
+            self._look()
+        else:
+            scheduler.post(self._look)
+
+    async def sync(self) -> int:
+        """Waits for the others; in which place this one came, from 0. Raises `RuntimeError` if nobody is enrolled."""
+        _by_owner("Barrier.sync")
+        if not self._enrolled:
+            raise RuntimeError("nobody is enrolled in this barrier: enroll first")
+        place = len(self._line.threads)
+        if place + 1 == self._enrolled:
+            self._let_all()
+        else:
+            await self._line.wait()
+        return place
+
+    def _look(self) -> None:
+        if self._line.threads and len(self._line.threads) == self._enrolled:
+            self._let_all()
+
+    def _let_all(self) -> None:
+        while self._line.threads:
+            self._line.let()

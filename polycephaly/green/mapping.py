@@ -1,0 +1,193 @@
+"""`par` and `map`: many green threads at once, from plain code and from green code alike.
+
+    items ──next()──> width workers ──> results, in the order of the items
+
+In plain code they wait, and give a list. In a coroutine, and in asyncio code, they give something to await.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from operator import length_hint
+from types import CoroutineType
+from typing import Any, Generic, TypeVar
+
+from ..errors import ChannelClosed
+from ..promises import Promise
+from .call import call_long
+from .channel import Channel
+from .group import Group
+from .run import run
+from .scheduler import scheduler
+from .thread import GreenThread, is_coroutine_function, spawn
+
+__all__ = ["Mapped", "map", "par"]
+
+T = TypeVar("T")
+
+AHEAD = 2  # results that may wait to be asked for, for each worker
+
+
+def par(*fns: Any) -> Any:
+    """Runs all of `fns` as green threads, until the last has ended; a list of their values, in order. (ProcessJ's par.)
+
+    They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised in an
+    `ExceptionGroup`. In a coroutine: ``await green.par(...)``; in plain code it waits by itself.
+
+    >>> from polycephaly import green
+    >>> async def one(): return 1
+    >>> green.par(one, lambda: 2)
+    [1, 2]
+    """
+    return _as_fits(lambda: _par(fns))
+
+
+async def _par(fns: tuple[Any, ...]) -> list[Any]:
+    async with Group() as group:
+        threads = [group.spawn(fn) for fn in fns]
+    return [thread.value for thread in threads]
+
+
+def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13) -> Any:
+    """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order of the items.
+
+    `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code this waits, and
+    gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives the values one by one as they are
+    there, with at most some two for each thread waiting to be asked for. The first error cancels the rest and
+    is raised. Raises `ValueError` for a width below 1.
+
+    >>> from polycephaly import green
+    >>> green.map(lambda n: n * n, range(5), width=2)
+    [0, 1, 4, 9, 16]
+    """
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise TypeError(f"the width is a number of green threads, not {width!r}")
+    if width < 1:
+        raise ValueError(f"nothing can be done by {width} green threads; 1 is the least")
+    if not callable(fn):
+        raise TypeError(f"map takes a function, not {fn!r}")
+    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))))
+    return mapped if _in_coroutine() else run(mapped.collect)
+
+
+def _as_fits(make: Callable[[], CoroutineType[Any, Any, Any]]) -> Any:
+    """In plain code, runs the coroutine; in a coroutine, gives it."""
+    return make() if _in_coroutine() else run(make())
+
+
+def _in_coroutine() -> bool:
+    if scheduler.in_step():
+        return True
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
+
+
+class Mapped(Generic[T]):
+    """What `map` gives in a coroutine: to be awaited, or iterated with ``async for``; once."""
+
+    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int) -> None:
+        self._fn = fn
+        self._items = items
+        self._width = width
+
+    def __await__(self) -> Generator[Any, Any, list[Any]]:
+        if scheduler.in_step():
+            return self.collect().__await__()
+        return spawn(self.collect).__await__()
+
+    async def collect(self) -> list[Any]:
+        places: list[list[Any]] = []
+
+        async def work() -> None:
+            apply = _applier(self._fn)
+            for item in self._items:
+                place: list[Any] = []
+                places.append(place)
+                place.append(await apply(item))
+
+        try:
+            async with Group() as group:
+                for _ in range(self._width):
+                    group.spawn(work, name=f"map {getattr(self._fn, '__qualname__', self._fn)}")
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [place[0] for place in places]
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return _Values(_Drain(self._fn, self._items, self._width))
+
+
+class _Place(Promise[Any]):
+    from_outside = False
+
+
+class _Drain(Generic[T]):
+    """The workers behind an ``async for``: each takes an item, and leaves a place for its value in the channel."""
+
+    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int) -> None:
+        self._items = items
+        self._fn = fn
+        self.places: Channel[_Place] = Channel(width * AHEAD)
+        self._busy = width
+        self.workers: list[GreenThread[Any]] = [spawn(self._work) for _ in range(width)]
+
+    async def _work(self) -> None:
+        apply = _applier(self._fn)
+        try:
+            for item in self._items:
+                place = _Place()
+                await self.places.send(place)  # in the step that took the item: so places are in the items' order
+                try:
+                    place.set_result(await apply(item))
+                except BaseException as error:
+                    place.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise
+        except BaseException as error:  # of the items themselves
+            if isinstance(error, Exception):
+                place = _Place()
+                place.set_exception(error)
+                await self.places.send(place)
+            else:
+                raise
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self.places.close()
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.cancel()
+
+
+class _Values(AsyncIterator[Any]):
+    """The reader's end. When it is dropped, or an error was raised, the workers end."""
+
+    def __init__(self, drain: _Drain[Any]) -> None:
+        self._drain = drain
+
+    async def __anext__(self) -> Any:
+        try:
+            place = await self._drain.places.receive()
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+        try:
+            return await place
+        except BaseException:
+            self._drain.stop()
+            raise
+
+    def __del__(self) -> None:
+        self._drain.stop()
+
+
+def _applier(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if is_coroutine_function(fn):
+        return fn
+
+    async def apply(item: Any) -> Any:
+        value = await call_long(fn, item)
+        return await value if isinstance(value, CoroutineType) else value
+
+    return apply

@@ -1,0 +1,198 @@
+"""Native threads, cached: whatever must not run on the scheduler's own thread runs on one of these.
+
+    start(job) ──> an idle worker, or a new one, or (all there may be are busy) the queue ──> job()
+
+A worker is given one job after another. One that has had none for `LINGER` seconds ends, so an image that has
+stopped using green threads has no thread of theirs either. There is no cap but `ceiling`, and that is there so
+that a runaway loop meets a queue and not the kernel's limit.
+
+Which interleavings are possible. Nothing here holds a lock: jobs are started from finalizers and callbacks too,
+which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from `_queue`, has it alone
+(`pop` is atomic).
+
+    submitter: A1 queue.append(job)   A2 idle.pop() -> a worker? take a job for it from the queue
+    worker:    B1 idle.append(me)     B2 the queue is not empty? idle.remove(me), take a job
+
+If A1 comes before B2 the worker sees the job. If not, then B1 came before B2 before A1 before A2, and the submitter
+sees the worker. Both may see both: then one finds the queue empty, or the worker gone, and lets go.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _thread import allocate_lock, get_ident, start_new_thread
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Workers"]
+
+KEEP = 8  # idle ones; when thousands come back at once, most had better end than wait to end
+LINGER = 0.05  # seconds; starting a thread takes some 0.1 ms, so keeping one for longer would save next to nothing
+
+
+CROWD = 512  # native threads from which on they are too many for the usual switch interval
+PATIENCE = 20e-6  # seconds of switch interval for each
+
+
+class Workers:
+    """The cache. `start` may be called from anywhere."""
+
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
+        self.count = 0
+        self._crowd = _Crowd()
+        self._idle: list[_Worker] = []
+        self._queue: deque[Callable[[], object]] = deque()
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Has `job` run on a native thread, now if there is or may be one, else when one is free.
+
+        `job` must not raise. Raises `RuntimeError` when there is no thread at all and none can be started.
+        """
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            pass
+        else:
+            worker.give(job)
+            return
+        if self.count < self.ceiling and self._start(job):
+            return
+        if not self.count:
+            raise RuntimeError("green threads cannot run: this process may not start another native thread")
+        self._queue.append(job)
+        self._match()
+
+    def start_urgently(self, job: Callable[[], object]) -> bool:
+        """The same for a job that must not stand in the queue: beyond the ceiling; False where none can be started."""
+        try:
+            self._idle.pop().give(job)
+            return True
+        except IndexError:
+            pass
+        return self._start(job)
+
+    def _start(self, job: Callable[[], object]) -> bool:
+        self.count += 1
+        self._count()
+        try:
+            _Worker(self, job)
+        except RuntimeError:  # the kernel has no more
+            self.count -= 1
+            return False
+        return True
+
+    def ended(self) -> None:
+        """A worker has ended."""
+        self.count -= 1
+        self._count()
+
+    def _count(self) -> None:
+        if not self.count & 255 or self.count == CROWD - 1:
+            self._crowd.counts(self.count)
+
+    def idle(self) -> set[int]:
+        """The identities of the threads that have nothing to do."""
+        return {worker.ident for worker in list(self._idle)}
+
+    def next_job(self, worker: _Worker) -> Callable[[], object] | None:
+        """What `worker` is to do next; None: nothing for so long that it may end."""
+        try:
+            return self._queue.popleft()
+        except IndexError:
+            pass
+        if len(self._idle) >= KEEP:
+            return None
+        self._idle.append(worker)
+        if self._queue:
+            self._match()
+        if not worker.called.acquire(timeout=LINGER):
+            try:
+                self._idle.remove(worker)
+                return None
+            except ValueError:  # somebody has just popped it
+                worker.called.acquire()
+        job, worker.job = worker.job, None
+        return job
+
+    def _match(self) -> None:
+        while self._queue:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return
+            try:
+                job = self._queue.popleft()
+            except IndexError:
+                self._idle.append(worker)
+                continue
+            worker.give(job)
+
+    def forget(self) -> None:
+        """In a forked child: none of the threads is there."""
+        self.count = 0
+        self._idle.clear()
+        self._queue.clear()
+
+
+class _Crowd:
+    """Keeps thousands of native threads from bringing the machine to a halt.
+
+    A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. When thousands come back
+    from foreign calls at about the same time, this asking takes all processors, and fewer come through than arrive:
+    10,000 one-second sleeps took 2.3 s, or in one run of five more than 60. While there are many, the interval is
+    therefore longer, in proportion (measured with it: 2.0 to 2.6 s in 18 runs of 18).
+    """
+
+    def __init__(self) -> None:
+        self._usual = self._ours = 0.0
+
+    def counts(self, count: int) -> None:
+        """To be told the number of threads now and then."""
+        if count >= CROWD:
+            if not self._ours:
+                self._usual = sys.getswitchinterval()
+            self._ours = max(self._usual, count * PATIENCE)
+            sys.setswitchinterval(self._ours)
+        elif self._ours:
+            if abs(sys.getswitchinterval() - self._ours) < 1e-5:  # nobody else has set it meanwhile
+                sys.setswitchinterval(self._usual)
+            self._ours = 0.0
+
+
+class _Worker:
+    """A raw thread: `threading.Thread` would take half as long again to start and to end."""
+
+    __slots__ = ("begun", "called", "ident", "job", "workers")
+
+    def __init__(self, workers: Workers, job: Callable[[], object]) -> None:
+        self.workers = workers
+        self.job: Callable[[], object] | None = job
+        self.called = allocate_lock()
+        self.called.acquire()
+        self.begun = allocate_lock()
+        self.begun.acquire()
+        self.ident = start_new_thread(self._live, ())
+        # One at a time: threads that are started faster than they come to their first blocking call wait for the
+        # interpreter all together, each asking for it every 5 ms. Some thousands of those bring everything to a halt.
+        self.begun.acquire()
+
+    def give(self, job: Callable[[], object]) -> None:
+        self.job = job
+        self.called.release()
+
+    def _live(self) -> None:
+        self.begun.release()
+        job, self.job = self.job, None
+        try:
+            while job is not None:
+                job()
+                del job  # nothing it holds is kept while waiting
+                job = self.workers.next_job(self)
+        finally:
+            self.workers.ended()
+            if sys.version_info < (3, 12):  # code that asked for `current_thread()` made an entry, which stays
+                entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
+                if isinstance(entry, threading._DummyThread):  # type: ignore[attr-defined]
+                    del threading._active[get_ident()]  # type: ignore[attr-defined]

@@ -1,0 +1,53 @@
+"""From plain code into green code: start a green thread, and wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import CoroutineType
+from typing import Any, TypeVar, overload
+
+from .scheduler import scheduler
+from .thread import start
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+
+@overload
+def run(main: Coroutine[Any, Any, T], /) -> T: ...
+@overload
+def run(main: Callable[..., Coroutine[Any, Any, T]], /, *args: Any) -> T: ...
+@overload
+def run(main: Callable[..., T], /, *args: Any) -> T: ...
+
+
+def run(main: Any, /, *args: Any) -> Any:
+    """Runs ``main(*args)`` as a green thread, and waits for it: its value or error.
+
+    The calling thread only waits, so signals and Ctrl-C arrive; Ctrl-C cancels the green thread, waits for its
+    end, and raises `KeyboardInterrupt`. Other green threads go on when `main` has ended.
+
+    Raises `Deadlock` when everybody waits and nothing can wake anybody, and `RuntimeError` inside a coroutine.
+
+    >>> from polycephaly import green
+    >>> async def main(name):
+    ...     await green.sleep(0.01)
+    ...     return f"hello {name}"
+    >>> green.run(main, "world")
+    'hello world'
+    """
+    if scheduler.in_step():
+        if isinstance(main, CoroutineType):
+            main.close()
+        raise RuntimeError("green.run waits, and inside a coroutine it would stop every green thread: use `await`")
+    thread = start(main, args)
+    try:
+        return thread.result()
+    except KeyboardInterrupt:
+        if not thread.done():
+            thread.cancel()
+            with suppress(Exception):
+                thread.exception()
+        raise

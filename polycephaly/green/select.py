@@ -1,0 +1,245 @@
+"""`select`: waits for several things, and exactly one of them happens.
+
+    guards ──can one be done at once?──> done: its index and value
+          └─no──> an Offer of each is left where somebody may take it up ──> the first that is, wins; the rest are struck
+
+All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one step: no second
+offer can be taken up in between, also where both sides of a channel are in a `select`.
+
+The names are occam's and ProcessJ's: a guarded alternative, with preconditions (`when`).
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Generator, Sequence
+from time import monotonic
+from types import EllipsisType, coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..promises import Promise
+from .scheduler import PARK, scheduler
+from .thread import GreenThread, outside
+from .timers import Timer
+from .waiting import NOTHING, Refused, Waiter
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+__all__ = ["Chosen", "Guard", "after", "select", "settled", "skip"]
+
+
+class Chosen(NamedTuple):
+    """What `select` gives: the place of the guard among the arguments, and its value.
+
+    The value is the item received, the promise's value, or None.
+    """
+
+    index: int
+    value: Any
+
+
+class Offer(Waiter):
+    """One guard of a `select` that waits, left with a channel, a timer or a promise."""
+
+    __slots__ = ("index", "select")
+
+    def __init__(self, select: _Select, index: int, item: Any) -> None:
+        super().__init__(select.thread, item)
+        self.select = select
+        self.index = index
+
+    def serve(self, value: Any) -> None:
+        self.select.commit(self, Chosen(self.index, value))
+
+    def refuse(self, error: BaseException) -> None:
+        self.select.commit(self, Refused(error))
+
+
+class Guard:
+    """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled` and `skip`."""
+
+    __slots__ = ("channel", "end", "item", "when")
+
+    def __init__(self, when: object, channel: Channel[Any], end: str, item: Any = None) -> None:
+        self.when = bool(when)
+        self.channel = channel
+        self.end = end
+        self.item = item
+
+    def attempt(self, thread: Any) -> Any:
+        """Does it, if that is possible at once; its value, or NOTHING."""
+        if self.end == "send":
+            return None if self.channel._try_send(thread, self.item) else NOTHING
+        return self.channel._try_receive(thread)
+
+    def leave(self, offer: Offer) -> None:
+        self.channel._enlist(self.end, offer)
+
+    def strike(self, offer: Offer) -> None:
+        self.channel._strike(self.end, offer)
+
+
+class _After(Guard):
+    __slots__ = ("seconds", "timer")
+
+    def __init__(self, seconds: float, when: object) -> None:
+        self.when = bool(when)
+        self.seconds = seconds
+
+    def attempt(self, thread: Any) -> Any:
+        return None if self.seconds <= 0 else NOTHING
+
+    def leave(self, offer: Offer) -> None:
+        self.timer: Timer = scheduler.timers.set(monotonic() + self.seconds, lambda: offer.serve(None))
+
+    def strike(self, offer: Offer) -> None:
+        scheduler.timers.call_off(self.timer)
+
+
+class _Settled(Guard):
+    __slots__ = ("hook", "promise")
+
+    def __init__(self, promise: Promise[Any], when: object) -> None:
+        self.when = bool(when)
+        self.promise = promise
+
+    def attempt(self, thread: Any) -> Any:
+        return self.promise.result() if self.promise.done() else NOTHING
+
+    def leave(self, offer: Offer) -> None:
+        self.hook = lambda _: scheduler.post(lambda: self._serve(offer))
+        scheduler.outside += self.promise.from_outside
+        self.promise._hook(self.hook)
+
+    def _serve(self, offer: Offer) -> None:
+        try:
+            value = self.promise.result()
+        except BaseException as error:
+            offer.refuse(error)
+        else:
+            offer.serve(value)
+
+    def strike(self, offer: Offer) -> None:
+        scheduler.outside -= self.promise.from_outside
+        self.promise._unhook(self.hook)
+
+
+class _Skip(Guard):
+    __slots__ = ()
+
+    def __init__(self, when: object) -> None:
+        self.when = bool(when)
+
+    def attempt(self, thread: Any) -> Any:
+        return None
+
+
+def after(seconds: float, *, when: bool = True) -> Guard:
+    """A guard for `select`: chosen after so many seconds."""
+    if not seconds >= 0:
+        raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
+    return _After(seconds, when)
+
+
+def settled(promise: Promise[Any], *, when: bool = True) -> Guard:
+    """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without `when`.
+
+    The value is the promise's; its error is raised from `select`. The promise is not cancelled if another is chosen.
+    """
+    return _Settled(promise, when)
+
+
+def skip(*, when: bool = True) -> Guard:
+    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else"."""
+    return _Skip(when)
+
+
+class _Select:
+    __slots__ = ("guards", "offers", "thread", "waits")
+
+    def __init__(self, guards: Sequence[tuple[int, Guard]], thread: GreenThread[Any]) -> None:
+        self.thread = thread
+        self.guards = {index: guard for index, guard in guards}
+        self.offers: dict[int, Offer] = {}
+        self.waits = True
+
+    def leave(self) -> None:
+        for index, guard in self.guards.items():
+            self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
+            guard.leave(offer)
+
+    def commit(self, offer: Offer, outcome: Any) -> None:
+        if self.waits:  # timers and promises may come after another was chosen
+            self.end()
+            self.thread._value = outcome
+            scheduler.ready.append(self.thread)
+
+    def end(self) -> None:
+        self.waits = False
+        for index, offer in self.offers.items():
+            self.guards[index].strike(offer)
+
+
+@coroutine
+def select(
+    *guards: Guard | Promise[Any], priority: bool = False, default: Any = ...
+) -> Generator[Any, Any, Any]:
+    """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and its value.
+
+    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise, ``skip()``. Those made
+    with a false ``when`` are left out. Where several can happen at once, one is chosen fairly, or, with
+    ``priority=True``, the first. With a `default`, nothing is waited for: where no guard can happen at once, it is
+    what `select` gives.
+
+    Raises `ValueError` without guards, or where all preconditions are false and there is no default (nothing could
+    ever happen); `ChannelClosed` where the chosen guard is of a closed channel; the error of a rejected promise.
+
+    >>> from polycephaly import green
+    >>> async def main():
+    ...     numbers, words = green.Channel(1), green.Channel(1)
+    ...     await words.send("hello")
+    ...     return await green.select(numbers.receiving(), words.receiving(), green.after(5))
+    >>> green.run(main)
+    Chosen(index=1, value='hello')
+    """
+    if get_ident() != scheduler.owner:
+        raise outside("green.select", "green.run(...) around it")
+    if not guards:
+        raise ValueError("select without guards would wait for ever")
+    open_ = []
+    for index, guard in enumerate(guards):
+        if isinstance(guard, Promise):
+            guard = _Settled(guard, True)
+        elif not isinstance(guard, Guard):
+            raise TypeError(f"select takes guards, such as channel.receiving(), and promises, not {guard!r}")
+        if guard.when:
+            open_.append((index, guard))
+    if not open_:
+        if isinstance(default, EllipsisType):
+            raise ValueError("every guard's precondition is false: nothing could ever happen; give a default")
+        return default
+    thread = scheduler.current
+    if not priority and len(open_) > 1:
+        turn = scheduler.draw(len(open_))
+        open_ = open_[turn:] + open_[:turn]
+    for index, guard in open_:
+        value = guard.attempt(thread)
+        if value is not NOTHING:
+            return Chosen(index, value)
+    if not isinstance(default, EllipsisType):
+        return default
+    waits = _Select(open_, thread)
+    waits.leave()
+    while True:
+        try:
+            outcome = yield PARK
+            break
+        except BaseException as error:
+            if waits.waits or isinstance(error, GeneratorExit):
+                waits.end()
+                raise
+            thread._interrupt(error)
+    if outcome.__class__ is Refused:
+        raise outcome.error
+    return outcome

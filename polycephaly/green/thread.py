@@ -1,0 +1,445 @@
+"""Green threads: a coroutine, or a plain function, that runs beside the others, and is the promise of its value.
+
+    spawn(async def) ──> GreenThread ──> scheduler.ready ──> steps on the owner ──> value or error
+    spawn(plain def) ──> NativeThread ──> a native thread of the cache ───────────> value or error
+
+Cancelling asks: `Cancelled` is raised at the await where the thread is parked, or at its next one, and the promise is
+settled when the thread has ended, its `finally` clauses included. A plain function cannot be broken off in the
+middle of foreign code; where it waits for a channel or a promise, it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+from _thread import get_ident
+from asyncio import CancelledError as AsyncioCancelled
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError
+from contextvars import copy_context
+from inspect import iscoroutinefunction
+from time import monotonic
+from types import CoroutineType, coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+from .. import promises
+from ..promises import CANCELLED, FINISHED, Promise
+from .history import history
+from .scheduler import PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
+
+if TYPE_CHECKING:
+    from .group import Group
+
+__all__ = ["Cancelled", "GreenThread", "NativeThread", "Wake", "pause", "spawn"]
+
+T = TypeVar("T")
+
+SHORT = 0.0005  # seconds: a call that was sent away for nothing
+
+_CO = 0x80 | 0x100  # inspect.CO_COROUTINE | CO_ITERABLE_COROUTINE
+
+
+class Cancelled(AsyncioCancelled):
+    """Raised at the await of a green thread that is cancelled. Let it pass: it ends the thread.
+
+    Like `asyncio.CancelledError`, of which it is one, it is not an `Exception`.
+    """
+
+
+class GreenThread(Promise[T]):
+    """A green thread is the promise of its value. `name` tells it from others in reports."""
+
+    __slots__ = ("_coro", "_group", "_open", "_value")
+
+    _open: object
+    _group: Group | None
+    _name: str | None = None
+    _qualname: str | None = None  # once there is no coroutine to ask
+    _unseen: Unseen | None = None
+
+    def __init__(self, coro: Any, group: Group | None = None) -> None:
+        self._open = None
+        self._coro = coro
+        self._value: Any = None
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        """As given to `spawn`, or else the function's qualified name."""
+        return self._name or self._qualname or _qualname(self._coro)
+
+    # -- its end: the owner calls these --------------------------------------------------------------
+
+    def _finish(self, value: T) -> None:
+        self._end(FINISHED, value, None)
+
+    def _fail(self, error: BaseException) -> None:
+        if error.__traceback__ is not None:  # the scheduler's own frame tells nobody anything
+            error.__traceback__ = error.__traceback__.tb_next
+        if isinstance(error, AsyncioCancelled):
+            self._end(CANCELLED, None, None)
+        else:
+            if type(error) is RuntimeError and error.args == ("no running event loop",):  # asyncio.sleep(1) says so
+                error = foreign(error)
+            self._end(FINISHED, None, error)
+
+    def _end(self, state: str, value: Any, error: BaseException | None) -> None:
+        scheduler.live.discard(self)
+        group = self._group
+        self._qualname = self.name
+        if error is not None and group is None and self._hooks is None:
+            self._unseen = Unseen(self._qualname, error)
+        self._coro = None
+        self._settle(state, value, error)
+        if group is not None:
+            group._ended(self, error)
+
+    # -- acting on it --------------------------------------------------------------------------------
+
+    _can_be_interrupted = True
+    from_outside = False
+
+    def cancel(self, running: bool = True) -> bool:
+        """Asks it to end: `Cancelled` is raised at the await where it is, or at its next one. From any thread.
+
+        Returns whether it was still going. The promise is settled when it has ended: as cancelled, unless
+        it caught `Cancelled` and returned something all the same.
+        """
+        if self.done():
+            return self._state == CANCELLED
+        self._interrupt(Cancelled())
+        return True
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Has `error` raised at an await of it, once. From any thread."""
+        scheduler.post(lambda: self._throw(error))
+
+    def _throw(self, error: BaseException) -> Any:
+        """The owner, in a note: now, where it is parked. See `Interrupted` for where it is not."""
+        if self._coro is None:
+            return PARK
+        if type(self._coro) is Interrupted:
+            self._coro.errors.append(error)
+            return PARK
+        if self._value is PARKED:
+            return scheduler.run_step(self, self._coro.throw, error)
+        Interrupted(self, error)
+        return PARK
+
+    def running(self) -> bool:
+        return not self.done()
+
+    @coroutine
+    def _call_elsewhere(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        """Its foreign call, on another native thread."""
+        before = copy_context()
+        context = before.copy()
+        wake = Wake()
+        outcome: list[Any] = []
+
+        def job() -> None:
+            began = monotonic()
+            try:
+                outcome[:] = context.run(fn, *args, **kwargs), None
+            except BaseException as error:
+                outcome[:] = None, error
+            if monotonic() - began < SHORT:
+                history.was_short(fn)
+            scheduler.away -= 1
+            wake()
+
+        scheduler.away += 1
+        self._send_away(job)
+        while not outcome:
+            try:
+                yield PARK
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self._interrupt(error)  # a foreign call cannot be broken off: at the await after it
+        wake.thread = None  # it may have been over before this thread had parked
+        for variable, value in context.items():
+            if before.get(variable, wake) is not value:
+                variable.set(value)
+        value, error = outcome
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error, outcome[:]
+
+    def _send_away(self, job: Callable[[], None]) -> None:
+        scheduler.workers.start(job)
+
+    # -- being looked at -----------------------------------------------------------------------------
+
+    def result(self, timeout: float | None = None) -> T:
+        if self.done():
+            self._look()
+            return super().result(timeout)
+        self._may_wait()
+        try:
+            return super().result(timeout)
+        finally:
+            self._look()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._may_wait()
+        self._look()
+        return super().exception(timeout)
+
+    def _look(self) -> None:
+        if self._unseen is not None:
+            self._unseen.seen()
+            self._unseen = None
+
+    def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        self._look()
+        super()._hook(hook)
+
+    def _may_wait(self) -> None:
+        scheduler.step_aside()
+        if scheduler.in_step():
+            raise RuntimeError(
+                f"{self.name} was waited for inside a coroutine, where waiting would stop every green thread, "
+                "this one too; use `await promise`"
+            )
+
+    def _help(self, end: float | None) -> None:
+        # Whoever waits here may be the last who could have woken the others: have the scheduler look.
+        if end is None and scheduler.bell:
+            scheduler.ring()
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("<Promise", f"<GreenThread {self.name}", 1)
+
+
+class NativeThread(GreenThread[T]):
+    """A plain function as a green thread: one foreign call on a native thread."""
+
+    __slots__ = ("_asked_to_end", "_ident")
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None) -> None:
+        super().__init__(None, group)
+        self._ident = 0  # of the native thread that runs it
+        self._asked_to_end = False
+        self._qualname = _qualname(fn)
+
+    def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        context = copy_context()
+        scheduler.live.add(self)
+        scheduler.away += 1
+        scheduler.workers.start(lambda: context.run(self._run, fn, args))
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._ident = get_ident()
+        value: Any = None
+        told: BaseException | None = None
+        state = FINISHED
+        try:
+            if self._asked_to_end:
+                raise Cancelled
+            value = fn(*args)
+        except BaseException as error:
+            if isinstance(error, (CancelledError, AsyncioCancelled)) and self._asked_to_end:
+                state = CANCELLED
+            else:
+                told = error
+                if error.__traceback__ is not None:
+                    error.__traceback__ = error.__traceback__.tb_next
+        self._ident = 0
+        scheduler.away -= 1
+        if isinstance(value, CoroutineType):  # of a lambda around a coroutine function, say
+            self._coro = InContext(value, copy_context())
+            scheduler.ready.append(self)
+            if scheduler.bell:
+                scheduler.ring()
+        elif self._group is not None:
+            scheduler.post(lambda: self._end(state, value, told))  # groups are the owner's
+        else:
+            self._end(state, value, told)
+            if scheduler.bell and promises.waiting:  # it may have been the last who could wake the others
+                scheduler.ring()
+
+    def cancel(self, running: bool = True) -> bool:
+        """As for any green thread; a plain function that is in foreign code goes on: False."""
+        if self._coro is not None:
+            return super().cancel(running)
+        if self.done():
+            return self._state == CANCELLED
+        self._asked_to_end = True
+        if not self._ident:
+            return True
+        waits = promises.waiting.get(self._ident)
+        return waits is not None and waits[0].cancel()
+
+    @property
+    def in_foreign_code(self) -> int:
+        """The native thread it runs on, 0 where it runs on none."""
+        return self._ident
+
+
+def spawn(fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
+    """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From anywhere.
+
+    A coroutine function is run by the scheduler: atomically between two awaits, one at a time with all others.
+    A plain function is run on a native thread of its own meanwhile. With ``bound=True`` all steps of a coroutine
+    function, and the foreign calls it makes, are run on one native thread, for objects that belong to the thread
+    that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
+
+    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`.
+
+    >>> from polycephaly import green
+    >>> async def double(x):
+    ...     return 2 * x
+    >>> green.spawn(double, 4).value, green.spawn(pow, 2, 8).value
+    (8, 256)
+    """
+    return start(fn, args, None, name, bound)
+
+
+def start(
+    fn: Any, args: tuple[Any, ...], group: Group | None = None, name: str | None = None, bound: bool = False
+) -> GreenThread[Any]:
+    thread: GreenThread[Any]
+    if isinstance(fn, CoroutineType):
+        if args:
+            raise TypeError(f"a coroutine takes no arguments any more: {fn.__qualname__}, {args!r}")
+        coro: Any = fn
+    elif is_coroutine_function(fn):
+        coro = fn(*args)
+    elif callable(fn):
+        native: NativeThread[Any] = NativeThread(fn, args, group)
+        if name:
+            native._name = name
+        native._begin(fn, args)
+        return native
+    else:
+        raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
+    context = copy_context()
+    if context:  # most often it is empty, and then nothing is copied
+        coro = InContext(coro, context)
+    if bound:
+
+        from .bound import BoundThread  # it is one of these itself
+
+        thread = BoundThread(coro, group)
+    else:
+        thread = GreenThread(coro, group)
+    if name:
+        thread._name = name
+    scheduler.live.add(thread)
+    scheduler.ready.append(thread)
+    if scheduler.bell:
+        scheduler.ring()
+    return thread
+
+
+def is_coroutine_function(fn: Any) -> bool:
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        return bool(code.co_flags & _CO)
+    return iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _qualname(it: Any) -> str:
+    it = bare(it)
+    return getattr(it, "__qualname__", None) or repr(it)
+
+
+def outside(what: str, instead: str) -> RuntimeError:
+    return RuntimeError(f"{what} is for green threads, and was used outside of one: use {instead}")
+
+
+# -- waiting for what is not of the scheduler's making ------------------------------------------------
+
+
+class Wake:
+    """Wakes the green thread that made it, once, if it still waits there. To be called from anywhere."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread: GreenThread[Any] | None = scheduler.current
+
+    def __call__(self, *_: object) -> None:
+        scheduler.post(self.now)
+
+    def now(self) -> None:
+        """The same, by the owner."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread._value = None
+            scheduler.ready.append(thread)
+
+
+@coroutine
+def pause(wake: Wake) -> Generator[Any, Any, Any]:
+    """Parks until `wake` is called."""
+    try:
+        yield PARK
+    finally:
+        wake.thread = None
+
+
+@coroutine
+def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
+    wake = Wake()
+    outside = promise.from_outside
+    scheduler.outside += outside
+    promise._hook(wake)
+    try:
+        yield PARK
+    except GeneratorExit:
+        raise
+    except BaseException:
+        promise._unhook(wake)
+        promise.cancel()  # as asyncio does
+        raise
+    finally:
+        wake.thread = None
+        scheduler.outside -= outside
+
+
+promises.green = (scheduler.in_step, _await_promise)
+
+
+# -- errors nobody looked at ----------------------------------------------------------------------
+
+
+class Unseen:
+    """An error that nobody has looked at. If it goes, or the program ends, before anybody did, it is printed."""
+
+    __slots__ = ("__weakref__", "error", "name")
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self.name = name
+        self.error: BaseException | None = error
+        _unseen.add(self)
+
+    def seen(self) -> None:
+        self.error = None
+
+    def tell(self) -> None:
+        error, self.error = self.error, None
+        if error is None or sys.stderr is None:
+            return
+        lines = traceback.format_exception(error)
+        sys.stderr.write(f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}")
+
+    __del__ = tell
+
+
+_unseen: WeakSet[Unseen] = WeakSet()
+
+
+@atexit.register
+def _tell_all() -> None:
+    for each in list(_unseen):
+        each.tell()
