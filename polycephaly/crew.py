@@ -209,12 +209,15 @@ class Crew:
     def _send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
         most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
-        if self.plan.timeout is not None:
+        if self.plan.timeout is not None and not (queue and queue[0].definition.overlaps):
             most = 0 if link.flight else 1  # so that the time it is given is its own
         batch, frames = link.load_batch(queue, most, now)
         if batch:
             self.hub.send(link, frames, batch)
-            if self.plan.timeout is not None:
+            if self.plan.timeout is not None and link.overlapping:
+                for work in batch:
+                    self.hub.after(self.plan.timeout, partial(self._end_if_it_runs, link, work))
+            elif self.plan.timeout is not None:
                 link.deadline = now + self.plan.timeout
                 if not link.timed:
                     self._watch_time(link)
@@ -231,6 +234,10 @@ class Crew:
             else:
                 self._timed_out(link, next(iter(link.flight.values())))
 
+    def _end_if_it_runs(self, link: Link, work: Work) -> None:
+        if work.link is link and link.flight.get(work.number) is work and not work.done():
+            self._timed_out(link, work)
+
     def after_turn(self) -> None:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
         if self.look_for_end:
@@ -243,7 +250,7 @@ class Crew:
         self.hungry = idle
         if idle and not self.queue:
             for link in self.links:
-                if len(link.flight) > 1 and not link.recalled and link.state is State.READY:
+                if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
                     self.hub.after(2 * BUDGET, partial(self._recall_if_stuck, link, link.last_heard))
 
@@ -303,8 +310,9 @@ class Crew:
             self.hub.send(link, pack_numbers(CANCEL, (0,)))
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
-        # Behind other work in the same drone it is not what holds the drone up.
-        if work.number in link.flight and link.alive and link.runs(work.number):
+        # Behind other work in the same drone it is not what holds the drone up; beside other work, that would die too.
+        alone = not link.overlapping or len(link.flight) == 1
+        if work.number in link.flight and link.alive and link.runs(work.number) and alone:
             link.launcher.kill(link.number)
 
     def _timed_out(self, link: Link, work: Work) -> None:

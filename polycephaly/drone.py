@@ -33,7 +33,7 @@ class Drone:
     runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
     `TimeoutError`.
 
-    It ends with whoever made it: a native thread (when that ends), an asyncio task, or, when no reference to
+    It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
     it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
     methods may be called from any thread.
 
@@ -69,6 +69,7 @@ class Drone:
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),
             output=forward,
+            width=1,
             retries=0,
             timeout=check_timeout(timeout),
             max_tasks=None,
@@ -278,7 +279,12 @@ _locals = _Locals()
 
 
 def end_with_owner(crew: Crew) -> None:
-    """Ends `crew` with the running asyncio task, or else with this native thread."""
+    """Ends `crew` with the green thread or asyncio task that runs here, or else with this native thread."""
+    green = sys.modules.get("polycephaly.green.thread")
+    owner = green.here() if green is not None else None
+    if owner is not None:
+        owner.own(crew)
+        return
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task = asyncio.current_task()

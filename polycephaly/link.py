@@ -64,6 +64,7 @@ class Link:
         self.pinned: deque[Work] = deque()  # work that only this drone may run
         self.load = 0.0  # seconds of work in flight, as estimated
         self.unknown = 0  # how many in flight have no estimate
+        self.overlapping = 0  # how many in flight are run beside each other; then all are
         self.tasks_done = 0
         self.last_heard = 0.0
         self.recalled = False
@@ -94,16 +95,20 @@ class Link:
 
     def runs(self, number: int) -> bool:
         """Has that work been begun? From any thread; the page says what the drone says."""
-        return self.alive and self.launcher.page.started(self.slot) == number
+        if not self.alive:
+            return False
+        return self.launcher.page.started(self.slot) == number or (self.overlapping > 0 and number in self.flight)
 
     # -- sending ----------------------------------------------------------------------------------
 
     def takes(self, pinned: bool = False) -> bool:
-        """May it be sent something now? If idle, anything; else known short work, up to half the budget.
-        A retiring drone takes only its own (`pinned`) work."""
-        return (self.state is State.READY or (pinned and self.state is State.RETIRING)) and (
-            not self.flight or (not self.unknown and self.load < BUDGET / 2)
-        )
+        """May it be sent something now? If idle, anything; else known short work, up to half the budget; beside
+        work that is overlapped, more of that. A retiring drone takes only its own (`pinned`) work."""
+        if not (self.state is State.READY or (pinned and self.state is State.RETIRING)):
+            return False
+        if self.overlapping:
+            return self.overlapping < self.crew.plan.width
+        return not self.flight or (not self.unknown and self.load < BUDGET / 2)
 
     def tasks_left(self, most: int | None) -> int:
         """How many more pieces of work it may be sent before it has had its `most`."""
@@ -113,7 +118,8 @@ class Link:
         """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts it in flight,
         and gives the message that brings it, with the definitions that it has not got yet.
 
-        Work of unknown length goes alone. Work whose promise is settled (cancelled while it waited) is dropped.
+        Work of unknown length goes alone; what is overlapped goes with its like only, up to the width. Work whose
+        promise is settled (cancelled while it waited) is dropped.
         """
         batch: list[Work] = []
         message = WorkBatch()
@@ -127,7 +133,14 @@ class Link:
                 continue
             definition = work.definition
             seconds = definition.seconds
-            if seconds is None:
+            if definition.overlaps or self.overlapping:
+                alike = definition.overlaps and self.overlapping == len(flight)
+                if not alike or self.overlapping >= self.crew.plan.width:
+                    queue.appendleft(work)
+                    break
+                self.overlapping += 1
+                work.estimate = 0.0
+            elif seconds is None:
                 if flight:
                     queue.appendleft(work)
                     break
@@ -195,7 +208,9 @@ class Link:
             if work.by_bulk:
                 work.by_bulk = False
                 self._bulk_unanswered -= 1
-            if work.estimate < 0:
+            if work.definition.overlaps:
+                self.overlapping -= 1
+            elif work.estimate < 0:
                 self.unknown -= 1
             else:
                 self.load -= work.estimate

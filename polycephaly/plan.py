@@ -29,6 +29,7 @@ class Plan:
     initializer: Callable[..., object] | None
     initargs: tuple[Any, ...]
     output: Callable[[Line], object] | None
+    width: int
     retries: int
     timeout: float | None
     max_tasks: int | None

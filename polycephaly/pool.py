@@ -46,6 +46,8 @@ class Pool(Executor):
     `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and
     `timeout`. Further:
 
+    ``width``      how many coroutine functions a drone runs at once, as green threads; everything else is done one
+                   by one
     ``output``     "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable
                    that is given each line (a `str` with attributes ``text``, ``drone`` and ``stream``)
     ``retries``    how often work is run again whose drone died while running it
@@ -68,6 +70,7 @@ class Pool(Executor):
         self,
         drones: int | None = None,
         *,
+        width: int = 1,
         name: str | None = None,
         start: str | None = None,
         env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
@@ -96,6 +99,7 @@ class Pool(Executor):
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),
             output=check_output(output),
+            width=check_at_least("width", width, 1),
             retries=check_at_least("retries", retries, 0),
             timeout=check_timeout(timeout),
             max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
@@ -193,6 +197,7 @@ class Pool(Executor):
         arrived: deque[Promise[Any]] = deque()  # unordered: those that settled
         news: Promise[None] = Promise()
         definition = crew.book.define(fn)
+        at_once = crew.plan.size * (crew.plan.width if definition.overlaps else 1)
 
         def settled(promise: Promise[Any]) -> None:
             arrived.append(promise)
@@ -204,7 +209,7 @@ class Pool(Executor):
         try:
             first, exhausted = True, False
             while True:
-                ahead = buffersize or _ahead(crew.plan.size, definition.seconds)
+                ahead = buffersize or _ahead(at_once, definition.seconds)
                 while not exhausted and len(under_way) < ahead:
                     call = next(calls, None)
                     if call is None:
@@ -274,9 +279,9 @@ class Pool(Executor):
         return f"<Pool {crew.plan.name}: {len(crew.links)} drones, {busy} busy, {crew.pending()} pieces of work>"
 
 
-def _ahead(drones: int, seconds: float | None) -> int:
+def _ahead(at_once: int, seconds: float | None) -> int:
     """How many calls to keep under way."""
-    least = 4 * drones
+    least = 4 * at_once
     if seconds is None:
         return least
-    return max(least, min(MOST_AHEAD, int(drones * AHEAD / max(seconds, 1e-6))))
+    return max(least, min(MOST_AHEAD, int(at_once * AHEAD / max(seconds, 1e-6))))

@@ -56,6 +56,9 @@ green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, No
 waiting: dict[int, tuple[Promise[Any], float | None]] = {}
 """The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
 
+asked_to_end: set[int] = set()
+"""The native threads of which somebody wants that they wait for nothing any more: their next wait is cancelled."""
+
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
 
@@ -169,6 +172,9 @@ class Promise(Future[T], Generic[T]):
 
     def _help(self, end: float | None) -> None:
         """The caller waits: it may do what settles promises, until this one is or `time.monotonic()` is `end`."""
+
+    def _look_up(self) -> None:
+        """The caller still waits, and looks up now and then."""
 
     def then(self, fn: Callable[[T], U | Promise[U]]) -> Promise[U]:
         """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
@@ -309,6 +315,8 @@ class Promise(Future[T], Generic[T]):
             end = None if timeout is None else monotonic() + timeout
             me = get_ident()
             waiting[me] = self, end
+            if me in asked_to_end:
+                self.cancel()
             try:
                 self._help(end)
                 if not self.done():
@@ -331,6 +339,7 @@ class Promise(Future[T], Generic[T]):
             left = longest if end is None else min(end - monotonic(), longest)
             if here.acquire(timeout=max(0.0, left)):
                 break
+            self._look_up()
             if end is not None and monotonic() >= end:
                 self._unhook(wake)
                 if not self.done():

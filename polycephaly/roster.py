@@ -67,7 +67,7 @@ class Roster:
         self._launcher = self.launch()
         try:
             self._hub.open_endpoint()
-            self.book = Book(self._launcher.snapshot)
+            self.book = Book(self._launcher.snapshot, self._plan.width > 1)
             self._initializer = self._capture_initializer()
         except BaseException:
             _discard(self._launcher)
@@ -167,7 +167,7 @@ class Roster:
         for report in reports:
             if "ready" in report:
                 if launcher is self._launcher:
-                    self.book = Book(launcher.snapshot)
+                    self.book = Book(launcher.snapshot, self._plan.width > 1)
                 continue
             link = self._link(launcher, report.get("started") or report.get("exited") or report.get("failed"))
             if link is None:
@@ -264,7 +264,7 @@ class Roster:
         self._launcher = launcher
         self._zygote_lost = False
         self._adopt(launcher)
-        self.book = Book(launcher.snapshot)
+        self.book = Book(launcher.snapshot, self._plan.width > 1)
         self._renewals.append(renewed)
         for link in old:
             self.retire(link)

@@ -1,6 +1,5 @@
 """Callables: by reference where the drone has them, by value else; captured when the call is made."""
 
-import asyncio
 import functools
 import operator
 import os
@@ -9,6 +8,7 @@ import pytest
 from scripts import output_of
 
 import polycephaly as poly
+from polycephaly import green
 from polycephaly.wire.capture import MainSnapshot
 from polycephaly.wire.definitions import Book
 
@@ -40,7 +40,7 @@ class Counter:
 
 
 async def sleep_and_return(n):
-    await asyncio.sleep(0)
+    await green.sleep(0)
     return n
 
 
@@ -247,7 +247,7 @@ def test_many_different_functions_do_not_disturb_each_other(pool):
 
 def test_an_async_callable_runs_its_awaits(pool):
     async def several(n):
-        return sum(await asyncio.gather(*(sleep_and_return(i) for i in range(n))))
+        return sum(await green.par(*(sleep_and_return(i) for i in range(n))))
 
     assert pool.doit(several, 5) == 10
 

@@ -10,6 +10,7 @@ import pytest
 from faults import append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
 
 import polycephaly as poly
+from polycephaly import green
 
 
 def note(path, i):
@@ -47,9 +48,9 @@ def refuse_to_end(started):
             pass
 
 
-async def sleep_in_asyncio(started):
+async def sleep_in_a_green_thread(started):
     append(started, str(os.getpid()))
-    await asyncio.sleep(1000)
+    await green.sleep(1000)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
         assert not lines(ran)
 
 
-@pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_asyncio])
+@pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread])
 def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)

@@ -88,19 +88,29 @@ def test_help_shows_examples_and_loads_neither_httpx_nor_zmq() -> None:
 
 def test_the_demo_shows_a_table_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = polycephaly_command("demo", "securities", "--latency", "0.01", "--drones", "1,3", "--json", path)
+    numbers = "--drones", "1,3", "--threads", "2,13"
+    done = polycephaly_command("demo", "securities", "--latency", "0.01", *numbers, "--json", path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "the same in all 4 runs" in done.stdout
+    assert "the same in all 7 runs" in done.stdout
     result = json.loads(path.read_text())
     assert tuple(result["lists"]) == LISTS
     assert result["equal"] is True
     shape = [(run["name"], run["drones"], run["threads"]) for run in result["experiments"]]
-    assert shape == [("sequential", 0, 1), ("I", 5, 1), ("II", 1, 1), ("II", 3, 1)]
+    assert shape == [
+        ("sequential", 0, 1),
+        ("I", 5, 1),
+        ("II", 1, 1),
+        ("II", 3, 1),
+        ("III", 0, 2),
+        ("III", 0, 13),
+        ("combined", 5, 13),
+    ]
     assert all(run["seconds"] > 0 for run in result["experiments"])
 
 
 def test_the_demo_serves_the_files_of_a_directory(directory: Path) -> None:
-    done = polycephaly_command("demo", "securities", "--data", directory, "--latency", "0", "--drones", "2")
+    quick = "--latency", "0", "--drones", "2", "--threads", "2"
+    done = polycephaly_command("demo", "securities", "--data", directory, *quick)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -141,6 +151,8 @@ def test_a_live_site_out_of_reach_gives_one_line_and_status_1() -> None:
         ("--drones", "0"),
         ("--drones", "1,,2"),
         ("--drones", "many"),
+        ("--threads", "0"),
+        ("--threads", "13;26"),
         ("--latency", "-1"),
         ("--latency", "nan"),
         ("--latency", "inf"),
@@ -188,7 +200,7 @@ def test_a_demo_stopped_while_its_drones_work_leaves_nothing(signum: signal.Sign
 
 
 def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
-    with start("--latency", "0.02", "--drones", "1") as demo:
+    with start("--latency", "0.02", "--drones", "1", "--threads", "1") as demo:
         pidfds = family(demo)
         assert demo.stdout is not None
         assert demo.stderr is not None
@@ -198,7 +210,29 @@ def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
     assert demo.returncode == 1
 
 
-@pytest.mark.parametrize(("arguments", "drones"), [((), (1, 2, 3, 5, 8, 13, 20)), (("--live",), (8,))])
-def test_fewer_drones_go_to_the_exchanges_own_site(arguments: tuple[str, ...], drones: tuple[int, ...]) -> None:
+def test_ctrl_c_while_green_threads_load_ends_the_demo_and_leaves_nothing() -> None:
+    with start("--latency", "0.1", "--drones", "26", "--threads", "1") as demo:
+        assert demo.stdout is not None
+        while not demo.stdout.readline().startswith("II "):
+            assert demo.poll() is None
+        # Experiment III has begun: its native threads show in this one process, and no drone any more.
+        process = psutil.Process(demo.pid)
+        while process.num_threads() < 3 or len(process.children(recursive=True)) > 1:
+            assert demo.poll() is None
+        pidfds = family(demo)
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate()
+    assert_gone(pidfds, within=2)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drones", "threads"),
+    [((), (1, 2, 3, 5, 8, 13, 20), (1, 2, 3, 5, 8, 13, 20, 26)), (("--live",), (8,), (13,))],
+)
+def test_fewer_heads_go_to_the_exchanges_own_site(
+    arguments: tuple[str, ...], drones: tuple[int, ...], threads: tuple[int, ...]
+) -> None:
     with securities.make_context("securities", list(arguments)) as context:
-        assert context.params["drones"] == drones
+        assert (context.params["drones"], context.params["threads"]) == (drones, threads)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from threading import Thread
+from typing import Any
 
 import psutil
 import pytest
 
-from polycephaly.demos.securities import report
-from polycephaly.demos.securities.experiments import Experiment, Outcome, plan, run, sequential
-from polycephaly.demos.securities.model import LISTS, Lists, Security
+from polycephaly import green
+from polycephaly.demos.securities import generate, report, server
+from polycephaly.demos.securities.experiments import (
+    FUND_THREADS,
+    Experiment,
+    Outcome,
+    load_funds,
+    plan,
+    run,
+    sequential,
+    threads_drain,
+)
+from polycephaly.demos.securities.files import FUNDS
+from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
 from polycephaly.demos.securities.parse import SourceError
-from polycephaly.demos.securities.site import Site
+from polycephaly.demos.securities.site import LiveSite, Site
 from polycephaly.demos.securities.source import loopback
 
 NOWHERE = Site("http://127.0.0.1:9")
@@ -25,40 +39,136 @@ def loads(*funds: str) -> Experiment:
     return Experiment("fixed", drones=2, threads=1, load=lambda site: lists(*funds))
 
 
-def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = ()) -> Outcome:
-    experiment = Experiment(name, drones, threads=1, load=sequential)
+def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = (), threads: int = 1) -> Outcome:
+    experiment = Experiment(name, drones, threads, load=sequential)
     return Outcome(experiment, seconds, dict.fromkeys(LISTS, 1000), tuple(astray))
 
 
-def test_the_plan_starts_with_the_baseline_and_has_ii_once_per_number_of_drones() -> None:
-    planned = [(experiment.name, experiment.drones) for experiment in plan([1, 8])]
-    assert planned == [("sequential", 0), ("I", 5), ("II", 1), ("II", 8)]
+@pytest.fixture
+def counted() -> Iterator[tuple[str, list[str]]]:
+    """The generated files, served by a thread of this process: the URL, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(server.Handler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+    with server.Server(server.contents(generate.symbol_directory()), latency=0.05) as serving:
+        serving.daemon_threads = False
+        serving.RequestHandlerClass = Handler
+        thread = Thread(target=serving.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}", asked
+        serving.shutdown()
+        thread.join()
+
+
+def test_the_plan_starts_with_the_baseline_and_has_ii_and_iii_once_per_number() -> None:
+    planned = [(experiment.name, experiment.drones, experiment.threads) for experiment in plan([1, 8], [13, 26])]
+    assert planned == [
+        ("sequential", 0, 1),
+        ("I", 5, 1),
+        ("II", 1, 1),
+        ("II", 8, 1),
+        ("III", 0, 13),
+        ("III", 0, 26),
+        ("combined", 5, FUND_THREADS),
+    ]
 
 
 def test_every_experiment_loads_the_same_lists() -> None:
     with loopback() as site:
-        outcomes = list(run(site, plan([1, 3, 20])))
+        outcomes = list(run(site, plan([1, 3, 20], [1, 13, 26])))
+    assert len(outcomes) == 9
     assert all(outcome.rows == outcomes[0].rows for outcome in outcomes)
     assert report.equal(outcomes)
 
 
 def test_more_heads_load_sooner() -> None:
     with loopback(latency=0.05) as site:
-        one, _, eight = run(site, plan([8]))
-    assert eight.seconds < one.seconds / 2
+        outcomes = list(run(site, plan([8], [13])))
+    seconds = {outcome.experiment.name: outcome.seconds for outcome in outcomes}
+    assert max(seconds["II"], seconds["III"], seconds["combined"]) < seconds["sequential"] / 2
+
+
+def test_threads_of_one_image_download_each_page_once(counted: tuple[str, list[str]]) -> None:
+    url, asked = counted
+    threads_drain(13, Site(url))
+    pages = [path for path in asked if path.startswith("/funds/")]
+    assert Counter(pages) == Counter(f"/funds/{page}" for page in PAGES)
+
+
+def test_threads_of_one_image_share_the_live_sites_one_download(
+    counted: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, asked = counted
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    live = LiveSite(url)
+    try:
+        assert load_funds(13, live) == Site(url).load_funds()
+        assert asked.count(f"/{FUNDS}") == 1
+        live.forget()
+        load_funds(2, live)
+        assert asked.count(f"/{FUNDS}") == 2
+    finally:
+        live.forget()
+
+
+def test_threads_that_share_a_download_that_fails_all_have_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+    waiting = green.Channel[None]()
+
+    def fail(site: Site, path: str) -> Any:
+        attempts.append(path)
+        waiting.get()
+        raise SourceError(path, "no answer")
+
+    monkeypatch.setattr(LiveSite, "_get", fail)
+    live = LiveSite("http://nowhere.invalid")
+
+    async def main() -> list[BaseException | None]:
+        loads = [green.spawn(live.load_letter, "A") for _ in range(5)]
+        while sum(each.doing.startswith("Promise.") for each in green.threads() if "load" in each.name) < 5:
+            await green.sleep(0.001)  # four wait for the fifth, and that one for the channel
+        await waiting.send(None)
+        return [await green.call(load.exception) for load in loads]
+
+    errors = green.run(main)
+    assert [type(error) for error in errors] == [SourceError] * 5
+    assert attempts == [FUNDS]
+
+
+def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) -> None:
+    url, _ = counted
+    inside: list[int] = []
+    most = 0
+
+    class Watched(Site):
+        def _get(self, path: str) -> Any:
+            nonlocal most
+            inside.append(1)
+            most = max(most, len(inside))
+            try:
+                return Site._get(self, path)
+            finally:
+                inside.pop()
+
+    threads_drain(5, Watched(url))
+    assert most == 5
 
 
 def test_an_experiment_leaves_no_drone_behind() -> None:
     with loopback() as site:
         before = set(psutil.Process().children(recursive=True))
-        for _ in run(site, plan([4])):
+        for _ in run(site, plan([4], [4])):
             assert set(psutil.Process().children(recursive=True)) == before
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_source_that_fails_in_a_drone_is_named_here(number: int) -> None:
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_source_that_fails_in_any_head_is_named_here(number: int) -> None:
     with pytest.raises(SourceError, match="no answer"):
-        list(run(NOWHERE, [plan([2])[number]]))
+        list(run(NOWHERE, [plan([2], [2])[number]]))
 
 
 @pytest.mark.parametrize("funds", [["A"], ["A", "C"], ["B", "A"], ["A", "B", "B"]])
@@ -77,27 +187,40 @@ def test_a_run_slower_than_the_baseline_keeps_its_bar_inside_the_table() -> None
     assert report.row(outcome("II", 99.0, 1), outcome("sequential", 1.0, 0)).count("#") == report.BAR_WIDTH
 
 
-def test_the_summary_names_the_best_pool_and_the_talks_figures() -> None:
-    summary = report.summary([outcome("sequential", 9, 0), outcome("II", 3, 2), outcome("II", 2, 8)])
+def test_the_summary_names_the_best_numbers_and_the_talks_figures() -> None:
+    summary = report.summary(
+        [
+            outcome("sequential", 9, 0),
+            outcome("II", 3, 2),
+            outcome("II", 2, 8),
+            outcome("III", 1, 0, threads=13),
+            outcome("III", 4, 0, threads=2),
+        ]
+    )
     assert "1,000 NYSE, 1,000 AMEX, 1,000 NASDAQ, 1,000 ETFs, 1,000 funds" in summary
-    assert "the same in all 3 runs" in summary
+    assert "the same in all 5 runs" in summary
     assert "II was best with 8 drones: 2.00 s" in summary
-    assert "114 s sequential, 35 s combined" in summary
+    assert "III was best with 13 threads: 1.00 s" in summary
+    for figure in "114 s sequential", "15 s", "35 s combined":
+        assert figure in summary
 
 
 def test_the_summary_names_what_differs() -> None:
-    summary = report.summary([outcome("sequential", 9, 0), outcome("II", 3, 2, ["etfs", "funds"])])
+    combined = outcome("combined", 2, 5, ["amex"], threads=13)
+    summary = report.summary([outcome("sequential", 9, 0), outcome("II", 3, 2, ["etfs", "funds"]), combined])
     assert "THE LISTS DIFFER" in summary
-    assert "II with 2 drones (ETFs, funds)" in summary
+    assert "II with 2 drones (ETFs, funds); combined with 5 drones and 13 threads (AMEX)" in summary
 
 
 def test_the_json_has_sizes_equality_and_one_entry_per_run() -> None:
-    result = report.as_json([outcome("sequential", 9.0, 0), outcome("II", 3.0, 2, ["funds"])])
+    pooled, threaded = outcome("II", 3.0, 2, ["funds"]), outcome("III", 1.0, 0, threads=8)
+    result = report.as_json([outcome("sequential", 9.0, 0), pooled, threaded])
     assert result == {
         "lists": dict.fromkeys(LISTS, 1000),
         "equal": False,
         "experiments": [
             {"name": "sequential", "seconds": 9.0, "drones": 0, "threads": 1},
             {"name": "II", "seconds": 3.0, "drones": 2, "threads": 1},
+            {"name": "III", "seconds": 1.0, "drones": 0, "threads": 8},
         ],
     }

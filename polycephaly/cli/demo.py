@@ -13,21 +13,27 @@ DEFAULT_LATENCY = 0.15
 MAX_LATENCY = 10
 
 DEFAULT_DRONES = "1,2,3,5,8,13,20"
-# Each drone downloads the funds file (4 MB) from somebody else's server.
+DEFAULT_THREADS = "1,2,3,5,8,13,20,26"
+# Each drone, and each run of III, downloads the funds file (4 MB) from somebody else's server.
 LIVE_DRONES = "8"
+LIVE_THREADS = "13"
 
 EXAMPLES = """\b
 Examples:
-  polycephaly demo securities                     generated data, less than half a minute
+  polycephaly demo securities                     generated data, less than a minute
   polycephaly demo securities --drones 1,8,20     II with these numbers of drones only
+  polycephaly demo securities --threads 13        III with this number of green threads only
   polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
   polycephaly demo securities --live --drones 8   the exchange's own site
 """
 
 
+DEFAULTS = {"drones": (DEFAULT_DRONES, LIVE_DRONES), "threads": (DEFAULT_THREADS, LIVE_THREADS)}
+
+
 def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
     if value is None:
-        value = LIVE_DRONES if ctx.params["live"] else DEFAULT_DRONES
+        value = DEFAULTS[str(param.name)][ctx.params["live"]]
     numbers = [part.strip() for part in value.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,2,8")
@@ -63,6 +69,12 @@ def demo() -> None:
     help=f"Numbers of drones for experiment II.  [default: {DEFAULT_DRONES}; with --live: {LIVE_DRONES}]",
 )
 @click.option(
+    "--threads",
+    callback=_counts,
+    metavar="N,N,...",
+    help=f"Numbers of green threads for experiment III.  [default: {DEFAULT_THREADS}; with --live: {LIVE_THREADS}]",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -76,6 +88,7 @@ def securities(
     live: bool,
     latency: float | None,
     drones: tuple[int, ...],
+    threads: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
     """Load five lists of securities, with one head and with many, and compare the times.
@@ -103,7 +116,7 @@ def securities(
         with nullcontext(LiveSite()) if live else loopback(data, seconds) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
-            for outcome in experiments.run(site, experiments.plan(drones)):
+            for outcome in experiments.run(site, experiments.plan(drones, threads)):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
     except SourceError as error:

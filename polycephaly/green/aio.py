@@ -13,7 +13,7 @@ import os
 from _thread import get_ident
 from collections.abc import Awaitable, Generator
 from types import coroutine
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ..launch.safepoint import OwnThread
 from .scheduler import PARK, scheduler
@@ -102,7 +102,7 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
 
     loop.call_soon_threadsafe(begin)
     scheduler.outside += 1
-    interrupted: BaseException | None = None
+    interruptions: list[BaseException] = []
     try:
         while not (tasks and tasks[0].done()):
             try:
@@ -110,14 +110,15 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
             except GeneratorExit:
                 raise
             except BaseException as error:
-                interrupted = error
+                interruptions.append(error)
                 loop.call_soon_threadsafe(lambda: tasks[0].cancel())
     finally:
         wake.thread = None
         scheduler.outside -= 1
     task = tasks[0]
-    if interrupted is not None and task.cancelled():
-        raise interrupted
-    if interrupted is not None:
-        scheduler.current._interrupt(interrupted)  # it had ended before: its value first
-    return cast(T, task.result())
+    first = interruptions.pop(0) if interruptions and task.cancelled() else None
+    for late in interruptions:  # it had ended before: its value first
+        scheduler.current._interrupt(late)
+    if first is not None:
+        raise first
+    return task.result()

@@ -48,7 +48,8 @@ class _OwnThread(StandIn):
     def __init__(self, coro: Any) -> None:
         self.coro = coro
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        scheduler.workers.start(self._serve)
+        if not scheduler.workers.start_urgently(self._serve):
+            raise RuntimeError("a bound green thread needs a native thread of its own, and none can be started")
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -81,10 +82,9 @@ class _OwnThread(StandIn):
 
         self.jobs.put(job)
         over.acquire()
-        told, error = outcome
         try:
-            if error is not None:
-                raise error
-            return told
+            if outcome[1] is not None:
+                raise outcome[1]
+            return outcome[0]
         finally:
-            del error, outcome[:]
+            outcome.clear()  # no cycle through the error's traceback

@@ -18,7 +18,7 @@ from types import coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from .history import history
-from .scheduler import LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
+from .scheduler import AWAY, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
 from .thread import GreenThread, outside
 from .watchdog import watchdog
 
@@ -36,8 +36,8 @@ TURN = 31  # a bit mask: after so many calls in place without a pause, the other
 def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[Any, Any, T]:
     """Runs ``fn(*args, **kwargs)``, which may block, without stopping the other green threads; its value or error.
 
-    It is run in place. If it lasts longer than the window (1 ms, see `configure`) and others could go on, another native
-    thread drives them meanwhile. What has been long before is run on another native thread from the start. So
+    It is run in place. If it lasts longer than the window (1 ms, see `configure`) and others could go on, another
+    native thread drives them meanwhile. What has been long before is run on another native thread from the start. So
     after a call the green thread may be on another native thread than before, unless it is ``bound``.
 
     A call cannot be broken off: a green thread that is cancelled meanwhile gets the call's result, and `Cancelled`
@@ -55,7 +55,8 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         raise outside("green.call", "asyncio.to_thread, or the plain function itself")
     thread = scheduler.current
     if thread.__class__ is not GreenThread or (points and history.is_long(fn)):
-        return (yield from thread._call_elsewhere(fn, args, kwargs))
+        value: T = yield from thread._call_elsewhere(fn, args, kwargs)
+        return value
     scheduler.calls = number = scheduler.calls + 1
     if not number & TURN and scheduler.ready:
         thread._value = YIELDED
@@ -65,13 +66,16 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         watchdog.look_closely()
     driver: Any = scheduler.driver
     driver.fn = fn
-    thread._value = None  # it is neither to be woken nor interrupted before it has come back
+    driver.thread = thread
+    thread._value = AWAY  # it is neither to be woken nor interrupted before it has come back
+    scheduler.owner = 0  # nothing of what the call runs is a step of a green thread
     driver.token = number
     try:
         value = fn(*args, **kwargs) if kwargs else fn(*args)  # type: ignore[call-arg]
     except BaseException:
         if driver.token == number:
             driver.token = NO_CALL
+            scheduler.owner = driver.ident
             thread._value = PARKED
         else:
             driver.token = NO_CALL
@@ -80,6 +84,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         raise
     if driver.token == number:
         driver.token = NO_CALL
+        scheduler.owner = driver.ident
         thread._value = PARKED
     else:
         driver.token = NO_CALL
@@ -93,4 +98,5 @@ def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Gener
     """`call` for what is known to take long: it goes to another native thread at once."""
     if get_ident() != scheduler.owner:
         raise outside("green.call_long", "asyncio.to_thread, or the plain function itself")
-    return (yield from scheduler.current._call_elsewhere(fn, args, kwargs))
+    value: T = yield from scheduler.current._call_elsewhere(fn, args, kwargs)
+    return value

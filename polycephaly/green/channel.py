@@ -72,6 +72,8 @@ class Channel(Generic[T]):
             raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
         if capacity < 0:
             raise ValueError(f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least")
+        if capacity and cls is not Channel and not issubclass(cls, _Buffered):
+            raise TypeError(f"{cls.__qualname__}: only Channel itself has room for items, not what is derived from it")
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
@@ -122,7 +124,7 @@ class Channel(Generic[T]):
         """The next item; waits for one. Raises `ChannelClosed` when there is none and the channel is closed."""
         sender = self._sender
         if sender.__class__ is GreenThread:  # from here to the append: the fast path
-            item = self._item
+            item: T = self._item
             self._sender = self._item = None
             sender._value = None
             ready.append(sender)
@@ -130,21 +132,23 @@ class Channel(Generic[T]):
                 scheduler.ring()
             return item
         if get_ident() != scheduler.owner:
-            return (yield from self._from_outside(self._receive_here))
+            item = yield from self._from_outside(self._receive_here)
+            return item
         if sender is None and self._receiver is None and self._plain:
             self._receiver = thread = scheduler.current
             while True:
                 try:
-                    item = yield PARK
+                    given = yield PARK
                     break
                 except BaseException as error:
                     if self._take_out("receive", thread) or isinstance(error, GeneratorExit):
                         raise
                     thread._interrupt(error)
-            if item.__class__ is Refused:
-                raise item.error
-            return item
-        return (yield from self._receive_here())
+            if given.__class__ is Refused:
+                raise given.error
+            return given  # type: ignore[no-any-return]
+        item = yield from self._receive_here()
+        return item
 
     def __aiter__(self) -> AsyncIterator[T]:
         """``async for item in channel``: until it is closed, and empty."""
@@ -153,7 +157,7 @@ class Channel(Generic[T]):
     @coroutine
     def __anext__(self) -> Generator[Any, Any, T]:
         try:
-            return cast(T, (yield from self.receive()))
+            return (yield from self.receive())
         except ChannelClosed:
             raise StopAsyncIteration from None
 
@@ -200,13 +204,7 @@ class Channel(Generic[T]):
         self._not_in_a_coroutine("put", "await channel.send(item)")
         proxy = start(self._send_here, (item,), name="Channel.put")
         try:
-            proxy.result(timeout)
-        except TimeoutError:
-            proxy.cancel()
-            try:
-                proxy.result()
-            except CancelledError:
-                raise TimeoutError(f"nobody took the item within {timeout} s") from None
+            _outcome(proxy, timeout, "nobody took the item")
         except BaseException:
             proxy.cancel()
             raise
@@ -220,13 +218,7 @@ class Channel(Generic[T]):
         self._not_in_a_coroutine("get", "await channel.receive()")
         proxy = start(self._receive_here, (), name="Channel.get")
         try:
-            return cast(T, proxy.result(timeout))
-        except TimeoutError:
-            proxy.cancel()
-            try:
-                return cast(T, proxy.result())
-            except CancelledError:
-                raise TimeoutError(f"there was no item within {timeout} s") from None
+            return cast(T, _outcome(proxy, timeout, "there was no item"))
         except BaseException:
             proxy.cancel()
             proxy._hook(self._give_back)
@@ -296,13 +288,14 @@ class Channel(Generic[T]):
     def _try_receive(self, thread: Any) -> Any:
         """An item that is to be had at once, or NOTHING. Raises `ChannelClosed`."""
         if self._is_claimed("receive", thread):
-            self._check_open()
+            if not self._has_items():
+                self._check_open()
             return NOTHING
         if self._extra is not None and self._extra.given_back:
             item = self._extra.given_back.popleft()
             self._tidy()
             return item
-        sender = self._next("send")
+        sender = self._next("send", thread)
         if sender is None:
             self._check_open()
             return NOTHING
@@ -314,8 +307,13 @@ class Channel(Generic[T]):
         if self._closed:
             raise ChannelClosed(f"{self!r} was closed")
 
-    def _next(self, end: str) -> Waiter | None:
-        """Whose turn it is at that end. It is out of the queue then, and must be served."""
+    def _has_items(self) -> bool:
+        """Whether there are some that nobody sends any more."""
+        return self._extra is not None and bool(self._extra.given_back)
+
+    def _next(self, end: str, other: Any = None) -> Waiter | None:
+        """Whose turn it is at that end. It is out of the queue then, and must be served. It is not `other`, which may
+        be at both ends, in a `select`, and must not meet itself."""
         waiter: Waiter
         if end == "send":
             first = self._sender
@@ -326,6 +324,12 @@ class Channel(Generic[T]):
                 self._sender = self._item = None
                 return Waiter(first, item)
             waiter = first.popleft()
+            if waiter.thread is other:
+                first.appendleft(waiter)
+                found = next((each for each in first if each.thread is not other), None)
+                if found is None:
+                    return None
+                first.remove(waiter := found)
             if not first:
                 self._sender = None
             return waiter
@@ -409,7 +413,7 @@ class Channel(Generic[T]):
         for end in ("send", "receive"):
             while (waiter := self._next(end)) is not None:
                 self._refuse(waiter)
-            if self._extra is not None:
+            if self._extra is not None and not (end == "receive" and self._has_items()):
                 while self._extra.put_aside[end]:
                     self._refuse(self._extra.put_aside[end].popleft())
 
@@ -418,12 +422,21 @@ class Channel(Generic[T]):
 
     def _match(self) -> None:
         """Both ends may have somebody waiting, after a claim has ended: brings them together."""
-        while not self._closed and (receiver := self._next("receive")) is not None:
-            got = self._try_receive(receiver.thread)
-            if got is NOTHING:
-                self._queue("receive").appendleft(receiver)
-                return
-            receiver.serve(got)
+        queue = self._queue("receive")
+        for receiver in list(queue):
+            if receiver in queue:  # else it was in a `select` that has just sent something
+                try:
+                    got = self._try_receive(receiver.thread)
+                except ChannelClosed as error:
+                    queue.remove(receiver)
+                    receiver.refuse(error)
+                    continue
+                if got is not NOTHING:
+                    queue.remove(receiver)
+                    receiver.serve(got)
+                elif self._sender is None:
+                    break
+        self._forget_empty("receive")
 
     # -- claims, and items given back --------------------------------------------------------------------
 
@@ -434,6 +447,7 @@ class Channel(Generic[T]):
             for end in ("send", "receive"):  # nobody in the slots: no fast path
                 if self._alone(end):
                     self._queue(end)
+                    self._forget_empty(end)  # it may have been served just now
         return self._extra
 
     def _tidy(self) -> None:
@@ -466,7 +480,8 @@ class Channel(Generic[T]):
         proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
         try:
             return (yield from proxy.__await__())
-        except asyncio.CancelledError:  # the waiting was cancelled; that has cancelled the proxy
+        except BaseException:  # most often the waiting was cancelled; or the proxy has failed, then this does nothing
+            proxy.cancel()
             if not args:
                 proxy._hook(self._give_back)
             raise
@@ -476,6 +491,18 @@ class Channel(Generic[T]):
             raise RuntimeError(
                 f"Channel.{what} blocks, and inside a coroutine it would stop every green thread: use `{instead}`"
             )
+
+
+def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
+    """What a plain thread waited for. If its time is over, the proxy may have its item all the same: then that."""
+    try:
+        return proxy.result(timeout)
+    except TimeoutError:
+        proxy.cancel()
+    try:
+        return proxy.result()
+    except CancelledError:
+        raise TimeoutError(f"{what} within {timeout} s") from None
 
 
 class _Buffered(Channel[T]):
@@ -507,7 +534,7 @@ class _Buffered(Channel[T]):
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
         if get_ident() != scheduler.owner:
-            return (yield from self._from_outside(self._receive_here))
+            return (yield from self._from_outside(self._receive_here))  # type: ignore[no-any-return]
         if self._buffer and self._sender is None and self._extra is None:
             return self._buffer.popleft()
         return (yield from super().receive())
@@ -522,8 +549,7 @@ class _Buffered(Channel[T]):
 
     def _try_receive(self, thread: Any) -> Any:
         if self._is_claimed("receive", thread):
-            self._check_open()
-            return NOTHING
+            return super()._try_receive(thread)
         if (self._extra is not None and self._extra.given_back) or not self._buffer:
             return super()._try_receive(thread)
         item = self._buffer.popleft()
@@ -532,6 +558,9 @@ class _Buffered(Channel[T]):
             self._buffer.append(sender.item)
             sender.serve(None)
         return item
+
+    def _has_items(self) -> bool:
+        return bool(self._buffer) or super()._has_items()
 
     def _match(self) -> None:
         super()._match()
@@ -593,8 +622,9 @@ class Claim(Generic[T]):
     async def _take(self, end: str) -> None:
         if end in self._held:
             return
-        if self._held or self._wanted not in (None, end):
-            raise RuntimeError(f"this claim is for the end {(self._held or [self._wanted])[0]!r}, not for {end!r}")
+        claimed = self._held[0] if self._held else self._wanted
+        if claimed not in (None, end):
+            raise RuntimeError(f"this claim is for the end {claimed!r}, not for {end!r}")
         if get_ident() != scheduler.owner:
             raise outside("Channel.claim", "a channel of your own")
         extra, me = self._channel._make_extra(), scheduler.current

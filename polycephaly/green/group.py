@@ -35,7 +35,7 @@ class Group:
     """
 
     def __init__(self) -> None:
-        self._children: set[GreenThread[Any]] = set()
+        self.children: set[GreenThread[Any]] = set()
         self._errors: list[BaseException] = []
         self._owner: GreenThread[Any] | None = None
         self._wake: Wake | None = None
@@ -45,11 +45,10 @@ class Group:
     def spawn(
         self, fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound: bool = False
     ) -> GreenThread[Any]:
-        """`green.spawn` as a member of this group, by green threads of it. Raises `RuntimeError` outside of the block."""
+        """`green.spawn` as a member of this group. Raises `RuntimeError` outside of its block."""
         if self._owner is None or self._ended_all:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
         child = start(fn, args, self, name, bound)
-        self._children.add(child)
         if self._cancelling:
             child.cancel()
         return child
@@ -59,7 +58,7 @@ class Group:
         if self._cancelling or self._owner is None or self._ended_all:
             return
         self._cancelling = True
-        for child in list(self._children):
+        for child in list(self.children):
             child.cancel()
         if self._wake is None:
             self._interruption = Cancelled("its group was cancelled")
@@ -67,11 +66,11 @@ class Group:
 
     def _ended(self, child: GreenThread[Any], error: BaseException | None) -> None:
         """The owner of the scheduler tells that one has ended."""
-        self._children.discard(child)
+        self.children.discard(child)
         if error is not None:
             self._errors.append(error)
             self.cancel()
-        if not self._children and self._wake is not None:
+        if not self.children and self._wake is not None:
             self._wake.now()
 
     async def __aenter__(self) -> Group:
@@ -84,7 +83,7 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> bool:
         if self._interruption is not None and error is not self._interruption:
-            await self._meet_interruption()
+            await self._meet(self._interruption)
         self._wake = _NOBODY  # from here on, cancelling is for the children only
         ours = error is not None and error is self._interruption
         if error is not None and not ours:
@@ -92,7 +91,7 @@ class Group:
                 self._errors.append(error)
             self._cancel_children()
         cancelled = error if isinstance(error, Cancelled) and not ours else None
-        while self._children:
+        while self.children:
             self._wake = Wake()
             try:
                 await pause(self._wake)
@@ -117,14 +116,14 @@ class Group:
 
     def _cancel_children(self) -> None:
         self._cancelling = True
-        for child in list(self._children):
+        for child in list(self.children):
             child.cancel()
 
-    async def _meet_interruption(self) -> None:
+    async def _meet(self, interruption: Cancelled) -> None:
         """It is on its way to the block, and must not hit what comes after it."""
         try:
-            while True:
+            while interruption.on_its_way:
                 await sleep(0)
         except Cancelled as late:
-            if late is not self._interruption:
+            if late is not interruption:
                 raise

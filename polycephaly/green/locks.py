@@ -12,9 +12,9 @@ from collections.abc import Generator
 from types import TracebackType, coroutine
 from typing import Any
 
-from .run import run
+from ..promises import Promise
 from .scheduler import PARK, scheduler
-from .thread import GreenThread, outside
+from .thread import GreenThread, outside, start
 
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
@@ -43,6 +43,11 @@ class _Line:
         thread = self.threads.popleft()
         thread._value = value
         scheduler.ready.append(thread)
+
+    def let_all(self) -> None:
+        """All go on; `wait` gives each its place."""
+        for place in range(len(self.threads)):
+            self.let(place)
 
 
 def _by_owner(what: str) -> None:
@@ -76,6 +81,7 @@ class Semaphore:
         return self._value
 
     async def acquire(self) -> None:
+        """Parks until it is let in."""
         _by_owner(f"{self._what}.acquire")
         if self._value > 0:  # while anybody waits it is 0: nobody is overtaken
             self._value -= 1
@@ -105,7 +111,21 @@ class Semaphore:
 
     def __enter__(self) -> None:
         """For plain code: blocks this native thread only."""
-        run(self.acquire)
+        if scheduler.in_step():
+            what = f"with {self._what.lower()}"
+            raise RuntimeError(f"`{what}` blocks, and would stop every green thread here: use `async {what}`")
+        proxy = start(self.acquire, (), name=f"{self._what}.acquire")
+        try:
+            proxy.result()
+        except BaseException:
+            proxy.cancel()
+            proxy._hook(self._undo)
+            raise
+
+    def _undo(self, acquiring: Promise[Any]) -> None:
+        """Who was to be let in is gone."""
+        if not acquiring.cancelled() and acquiring.exception() is None:
+            self.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -129,19 +149,29 @@ class Lock(Semaphore):
 
     def __init__(self) -> None:
         super().__init__(1)
+        self._held = False
 
     @property
     def locked(self) -> bool:
-        return self._value == 0
+        return self._held
+
+    async def acquire(self) -> None:
+        """Parks until nobody else holds it."""
+        _by_owner("Lock.acquire")
+        if self._value:
+            self._value = 0
+            self._held = True
+        else:
+            await self._line.wait()
 
     def _release(self) -> None:
-        if self._value:
-            raise RuntimeError("a lock was released that nobody held")
+        self._held = bool(self._line.threads)
         super()._release()
 
     def release(self) -> None:
         """From anywhere. Raises `RuntimeError` where nobody holds it."""
-        if self._value:
+        held, self._held = self._held, False  # at once, though plain code only posts what follows
+        if not held:
             raise RuntimeError("a lock was released that nobody held")
         super().release()
 
@@ -175,15 +205,14 @@ class Event:
 
     def set(self) -> None:
         """From anywhere."""
+        fresh = _Line()
+        line = self._line  # no call from here on: who comes later finds it set, or, once it is cleared, another line
+        self._line = fresh
         self._set = True
         if scheduler.in_step():
-            self._let_all()
+            line.let_all()
         else:
-            scheduler.post(self._let_all)
-
-    def _let_all(self) -> None:
-        while self._line.threads:
-            self._line.let()
+            scheduler.post(line.let_all)
 
     def clear(self) -> None:
         self._set = False
@@ -245,17 +274,13 @@ class Barrier:
         _by_owner("Barrier.sync")
         if not self._enrolled:
             raise RuntimeError("nobody is enrolled in this barrier: enroll first")
-        place = len(self._line.threads)
-        if place + 1 == self._enrolled:
-            self._let_all()
-        else:
-            await self._line.wait()
-        return place
+        others = len(self._line.threads)
+        if others + 1 < self._enrolled:
+            place: int = await self._line.wait()  # told at the end, as who came before may have been cancelled
+            return place
+        self._line.let_all()
+        return others
 
     def _look(self) -> None:
-        if self._line.threads and len(self._line.threads) == self._enrolled:
-            self._let_all()
-
-    def _let_all(self) -> None:
-        while self._line.threads:
-            self._line.let()
+        if self._line.threads and len(self._line.threads) >= self._enrolled:
+            self._line.let_all()

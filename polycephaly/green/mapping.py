@@ -8,11 +8,11 @@ In plain code they wait, and give a list. In a coroutine, and in asyncio code, t
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
 from operator import length_hint
-from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
+from ..coroutines import is_coroutine, is_coroutine_function
 from ..errors import ChannelClosed
 from ..promises import Promise
 from .call import call_long
@@ -20,7 +20,7 @@ from .channel import Channel
 from .group import Group
 from .run import run
 from .scheduler import scheduler
-from .thread import GreenThread, is_coroutine_function, spawn
+from .thread import GreenThread, spawn
 
 __all__ = ["Mapped", "map", "par"]
 
@@ -32,8 +32,8 @@ AHEAD = 2  # results that may wait to be asked for, for each worker
 def par(*fns: Any) -> Any:
     """Runs all of `fns` as green threads, until the last has ended; a list of their values, in order. (ProcessJ's par.)
 
-    They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised in an
-    `ExceptionGroup`. In a coroutine: ``await green.par(...)``; in plain code it waits by itself.
+    They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised
+    in an `ExceptionGroup`. In a coroutine: ``await green.par(...)``; in plain code it waits by itself.
 
     >>> from polycephaly import green
     >>> async def one(): return 1
@@ -71,7 +71,7 @@ def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13) -> Any:
     return mapped if _in_coroutine() else run(mapped.collect)
 
 
-def _as_fits(make: Callable[[], CoroutineType[Any, Any, Any]]) -> Any:
+def _as_fits(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """In plain code, runs the coroutine; in a coroutine, gives it."""
     return make() if _in_coroutine() else run(make())
 
@@ -188,6 +188,6 @@ def _applier(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     async def apply(item: Any) -> Any:
         value = await call_long(fn, item)
-        return await value if isinstance(value, CoroutineType) else value
+        return await value if is_coroutine(value) else value
 
     return apply

@@ -40,7 +40,8 @@ class Workers:
 
     def __init__(self, ceiling: int) -> None:
         self.ceiling = ceiling
-        self.count = 0
+        self.count = 0  # of threads
+        self.urgent = 0  # of those that do not count against the ceiling
         self._crowd = _Crowd()
         self._idle: list[_Worker] = []
         self._queue: deque[Callable[[], object]] = deque()
@@ -50,22 +51,37 @@ class Workers:
 
         `job` must not raise. Raises `RuntimeError` when there is no thread at all and none can be started.
         """
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            pass
-        else:
-            worker.give(job)
-            return
-        if self.count < self.ceiling and self._start(job):
-            return
-        if not self.count:
-            raise RuntimeError("green threads cannot run: this process may not start another native thread")
+        if self.count - self.urgent < self.ceiling:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                if self._start(job):
+                    return
+                if not self.count - self.urgent:
+                    raise RuntimeError("this process may not start another native thread") from None
+            else:
+                worker.give(job)
+                return
         self._queue.append(job)
         self._match()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """The same for a job that must not stand in the queue: beyond the ceiling; False where none can be started."""
+        """The same for a job that must not stand in the queue, and does not count against the ceiling: of those who
+        drive, watch, or belong to a bound thread. False where none can be started."""
+        self.urgent += 1
+
+        def urgent() -> None:
+            try:
+                job()
+            finally:
+                self.urgent -= 1
+
+        if self._start_now(urgent):
+            return True
+        self.urgent -= 1
+        return False
+
+    def _start_now(self, job: Callable[[], object]) -> bool:
         try:
             self._idle.pop().give(job)
             return True
@@ -131,7 +147,7 @@ class Workers:
 
     def forget(self) -> None:
         """In a forked child: none of the threads is there."""
-        self.count = 0
+        self.count = self.urgent = 0
         self._idle.clear()
         self._queue.clear()
 
@@ -194,5 +210,5 @@ class _Worker:
             self.workers.ended()
             if sys.version_info < (3, 12):  # code that asked for `current_thread()` made an entry, which stays
                 entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
-                if isinstance(entry, threading._DummyThread):  # type: ignore[attr-defined]
+                if isinstance(entry, threading._DummyThread):
                     del threading._active[get_ident()]  # type: ignore[attr-defined]

@@ -1,25 +1,24 @@
 """Seeing what green threads do: a list of them, and the verdict that all of them wait for ever.
 
-A deadlock is only called so when it is certain. Everybody who could still do something is asked for: timers, foreign calls,
-promises that others settle, other native threads, signal handlers. Threads of the tools around a program (a test
-runner's time limit, an idle executor) do not count, unless they hold something of ours.
+A deadlock is only called so when it is certain. Everybody who could still do something counts: timers, foreign calls,
+promises that others settle, other native threads, signal handlers; but for the tools around a program that are known to
+have nothing to do with it, a test runner's time limit or an executor without work.
 """
 
 from __future__ import annotations
 
-import functools
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
-from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 from .. import promises
 from ..errors import Deadlock
 from ..launch import safepoint
-from .scheduler import PARKED, bare, scheduler
+from .scheduler import AWAY, PARKED, bare, scheduler
 from .thread import GreenThread, NativeThread
 from .watchdog import watchdog
 
@@ -28,7 +27,8 @@ __all__ = ["ThreadInfo", "threads"]
 SHOWN = 20  # green threads that a Deadlock lists
 
 OWN = __name__.rpartition(".")[0]
-IDLE_MACHINERY = ("threading", "queue", "concurrent.futures.thread", "execnet", "_weakrefset", "weakref")
+IDLE_MACHINERY = ("threading", "queue", "concurrent.futures.thread", "execnet")
+TIME_LIMITS = ("pytest_timeout",)
 
 
 class ThreadInfo(NamedTuple):
@@ -49,7 +49,7 @@ class ThreadInfo(NamedTuple):
 
 
 def threads() -> list[ThreadInfo]:
-    """Every live green thread of this image, the longest first only by chance. From anywhere.
+    """Every live green thread of this image, in no order. From anywhere.
 
     >>> from polycephaly import green
     >>> async def main():
@@ -72,7 +72,7 @@ def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
     if running:
         state = "running" if thread is scheduler.current else "calling"
     else:
-        state = "parked" if thread._value is PARKED else "ready"
+        state = "parked" if thread._value is PARKED else "calling" if thread._value is AWAY else "ready"
     chain = list(_chain(coro))
     theirs = next((frame for frame in reversed(chain) if not _is_ours(frame)), None)
     return _describe(thread, state, theirs or (chain[0] if chain else None), chain[-1] if chain else None)
@@ -106,7 +106,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name == OWN or name.startswith((f"{OWN}.", "polycephaly.promises"))
+    return str(name).startswith((OWN, "polycephaly.promises"))
 
 
 # -- deadlock ----------------------------------------------------------------------------------------
@@ -140,40 +140,26 @@ def _somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bo
             continue
         thread = by_ident.get(ident)
         if isinstance(thread, threading.Timer):
-            if _holds_ours(thread.function, *thread.args, *thread.kwargs.values()):
+            if not _is_time_limit(thread.function):
                 return True
-        elif not all(f.f_globals.get("__name__", "").startswith(IDLE_MACHINERY) for f in _stack(frame)):
+        elif not all(_is_idle(each) for each in _stack(frame)):
             return True
     return False
+
+
+def _is_idle(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    # An executor's `run` is where it runs what it was given.
+    return module.startswith(IDLE_MACHINERY) and (module != "concurrent.futures.thread" or frame.f_code.co_name != "run")
+
+
+def _is_time_limit(fn: Any) -> bool:
+    return str(getattr(fn, "__module__", "")).startswith(TIME_LIMITS)
 
 
 def _a_signal_could_act() -> bool:
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    return any(callable(h) and h is not signal.default_int_handler and _holds_ours(h) for h in handlers)
-
-
-def _holds_ours(*things: Any) -> bool:
-    """Whether one of them is of ours, or has something of ours at hand: bound, enclosed, or by a global name."""
-    for thing in things:
-        if type(thing).__module__.startswith("polycephaly"):
-            return True
-        if isinstance(thing, MethodType):
-            if _holds_ours(thing.__self__, thing.__func__) or _holds_ours(*getattr(thing.__self__, "__dict__", {}).values()):
-                return True
-        elif isinstance(thing, functools.partial):
-            if _holds_ours(thing.func, *thing.args, *thing.keywords.values()):
-                return True
-        elif isinstance(thing, FunctionType):
-            if thing.__module__.startswith("polycephaly"):
-                return True
-            cells = [cell.cell_contents for cell in thing.__closure__ or () if cell.cell_contents is not thing]
-            named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
-            near = [each for each in cells + named if not isinstance(each, FunctionType)]
-            if _holds_ours(*near):
-                return True
-            if any(getattr(each, "__name__", "").startswith("polycephaly") for each in near):
-                return True
-    return False
+    return any(callable(h) and h is not signal.default_int_handler and not _is_time_limit(h) for h in handlers)
 
 
 scheduler.when_silent = _look_for_deadlock

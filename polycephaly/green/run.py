@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from types import CoroutineType
 from typing import Any, TypeVar, overload
 
+from ..coroutines import is_coroutine
 from .scheduler import scheduler
 from .thread import start
 
@@ -39,7 +39,7 @@ def run(main: Any, /, *args: Any) -> Any:
     'hello world'
     """
     if scheduler.in_step():
-        if isinstance(main, CoroutineType):
+        if is_coroutine(main):
             main.close()
         raise RuntimeError("green.run waits, and inside a coroutine it would stop every green thread: use `await`")
     thread = start(main, args)

@@ -38,8 +38,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from types import CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .. import promises
 from ..launch import safepoint
 from .native import LINGER, Workers
 from .timers import Timers
@@ -47,7 +48,20 @@ from .timers import Timers
 if TYPE_CHECKING:
     from .thread import GreenThread
 
-__all__ = ["LOST", "PARK", "PARKED", "YIELDED", "Driver", "InContext", "Interrupted", "Runnable", "StandIn", "bare", "foreign", "scheduler"]
+__all__ = [
+    "AWAY",
+    "LOST",
+    "PARK",
+    "PARKED",
+    "YIELDED",
+    "Driver",
+    "InContext",
+    "Interrupted",
+    "StandIn",
+    "bare",
+    "foreign",
+    "scheduler",
+]
 
 GRACE = 0.02  # seconds of silence before the owner asks whether everybody waits for ever
 CEILING = 16384  # native threads; the kernel's usual limits are 2 to 6 times as many
@@ -73,22 +87,13 @@ class _Word:
 
 PARK: Any = _Word("PARK")  # yielded: this thread has parked, or is in `ready` already
 LOST: Any = _Word("LOST")  # yielded: this thread's native thread is not the owner any more
+AWAY: Any = _Word("AWAY")  # the `_value` of a thread that is in a foreign call
 YIELDED: Any = _Word("YIELDED")  # the `_value` of a thread that only let others go first
 PARKED: Any = _Word("PARKED")  # the `_value` of a thread that is not in `ready`
 
 
-class Runnable(Protocol):
-    """What may be in `ready`. `_coro.send(_value)` is called by the owner."""
-
-    _coro: Any
-    _value: Any
-
-    def _finish(self, value: Any) -> None: ...
-    def _fail(self, error: BaseException) -> None: ...
-
-
 class _Note:
-    """Something for the owner to do, in its turn."""
+    """Something for the owner to do, in its turn. It stands in `ready` like a thread, and is its own coroutine."""
 
     __slots__ = ("_do", "_value")
 
@@ -115,12 +120,13 @@ class _Note:
 class Driver:
     """A native thread that drives, or is in a foreign call that it began when it drove."""
 
-    __slots__ = ("fn", "ident", "lock", "returned", "token")
+    __slots__ = ("fn", "ident", "lock", "returned", "thread", "token")
 
     def __init__(self) -> None:
         self.ident = get_ident()
         self.token = NO_CALL  # or the number of the foreign call it is in, or TAKEN
-        self.fn: Any = None  # what it calls
+        self.fn: Any = None  # what it calls, and whose call it is
+        self.thread: GreenThread[Any] | None = None
         self.returned: GreenThread[Any] | None = None  # with LOST: whose step that was
         self.lock = allocate_lock()
         self.lock.acquire()
@@ -137,13 +143,13 @@ class Scheduler:
     """There is one, `scheduler`. Methods that are not said to be for everybody are for the owner."""
 
     def __init__(self) -> None:
-        self.ready: deque[Runnable] = deque()
+        self.ready: deque[GreenThread[Any] | _Note] = deque()
         self.timers = Timers()
         self.workers = Workers(CEILING)
         self.bell: list[Callable[[], object]] = [self._begin]
         self.live: set[GreenThread[Any]] = set()
         self.current: Any = None  # the thread whose step runs
-        self.owner = 0  # the ident of the native thread that drives; 0: none, or it is being handed over
+        self.owner = 0  # the ident of the native thread that runs steps; 0: none, or it is in a foreign call
         self.driver: Driver | None = None
         self.drivers: dict[int, Driver] = {}
         self.calls = 0  # foreign calls made, all told: the numbers for regions
@@ -285,7 +291,7 @@ class Scheduler:
         return self._strange(thread, told)
 
     def _sleep(self, driver: Driver) -> bool:
-        """Until there is something to do; False: the scheduler was given up, as there was nothing for LINGER seconds."""
+        """Until there is something to do. False: there was nothing for LINGER seconds, and it was given up."""
         bell, ready, lock = self.bell, self.ready, driver.lock
         asked = False
         while True:
@@ -356,6 +362,8 @@ class Scheduler:
         self.live = set()
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
+        promises.waiting.clear()
+        promises.asked_to_end.clear()
         self.away = self.outside = 0
 
 
@@ -424,6 +432,7 @@ class Interrupted(StandIn):
         first, *others = self.errors
         for error in others:
             thread._interrupt(error)
+        first.on_its_way = False  # type: ignore[attr-defined]
         return self.coro.throw(first)
 
 

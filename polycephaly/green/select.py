@@ -1,7 +1,7 @@
 """`select`: waits for several things, and exactly one of them happens.
 
     guards ──can one be done at once?──> done: its index and value
-          └─no──> an Offer of each is left where somebody may take it up ──> the first that is, wins; the rest are struck
+          └─no──> an Offer of each is left where somebody may take it up ──> the first that is, wins; the rest go
 
 All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one step: no second
 offer can be taken up in between, also where both sides of a channel are in a `select`.
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..promises import Promise
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, outside
-from .timers import Timer
 from .waiting import NOTHING, Refused, Waiter
 
 if TYPE_CHECKING:
@@ -35,19 +34,20 @@ class Chosen(NamedTuple):
     The value is the item received, the promise's value, or None.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method `index` is of no use here
     value: Any
 
 
 class Offer(Waiter):
     """One guard of a `select` that waits, left with a channel, a timer or a promise."""
 
-    __slots__ = ("index", "select")
+    __slots__ = ("at", "index", "select")
 
     def __init__(self, select: _Select, index: int, item: Any) -> None:
         super().__init__(select.thread, item)
         self.select = select
         self.index = index
+        self.at: Any = None  # the timer or the hook by which it was left: a guard may be in several selects at a time
 
     def serve(self, value: Any) -> None:
         self.select.commit(self, Chosen(self.index, value))
@@ -81,7 +81,7 @@ class Guard:
 
 
 class _After(Guard):
-    __slots__ = ("seconds", "timer")
+    __slots__ = ("seconds",)
 
     def __init__(self, seconds: float, when: object) -> None:
         self.when = bool(when)
@@ -91,14 +91,14 @@ class _After(Guard):
         return None if self.seconds <= 0 else NOTHING
 
     def leave(self, offer: Offer) -> None:
-        self.timer: Timer = scheduler.timers.set(monotonic() + self.seconds, lambda: offer.serve(None))
+        offer.at = scheduler.timers.set(monotonic() + self.seconds, lambda: offer.serve(None))
 
     def strike(self, offer: Offer) -> None:
-        scheduler.timers.call_off(self.timer)
+        scheduler.timers.call_off(offer.at)
 
 
 class _Settled(Guard):
-    __slots__ = ("hook", "promise")
+    __slots__ = ("promise",)
 
     def __init__(self, promise: Promise[Any], when: object) -> None:
         self.when = bool(when)
@@ -108,11 +108,13 @@ class _Settled(Guard):
         return self.promise.result() if self.promise.done() else NOTHING
 
     def leave(self, offer: Offer) -> None:
-        self.hook = lambda _: scheduler.post(lambda: self._serve(offer))
+        offer.at = lambda _: scheduler.post(lambda: self._serve(offer))
         scheduler.outside += self.promise.from_outside
-        self.promise._hook(self.hook)
+        self.promise._hook(offer.at)
 
     def _serve(self, offer: Offer) -> None:
+        if not offer.select.waits:
+            return
         try:
             value = self.promise.result()
         except BaseException as error:
@@ -122,7 +124,7 @@ class _Settled(Guard):
 
     def strike(self, offer: Offer) -> None:
         scheduler.outside -= self.promise.from_outside
-        self.promise._unhook(self.hook)
+        self.promise._unhook(offer.at)
 
 
 class _Skip(Guard):
@@ -160,7 +162,7 @@ class _Select:
 
     def __init__(self, guards: Sequence[tuple[int, Guard]], thread: GreenThread[Any]) -> None:
         self.thread = thread
-        self.guards = {index: guard for index, guard in guards}
+        self.guards = dict(guards)
         self.offers: dict[int, Offer] = {}
         self.waits = True
 
@@ -176,9 +178,12 @@ class _Select:
             scheduler.ready.append(self.thread)
 
     def end(self) -> None:
-        self.waits = False
-        for index, offer in self.offers.items():
-            self.guards[index].strike(offer)
+        if self.waits:
+            self.waits = False
+            for index, offer in self.offers.items():
+                self.guards[index].strike(offer)
+                offer.at = None
+            self.offers.clear()  # no cycles are left to the garbage collector
 
 
 @coroutine
@@ -220,13 +225,15 @@ def select(
             raise ValueError("every guard's precondition is false: nothing could ever happen; give a default")
         return default
     thread = scheduler.current
-    if not priority and len(open_) > 1:
-        turn = scheduler.draw(len(open_))
-        open_ = open_[turn:] + open_[:turn]
-    for index, guard in open_:
-        value = guard.attempt(thread)
+    left = len(open_)
+    while left:
+        place = 0 if priority or left == 1 else scheduler.draw(left)
+        chosen = open_.pop(place)
+        value = chosen[1].attempt(thread)
         if value is not NOTHING:
-            return Chosen(index, value)
+            return Chosen(chosen[0], value)
+        open_.append(chosen)  # behind those that were not tried yet
+        left -= 1
     if not isinstance(default, EllipsisType):
         return default
     waits = _Select(open_, thread)

@@ -9,7 +9,7 @@ from types import TracebackType, coroutine
 from typing import Any
 
 from .scheduler import PARK, YIELDED, scheduler
-from .thread import Cancelled, GreenThread, Wake, outside
+from .thread import Cancelled, GreenThread, Wake, here, outside
 from .timers import Timer
 
 __all__ = ["current", "sleep", "timeout"]
@@ -28,6 +28,7 @@ def sleep(seconds: float) -> Generator[Any, Any, None]:
         raise ValueError(f"sleep takes a number of seconds from 0 on, not {seconds!r}")
     thread = scheduler.current
     if seconds == 0:
+        scheduler.timers.fire()  # a time limit that is over counts now
         thread._value = YIELDED
         scheduler.ready.append(thread)
         yield PARK
@@ -42,10 +43,10 @@ def sleep(seconds: float) -> Generator[Any, Any, None]:
 
 
 def current() -> GreenThread[Any]:
-    """The green thread that runs here. Raises `RuntimeError` outside of one."""
-    if get_ident() != scheduler.owner or scheduler.current is None:
+    """The green thread that runs here, be it a plain function. Raises `RuntimeError` outside of one."""
+    thread = here()
+    if thread is None:
         raise RuntimeError("no green thread runs here")
-    thread: GreenThread[Any] = scheduler.current
     return thread
 
 
@@ -93,15 +94,15 @@ class timeout:
         if self._error is None:
             return
         if error is not self._error:
-            await self._call_back()
-        if error is None or (isinstance(error, Cancelled) and error is self._error):
+            await self._meet(self._error)
+        if error is None or error is self._error:
             raise TimeoutError(f"not done within {self.seconds} s") from error
 
-    async def _call_back(self) -> None:
+    async def _meet(self, interruption: Cancelled) -> None:
         """The interruption is on its way, and must not hit what comes after the block: it is waited for here."""
         try:
-            while True:
+            while interruption.on_its_way:
                 await sleep(0)
         except Cancelled as late:
-            if late is not self._error:
+            if late is not interruption:
                 raise

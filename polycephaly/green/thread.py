@@ -11,6 +11,7 @@ middle of foreign code; where it waits for a channel or a promise, it is.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import traceback
 from _thread import get_ident
@@ -18,27 +19,25 @@ from asyncio import CancelledError as AsyncioCancelled
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
-from inspect import iscoroutinefunction
 from time import monotonic
-from types import CoroutineType, coroutine
+from types import coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from .. import promises
+from ..coroutines import is_coroutine, is_coroutine_function
 from ..promises import CANCELLED, FINISHED, Promise
 from .history import history
-from .scheduler import PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
+from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
 
 if TYPE_CHECKING:
     from .group import Group
 
-__all__ = ["Cancelled", "GreenThread", "NativeThread", "Wake", "pause", "spawn"]
+__all__ = ["Cancelled", "GreenThread", "NativeThread", "Wake", "here", "outside", "pause", "spawn", "start"]
 
 T = TypeVar("T")
 
 SHORT = 0.0005  # seconds: a call that was sent away for nothing
-
-_CO = 0x80 | 0x100  # inspect.CO_COROUTINE | CO_ITERABLE_COROUTINE
 
 
 class Cancelled(AsyncioCancelled):
@@ -47,17 +46,20 @@ class Cancelled(AsyncioCancelled):
     Like `asyncio.CancelledError`, of which it is one, it is not an `Exception`.
     """
 
+    on_its_way = False
+    """Somebody has asked for it to be raised, and it has not been yet."""
+
 
 class GreenThread(Promise[T]):
     """A green thread is the promise of its value. `name` tells it from others in reports."""
 
     __slots__ = ("_coro", "_group", "_open", "_value")
 
-    _open: object
     _group: Group | None
     _name: str | None = None
     _qualname: str | None = None  # once there is no coroutine to ask
     _unseen: Unseen | None = None
+    _owned: WeakSet[Any] | None = None
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
         self._open = None
@@ -76,22 +78,24 @@ class GreenThread(Promise[T]):
         self._end(FINISHED, value, None)
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(error):  # it has looked for its loop
+            error = foreign(error)
         if error.__traceback__ is not None:  # the scheduler's own frame tells nobody anything
             error.__traceback__ = error.__traceback__.tb_next
         if isinstance(error, AsyncioCancelled):
             self._end(CANCELLED, None, None)
         else:
-            if type(error) is RuntimeError and error.args == ("no running event loop",):  # asyncio.sleep(1) says so
-                error = foreign(error)
             self._end(FINISHED, None, error)
 
     def _end(self, state: str, value: Any, error: BaseException | None) -> None:
         scheduler.live.discard(self)
         group = self._group
         self._qualname = self.name
-        if error is not None and group is None and self._hooks is None:
+        if error is not None and group is None and not self._hooks:
             self._unseen = Unseen(self._qualname, error)
         self._coro = None
+        for each in self._owned or ():
+            each.kill()
         self._settle(state, value, error)
         if group is not None:
             group._ended(self, error)
@@ -114,22 +118,33 @@ class GreenThread(Promise[T]):
 
     def _interrupt(self, error: BaseException) -> None:
         """Has `error` raised at an await of it, once. From any thread."""
-        scheduler.post(lambda: self._throw(error))
+        error.on_its_way = True  # type: ignore[attr-defined]
+        if get_ident() == scheduler.owner and self._value is not PARKED and self is not scheduler.current:
+            self._throw(error)  # it has not begun yet, say: then it never will
+        else:
+            scheduler.post(lambda: self._throw(error))
 
     def _throw(self, error: BaseException) -> Any:
         """The owner, in a note: now, where it is parked. See `Interrupted` for where it is not."""
-        if self._coro is None:
-            return PARK
         if type(self._coro) is Interrupted:
             self._coro.errors.append(error)
             return PARK
-        if self._value is PARKED:
+        if self._coro is not None and self._value is not PARKED:
+            Interrupted(self, error)
+            return PARK
+        error.on_its_way = False  # type: ignore[attr-defined]
+        if self._coro is not None:
             return scheduler.run_step(self, self._coro.throw, error)
-        Interrupted(self, error)
         return PARK
 
     def running(self) -> bool:
         return not self.done()
+
+    def own(self, killable: Any) -> None:
+        """Something that ends with this green thread: its `kill` is called then, if it is still there."""
+        if self._owned is None:
+            self._owned = WeakSet()
+        self._owned.add(killable)
 
     @coroutine
     def _call_elsewhere(
@@ -142,6 +157,7 @@ class GreenThread(Promise[T]):
         outcome: list[Any] = []
 
         def job() -> None:
+            natives[get_ident()] = self
             began = monotonic()
             try:
                 outcome[:] = context.run(fn, *args, **kwargs), None
@@ -149,29 +165,23 @@ class GreenThread(Promise[T]):
                 outcome[:] = None, error
             if monotonic() - began < SHORT:
                 history.was_short(fn)
+            del natives[get_ident()]
             scheduler.away -= 1
             wake()
 
         scheduler.away += 1
+        self._value = AWAY  # a foreign call cannot be broken off: interrupted is the await after it
         self._send_away(job)
-        while not outcome:
-            try:
-                yield PARK
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self._interrupt(error)  # a foreign call cannot be broken off: at the await after it
-        wake.thread = None  # it may have been over before this thread had parked
+        yield PARK
         for variable, value in context.items():
             if before.get(variable, wake) is not value:
                 variable.set(value)
-        value, error = outcome
         try:
-            if error is not None:
-                raise error
-            return value
+            if outcome[1] is not None:
+                raise outcome[1]
+            return outcome[0]
         finally:
-            del error, outcome[:]
+            outcome.clear()  # no cycle through the error's traceback
 
     def _send_away(self, job: Callable[[], None]) -> None:
         scheduler.workers.start(job)
@@ -212,8 +222,12 @@ class GreenThread(Promise[T]):
             )
 
     def _help(self, end: float | None) -> None:
-        # Whoever waits here may be the last who could have woken the others: have the scheduler look.
-        if end is None and scheduler.bell:
+        if end is None:
+            self._look_up()
+
+    def _look_up(self) -> None:
+        # Who waits here, or has just ended, may have been the last who could wake the others: the scheduler is to look.
+        if scheduler.bell:
             scheduler.ring()
 
     def __repr__(self) -> str:
@@ -231,14 +245,15 @@ class NativeThread(GreenThread[T]):
         self._asked_to_end = False
         self._qualname = _qualname(fn)
 
-    def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
         scheduler.live.add(self)
         scheduler.away += 1
         scheduler.workers.start(lambda: context.run(self._run, fn, args))
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._ident = get_ident()
+        self._ident = ident = get_ident()
+        natives[ident] = self
         value: Any = None
         told: BaseException | None = None
         state = FINISHED
@@ -254,8 +269,10 @@ class NativeThread(GreenThread[T]):
                 if error.__traceback__ is not None:
                     error.__traceback__ = error.__traceback__.tb_next
         self._ident = 0
+        promises.asked_to_end.discard(ident)
+        del natives[ident]
         scheduler.away -= 1
-        if isinstance(value, CoroutineType):  # of a lambda around a coroutine function, say
+        if is_coroutine(value):  # of a lambda around a coroutine function, say
             self._coro = InContext(value, copy_context())
             scheduler.ready.append(self)
             if scheduler.bell:
@@ -274,9 +291,15 @@ class NativeThread(GreenThread[T]):
         if self.done():
             return self._state == CANCELLED
         self._asked_to_end = True
-        if not self._ident:
+        ident = self._ident
+        if not ident:
             return True
-        waits = promises.waiting.get(self._ident)
+        # Who begins to wait says so, then looks whether it was asked to end; this asks, then looks whether it waits.
+        promises.asked_to_end.add(ident)
+        waits = promises.waiting.get(ident)
+        if self._ident != ident:  # it has ended meanwhile, and something else may run there
+            promises.asked_to_end.discard(ident)
+            return self.done() and self._state == CANCELLED
         return waits is not None and waits[0].cancel()
 
     @property
@@ -308,7 +331,7 @@ def start(
     fn: Any, args: tuple[Any, ...], group: Group | None = None, name: str | None = None, bound: bool = False
 ) -> GreenThread[Any]:
     thread: GreenThread[Any]
-    if isinstance(fn, CoroutineType):
+    if is_coroutine(fn):
         if args:
             raise TypeError(f"a coroutine takes no arguments any more: {fn.__qualname__}, {args!r}")
         coro: Any = fn
@@ -318,7 +341,9 @@ def start(
         native: NativeThread[Any] = NativeThread(fn, args, group)
         if name:
             native._name = name
-        native._begin(fn, args)
+        if group is not None:
+            group.children.add(native)
+        native.begin(fn, args)
         return native
     else:
         raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
@@ -335,22 +360,40 @@ def start(
     if name:
         thread._name = name
     scheduler.live.add(thread)
+    if group is not None:
+        group.children.add(thread)  # before it can end
     scheduler.ready.append(thread)
     if scheduler.bell:
         scheduler.ring()
     return thread
 
 
-def is_coroutine_function(fn: Any) -> bool:
-    code = getattr(fn, "__code__", None)
-    if code is not None:
-        return bool(code.co_flags & _CO)
-    return iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+def _is_of_asyncio(error: BaseException) -> bool:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if error.args == ("no running event loop",):
+        return True
+    return at is not None and at.tb_frame.f_globals.get("__package__") == "asyncio"
 
 
 def _qualname(it: Any) -> str:
     it = bare(it)
     return getattr(it, "__qualname__", None) or repr(it)
+
+
+natives: dict[int, GreenThread[Any]] = {}
+"""The native threads on which foreign code of green threads runs, and whose it is."""
+
+
+def here() -> GreenThread[Any] | None:
+    """The green thread whose code this is: between two awaits, in a foreign call, or a plain function."""
+    ident = get_ident()
+    driver = scheduler.drivers.get(ident)
+    if driver is not None:
+        owner: GreenThread[Any] | None = scheduler.current if driver.token == NO_CALL else driver.thread
+        return owner
+    return natives.get(ident)
 
 
 def outside(what: str, instead: str) -> RuntimeError:
@@ -407,6 +450,7 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         scheduler.outside -= outside
 
 
+os.register_at_fork(after_in_child=natives.clear)
 promises.green = (scheduler.in_step, _await_promise)
 
 

@@ -24,6 +24,7 @@ import sys
 from _thread import allocate_lock, get_ident
 from time import clock_gettime, monotonic, pthread_getcpuclockid, sleep
 from types import FrameType
+from typing import Any
 
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
@@ -33,6 +34,7 @@ __all__ = ["Watchdog", "watchdog"]
 SLOW = 0.05  # seconds between looks while no foreign calls are made
 QUIET = 20  # looks without a foreign call until it looks slowly again
 HELD = 0.1  # seconds between two awaits that are worth a report; and again at each doubling
+LATE = 0.004  # seconds; later than that it had to wait for the interpreter
 ALONE = 10  # windows after which a call is handed over even if nobody could go on: then there is nothing to watch
 
 log = logging.getLogger("polycephaly.green")
@@ -52,6 +54,8 @@ class Watchdog:
         self._bell.acquire()
         self._asked: float | None = None  # when the owner was asked for a sign of life that it has not given yet
         self._report_at = HELD
+        self._suspect: Any = None  # who ran then, and the driving thread's processor time
+        self._used = 0.0
 
     # -- for those it watches ------------------------------------------------------------------------
 
@@ -97,7 +101,7 @@ class Watchdog:
             else:
                 quiet, calls = 0, scheduler.calls
             if token <= NO_CALL:
-                self._look_for_life(driver, now)
+                self._look_for_life(driver, now, now - due > LATE)
                 seen = 0
                 continue
             self._asked = None
@@ -114,8 +118,8 @@ class Watchdog:
     def _rest(self) -> None:
         """Until it is time for a slow look, or somebody asks for a close one.
 
-        Who asks clears `slow`, then looks at `_resting`; this sets `_resting`, then looks at `slow`. So one sees the other.
-        Who clears `_resting` first, in a line without a call, decides whether a ring is on its way.
+        Who asks clears `slow`, then looks at `_resting`; this sets `_resting`, then looks at `slow`: one sees the
+        other. Who clears `_resting` first, in a line without a call, decides whether a ring is on its way.
         """
         self._resting = True
         if self.slow and self._bell.acquire(timeout=SLOW):
@@ -145,19 +149,26 @@ class Watchdog:
 
     # -- who holds the scheduler ---------------------------------------------------------------------
 
-    def _look_for_life(self, driver: Driver, now: float) -> None:
+    def _look_for_life(self, driver: Driver, now: float, late: bool) -> None:
         if self._asked is None:
             self._asked, self._report_at = now, HELD
+            self._suspect, self._used = scheduler.current, _processor_time(driver)
             scheduler.post(self._alive)
-        elif now - self._asked >= self._report_at:
-            held = now - self._asked
+            return
+        held = now - self._asked
+        thread = scheduler.current
+        if held < self._report_at or thread is None or thread is not self._suspect:
+            return
+        # It computes; or it is blocked, while the interpreter is free. Else it only waits for the interpreter.
+        if late and _processor_time(driver) - self._used < held / 2:
+            return
+        where = _where(sys._current_frames().get(driver.ident))
+        if where is not None:
             self._report_at = 2 * held
-            thread = scheduler.current
-            name = getattr(thread, "name", None) or "something"
             log.warning(
                 "green thread %r has held the scheduler for %.2f s, at %s; nothing else runs meanwhile: "
                 "what blocks belongs into `await green.call(...)`",
-                name, held, _where(sys._current_frames().get(driver.ident)),
+                thread.name, held, where,
             )  # fmt: skip
 
     def _alive(self) -> None:
@@ -184,12 +195,12 @@ def _processor_time(driver: Driver) -> float:
         return 0.0
 
 
-def _where(frame: FrameType | None) -> str:
+def _where(frame: FrameType | None) -> str | None:
     own = __name__.rpartition(".")[0]
     while frame is not None and frame.f_globals.get("__name__", "").startswith(own):
         frame = frame.f_back
-    if frame is None:
-        return "an unknown place"
+    if frame is None or frame.f_globals.get("__name__") == "threading":  # none of a user's
+        return None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 

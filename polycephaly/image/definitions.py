@@ -11,11 +11,12 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterator
 from pickle import loads
-from types import CodeType, CoroutineType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
+from ..coroutines import is_coroutine
 from ..wire.capture import looked_up, main_namespace
-from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 
 __all__ = ["Definition", "Hole", "define"]
 
@@ -41,7 +42,20 @@ class Definition:
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
 
+    overlaps = False
+    """It gives coroutines, to be run beside others."""
+
     def call(self, kind: int, payload: Any) -> Any:
+        """Its value; a coroutine is run to its end, as a green thread."""
+        value = self.begin(kind, payload)
+        if is_coroutine(value):
+            from ..green import run
+
+            return run(value)
+        return value
+
+    def begin(self, kind: int, payload: Any) -> Any:
+        """Its value, or a coroutine that is still to be run."""
         raise NotImplementedError
 
 
@@ -49,7 +63,7 @@ class _Callable(Definition):
     _function: Callable[..., Any] | None = None
     _free: tuple[str, ...] = ()
 
-    def call(self, kind: int, payload: Any) -> Any:
+    def begin(self, kind: int, payload: Any) -> Any:
         function = self._function
         if function is None:
             function = self._open()
@@ -60,12 +74,7 @@ class _Callable(Definition):
             raise
         if self._free:
             _graft(function, self._free)
-        value = function(*args, **kwargs)
-        if type(value) is CoroutineType:
-            import asyncio
-
-            return asyncio.run(value)
-        return value
+        return function(*args, **kwargs)
 
     def _open(self) -> Callable[..., Any]:
         looked_up.clear()
@@ -85,7 +94,7 @@ class _Code(Definition):
     _body: CodeType | None = None
     _last: CodeType | None = None
 
-    def call(self, kind: int, payload: Any) -> Any:
+    def begin(self, kind: int, payload: Any) -> Any:
         if self._body is None:
             self._compile()
         namespace = main_namespace()
@@ -112,7 +121,11 @@ _shown: list[str] = []
 
 
 def define(kind: int, payload: bytes) -> Definition:
-    return _Code(payload) if kind == DEFINE_CODE else _Callable(payload)
+    if kind == DEFINE_CODE:
+        return _Code(payload)
+    callable_ = _Callable(payload)
+    callable_.overlaps = kind == DEFINE_OVERLAPPING
+    return callable_
 
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

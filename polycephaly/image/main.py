@@ -45,6 +45,7 @@ from ..wire.messages import (
     CANCEL,
     DEFINE_CALLABLE,
     DEFINE_CODE,
+    DEFINE_OVERLAPPING,
     ERROR,
     FORGET,
     HELLO,
@@ -68,6 +69,7 @@ from ..wire.messages import (
 )  # fmt: skip
 from .console import open_console
 from .definitions import Definition, define
+from .overlap import Overlap
 
 __all__ = ["hatch"]
 
@@ -108,6 +110,7 @@ class _Drone:
         self._todo: deque[_Task] = deque()
         self._outcomes: list[bytes] = []
         self._large: list[bytes] = []
+        self._overlap: Overlap | None = None
         self._last_done = 0
         self._flushed = 0.0
         self._stopping = False
@@ -131,9 +134,12 @@ class _Drone:
     def serve(self) -> None:
         todo = self._todo
         while True:
+            overlap = self._overlap
+            if overlap is not None:
+                self._take_ended(overlap)
             if not todo:
                 self._flush()
-                if self._stopping and not todo:
+                if self._stopping and not todo and not (overlap is not None and overlap.running):
                     return
                 self._listen(wait=not todo)
                 continue
@@ -146,6 +152,12 @@ class _Drone:
             del task  # what it held is not kept while waiting for more
 
     def _run(self, task: _Task) -> None:
+        if task.definition.overlaps:
+            self._begin(task)
+        else:
+            self._do(task)
+
+    def _do(self, task: _Task) -> None:
         number = task.number
         self._row.start(number)
         status, payload = VALUE, b""
@@ -165,16 +177,53 @@ class _Drone:
             self._current = 0
             status, payload = ERROR, self._pack(error)
         finished = monotonic()
+        large = self._note_outcome(number, status, started, finished, payload)
+        self._last_done = number
+        if self._todo and (large or finished - self._flushed > FLUSH_AFTER or not self._row.keep(self._outcomes[-1])):
+            self._flush()
+            self._listen(wait=False)
+
+    def _note_outcome(self, number: int, status: int, started: float, finished: float, payload: bytes) -> bool:
+        """To be sent with the next flush. Whether it is a large one."""
         large = len(payload) >= LARGE_FROM
         if large:
             self._large.append(payload)
             status, payload = status | LARGE, b""
-        entry = pack_outcome(number, status, started, finished, payload, self._tail.take())
-        self._outcomes.append(entry)
-        self._last_done = number
-        if self._todo and (large or finished - self._flushed > FLUSH_AFTER or not self._row.keep(entry)):
-            self._flush()
-            self._listen(wait=False)
+        self._outcomes.append(pack_outcome(number, status, started, finished, payload, self._tail.take()))
+        return large
+
+    def _begin(self, task: _Task) -> None:
+        """A task that is run beside others."""
+        overlap = self._overlap
+        if overlap is None:
+            overlap = self._overlap = Overlap()
+            self._news.register(overlap.bell, select.EPOLLIN)
+        self._row.start(task.number)
+        started = monotonic()
+        try:
+            if task.number in self._missed:
+                raise KeyboardInterrupt("interrupted by the controller")
+            overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
+        except BaseException as error:
+            self._note_outcome(task.number, ERROR, started, monotonic(), self._pack(error))
+
+    def _take_ended(self, overlap: Overlap) -> None:
+        for number, thread, started, finished in overlap.take_ended():
+            status, payload = VALUE, b""
+            try:
+                value = thread.result()
+                if value is not None:
+                    payload = self._capture_result(value)
+            except BaseException as error:
+                status, payload = ERROR, self._pack(error)
+            if self._note_outcome(number, status, started, finished, payload) or not self._row.keep(self._outcomes[-1]):
+                self._flush()
+            # What began last and still runs: up to there all that is unanswered has begun, and must not be run again.
+            for last in reversed(overlap.running):
+                self._row.start(last)
+                break
+            else:
+                self._last_done = number
 
     def _capture_result(self, value: object) -> bytes:
         try:
@@ -197,7 +246,7 @@ class _Drone:
         if self._outcomes:
             with self.socket_turn:
                 self._send(pack_outcomes(self._outcomes, self._large))
-            self._row.sent(self._last_done)
+            self._row.sent(self._last_done)  # with overlapped tasks: of those before them
             self._outcomes.clear()
             self._large.clear()
         self._flushed = monotonic()
@@ -274,7 +323,7 @@ class _Drone:
     def _hear_work(self, frames: list[bytes]) -> None:
         definitions, todo = self._definitions, self._todo
         for number, kind, definition, payload in unpack_work(frames):
-            if kind in (DEFINE_CALLABLE, DEFINE_CODE):
+            if kind in (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING):
                 definitions[number] = define(kind, bytes(payload))
             elif kind == FORGET:
                 definitions.pop(number, None)
@@ -304,6 +353,8 @@ class _Drone:
             self._send(pack_outcomes(withdrawn))
         current = self._current
         self._missed = targets - {0, current}  # one of these may be just between `todo` and `_current`
+        if self._overlap is not None:
+            self._overlap.interrupt(targets)
         if current and (current in targets or 0 in targets):
             self._target = current
             signal.pthread_kill(self._main_thread, signal.SIGINT)

@@ -18,8 +18,9 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
+from ..coroutines import is_coroutine_function
 from .capture import ATOMS, MainSnapshot, capture, main_namespace
-from .messages import DEFINE_CALLABLE, DEFINE_CODE
+from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 
 __all__ = ["Book", "Definition"]
 
@@ -40,6 +41,11 @@ class Definition:
         self.label = label
         self.seconds: float | None = None
 
+    @property
+    def overlaps(self) -> bool:
+        """A drone may run several of these at once, as green threads."""
+        return self.kind == DEFINE_OVERLAPPING
+
     def took(self, seconds: float) -> None:
         """Follows the measured time; a longer one is believed sooner than a shorter one."""
         old = self.seconds
@@ -58,8 +64,9 @@ class _Entry(NamedTuple):
 class Book:
     """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
 
-    def __init__(self, snapshot: MainSnapshot) -> None:
+    def __init__(self, snapshot: MainSnapshot, overlaps: bool = False) -> None:
         self.snapshot = snapshot
+        self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
         self._code: dict[str, Definition] = {}
 
@@ -77,7 +84,8 @@ class Book:
         except Exception as error:
             error.add_note(f"while pickling the work itself, {label(work)}")
             raise
-        definition = Definition(next(_numbers), DEFINE_CALLABLE, payload, label(work))
+        kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
+        definition = Definition(next(_numbers), kind, payload, label(work))
         if entry is not None:
             definition.seconds = entry.definition.seconds
         self._remember(work, definition)

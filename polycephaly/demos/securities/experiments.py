@@ -1,8 +1,10 @@
-"""The talk's experiments: the same five lists, loaded by ever more heads.
+"""The talk's experiments: the same five lists, loaded by ever more heads and hands.
 
     sequential  this image loads one list after another
     I           five drones, one code string each
     II          n drones drain the pages of funds, and the other four lists beside them
+    III         n green threads of this image drain the same
+    combined    five drones, one list each; in its drone, 13 green threads drain the pages of funds
 
 To add one, write what loads the lists from a site and give it a place in `plan`.
 """
@@ -14,15 +16,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import polycephaly as poly
-from polycephaly.demos.securities.model import LISTS, PAGES, Lists
+from polycephaly import green
+from polycephaly.demos.securities.model import LISTS, PAGES, Fund, Lists
 from polycephaly.demos.securities.site import Site
+
+FUND_THREADS = 13
+"""The green threads that load funds in experiment *combined*: as many as were best in the talk's III."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A way to load the five lists: with how many drones, and how many threads in each."""
+    """A way to load the five lists: with how many drones, and how many threads in the image that loads the funds."""
 
     name: str
     drones: int
@@ -40,12 +47,17 @@ class Outcome:
     astray: tuple[str, ...]
 
 
-def plan(drones: Sequence[int]) -> list[Experiment]:
-    """All experiments in the order of their running, baseline first; II once for each number of drones."""
+def plan(drones: Sequence[int], threads: Sequence[int]) -> list[Experiment]:
+    """All experiments in the order of their running, baseline first.
+
+    II comes once for each number of drones, III once for each number of threads.
+    """
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
         Experiment("I", drones=len(LISTS), threads=1, load=drone_per_list),
-        *(Experiment("II", drones=n, threads=1, load=partial(drain_pages, n)) for n in drones),
+        *(Experiment("II", drones=n, threads=1, load=partial(drones_drain, n)) for n in drones),
+        *(Experiment("III", drones=0, threads=n, load=partial(threads_drain, n)) for n in threads),
+        Experiment("combined", drones=len(LISTS), threads=FUND_THREADS, load=drones_and_threads),
     ]
 
 
@@ -90,7 +102,7 @@ def drone_per_list(site: Site) -> Lists:
         return {name: promise.value for name, promise in promises.items()}
 
 
-def drain_pages(drones: int, site: Site) -> Lists:
+def drones_drain(drones: int, site: Site) -> Lists:
     """Experiment II: a pool drains the pages of funds; the other four lists are four pieces more."""
     with poly.Pool(drones) as pool:
         promises = {
@@ -101,3 +113,39 @@ def drain_pages(drones: int, site: Site) -> Lists:
         }
         funds = [fund for page in pool.map(site.load_letter, PAGES) for fund in page]
         return {name: promise.value for name, promise in promises.items()} | {"funds": funds}
+
+
+def threads_drain(threads: int, site: Site) -> Lists:
+    """Experiment III: green threads of this image drain the pages of funds, and the other four lists."""
+    loads: list[Callable[[], Sequence[Any]]] = [
+        site.load_nyse,
+        site.load_amex,
+        site.load_nasdaq,
+        site.load_etfs,
+        *(partial(site.load_letter, page) for page in PAGES),
+    ]
+    # One map for all: so at no time there are more threads than said, and none is idle while there is a piece left.
+    nyse, amex, nasdaq, etfs, *pages = green.map(_call, loads, width=threads)
+    funds = [fund for page in pages for fund in page]
+    return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
+
+
+def drones_and_threads(site: Site) -> Lists:
+    """Experiment *combined*: five drones as in I; the longest list is loaded by green threads in its drone."""
+    with ExitStack() as drones:
+        funds = drones.enter_context(poly.Drone(name="funds")).promise(load_funds, FUND_THREADS, site)
+        promises = {}
+        for name in LISTS:
+            if name != "funds":
+                drone = drones.enter_context(poly.Drone(name=name))
+                promises[name] = drone.promise(getattr(site, f"load_{name}"))
+        return {name: promise.value for name, promise in promises.items()} | {"funds": funds.value}
+
+
+def load_funds(threads: int, site: Site) -> list[Fund]:
+    """All funds, as `Site.load_funds` gives them, with so many pages at a time."""
+    return [fund for page in green.map(site.load_letter, PAGES, width=threads) for fund in page]
+
+
+def _call(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    return load()

@@ -20,7 +20,8 @@ NYSE, AMEX, NASDAQ = "N", "A", "Q"
 """Exchange codes of the files. The NASDAQ file has no such column: it lists one exchange."""
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: frozen dataclasses that have them are pickled and unpickled by Python code, at half the speed.
+@dataclass(frozen=True)
 class Security:
     """What all securities have."""
 
@@ -28,7 +29,7 @@ class Security:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Listing(Security):
     """A security that trades on an exchange: a stock or an ETF, or one that exists to test the systems."""
 
@@ -43,7 +44,7 @@ class Listing(Security):
         return not self.etf and not self.test
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fund(Security):
     """A mutual fund, unit trust or annuity."""
 

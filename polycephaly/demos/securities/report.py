@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from polycephaly.demos.securities.experiments import Outcome
+from polycephaly.demos.securities.experiments import Experiment, Outcome
 
 BAR_WIDTH = 50
 
-THE_TALK = "The talk of 2009: 114 s sequential, 35 s combined; II was best with 8 drones."
+THE_TALK = "The talk of 2009: 114 s sequential, II best with 8 drones, III best with 13 threads: 15 s, 35 s combined."
 
 HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
 
@@ -25,7 +25,7 @@ def row(outcome: Outcome, baseline: Outcome) -> str:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """What to know after the last row: the sizes of the lists, whether they are equal, the talk's figures."""
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
-    return "\n".join(["", sizes, _verdict(outcomes), *_best_of_ii(outcomes), THE_TALK])
+    return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
 
 
 def equal(outcomes: Iterable[Outcome]) -> bool:
@@ -54,18 +54,29 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     if equal(outcomes):
         return f"The five lists are the same in all {len(outcomes)} runs, row for row."
     differing = (
-        f"{o.experiment.name} with {o.experiment.drones} drones ({', '.join(map(_title, o.astray))})"
+        f"{o.experiment.name} with {_heads(o.experiment)} ({', '.join(map(_title, o.astray))})"
         for o in outcomes
         if o.astray
     )
     return f"THE LISTS DIFFER from the first run's in: {'; '.join(differing)}"
 
 
-def _best_of_ii(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    pooled = [outcome for outcome in outcomes if outcome.experiment.name == "II"]
-    if pooled:
-        best = min(pooled, key=lambda outcome: outcome.seconds)
-        yield f"II was best with {best.experiment.drones} drones: {best.seconds:.2f} s."
+def _best(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """For experiments that run with several numbers, the best of them."""
+    runs: dict[str, list[Outcome]] = {"II": [], "III": []}
+    for outcome in outcomes:
+        runs.get(outcome.experiment.name, []).append(outcome)
+    for name, candidates in runs.items():
+        if candidates:
+            best = min(candidates, key=lambda outcome: outcome.seconds)
+            yield f"{name} was best with {_heads(best.experiment)}: {best.seconds:.2f} s."
+
+
+def _heads(experiment: Experiment) -> str:
+    drones, threads = f"{experiment.drones} drones", f"{experiment.threads} threads"
+    if experiment.threads == 1:
+        return drones
+    return f"{drones} and {threads}" if experiment.drones else threads
 
 
 def _title(name: str) -> str:

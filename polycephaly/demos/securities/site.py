@@ -8,13 +8,14 @@ for code strings.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import httpx
 
+from polycephaly import Promise
 from polycephaly.demos.securities import parse
 from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from polycephaly.demos.securities.model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stocks
@@ -29,7 +30,7 @@ class Site:
     """A server of the three files, and of the funds' pages below `/funds/`.
 
     Every method downloads what it needs anew and raises `SourceError` when it does not come. A site holds no
-    connection.
+    connection, each download has a client of its own, so any number of threads may load from one site.
     """
 
     url: str
@@ -91,12 +92,31 @@ class LiveSite(Site):
         return _pages(self).get(letter, [])
 
     def forget(self) -> None:
-        _pages.cache_clear()
+        _cut.pop(self.url, None)
 
 
-@lru_cache(maxsize=1)
-def _pages(site: LiveSite) -> dict[str, list[Fund]]:
-    pages: dict[str, list[Fund]] = {}
-    for fund in parse.funds(site._get(FUNDS)):
-        pages.setdefault(page_of(fund.name), []).append(fund)
-    return pages
+Pages = Mapping[str, list[Fund]]
+
+_cut: dict[str, Promise[Pages]] = {}
+"""The pages of each live site that were cut in this image, or are being cut."""
+
+# What is still being cut at a fork, nobody finishes in the child.
+os.register_at_fork(after_in_child=_cut.clear)
+
+
+def _pages(site: LiveSite) -> Pages:
+    """The pages of a site, downloaded once: of threads that come together, one downloads, and all have its result
+    or its error. After an error, who comes next tries again."""
+    mine: Promise[Pages] = Promise()
+    promise = _cut.setdefault(site.url, mine)  # atomic: for one of them it is its own
+    if promise is mine:
+        try:
+            pages: dict[str, list[Fund]] = {}
+            for fund in parse.funds(site._get(FUNDS)):
+                pages.setdefault(page_of(fund.name), []).append(fund)
+        except BaseException as error:
+            _cut.pop(site.url, None)
+            promise.set_exception(error)
+            raise
+        promise.set_result(pages)
+    return promise.value

@@ -1,0 +1,28 @@
+"""What is a coroutine, and what a coroutine function. Asked for often, so without `inspect` where it can be."""
+
+from __future__ import annotations
+
+from types import CoroutineType, GeneratorType
+from typing import Any
+
+__all__ = ["is_coroutine", "is_coroutine_function"]
+
+_ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: of `types.coroutine`
+_FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
+
+
+def is_coroutine(value: Any) -> bool:
+    """Whether it is one, be it made by `types.coroutine`."""
+    if isinstance(value, GeneratorType):
+        return bool(value.gi_code.co_flags & _ITERABLE)
+    return isinstance(value, CoroutineType)
+
+
+def is_coroutine_function(fn: Any) -> bool:
+    """Whether calling `fn` gives something to await: partials, methods and instances with ``async __call__`` too."""
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        return bool(code.co_flags & _FLAGS)
+    from inspect import iscoroutinefunction
+
+    return iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

@@ -1,0 +1,929 @@
+"""Green threads by themselves: starting, running, ending, being cancelled; what is said when it goes wrong."""
+
+import asyncio
+import contextvars
+import gc
+import signal
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from scripts import Script, output_of, run_script
+
+import polycephaly as poly
+from polycephaly import green
+
+var = contextvars.ContextVar("var", default="unset")
+
+
+async def double(x):
+    return 2 * x
+
+
+async def fail(error):
+    raise error
+
+
+async def forever():
+    await green.sleep(1000)
+
+
+# -- starting and ending ---------------------------------------------------------------------------
+
+
+def test_run_gives_the_value_of_a_coroutine_function_a_coroutine_and_a_plain_function():
+    assert green.run(double, 4) == 8
+    assert green.run(double(5)) == 10
+    assert green.run(pow, 2, 8) == 256
+
+
+def test_run_raises_the_error_itself():
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as caught:
+        green.run(fail, error)
+    assert caught.value is error
+
+
+def test_the_traceback_of_an_error_begins_in_the_users_code():
+    def names(error):
+        at, found = error.__traceback__, []
+        while at is not None:
+            found.append(at.tb_frame.f_code.co_name)
+            at = at.tb_next
+        return found
+
+    for thread in (green.spawn(fail, ValueError(1)), green.spawn(fail(ValueError(1)), bound=True)):
+        assert names(thread.exception())[-1] == "fail"
+    assert "_loop" not in names(green.spawn(fail, ValueError(1)).exception())
+
+
+def test_a_spawned_thread_is_a_promise():
+    thread = green.spawn(double, 4)
+    assert isinstance(thread, poly.Promise) and isinstance(thread, green.GreenThread)
+    assert thread.value == thread.result() == thread.result(timeout=1) == 8
+    assert thread.done() and not thread.cancelled() and not thread.running() and thread.exception() is None
+    assert thread.then(lambda v: v + 1).value == 9
+    assert poly.gather(green.spawn(double, 1), green.spawn(pow, 3, 2)).value == [2, 9]
+
+
+def test_threads_run_in_the_order_of_their_start():
+    order = []
+
+    async def note(i):
+        order.append(i)
+        await green.sleep(0)
+        order.append(i)
+
+    async def main():
+        for thread in [green.spawn(note, i) for i in range(5)]:
+            await thread
+
+    green.run(main)
+    assert order == [*range(5), *range(5)]
+
+
+def test_what_a_thread_does_between_two_awaits_nobody_interrupts():
+    counter = 0
+
+    async def add():
+        nonlocal counter
+        for _ in range(50):
+            before = counter
+            sum(range(100))
+            counter = before + 1
+            await green.sleep(0)
+
+    async def main():
+        await green.par(*[add] * 50)
+
+    green.run(main)
+    assert counter == 2500
+
+
+def test_threads_are_started_from_many_native_threads_at_once():
+    values = []
+
+    def start(k):
+        values.extend(thread.value for thread in [green.spawn(double, k * 1000 + i) for i in range(300)])
+
+    natives = [threading.Thread(target=start, args=[k]) for k in range(6)]
+    for each in natives:
+        each.start()
+    for each in natives:
+        each.join()
+    assert sorted(values) == sorted(2 * (k * 1000 + i) for k in range(6) for i in range(300))
+
+
+def test_a_thread_outlives_the_run_in_which_it_was_started():
+    goes_on = poly.Promise()
+
+    async def late():
+        return await goes_on
+
+    async def main():
+        return green.spawn(late)
+
+    thread = green.run(main)
+    goes_on.set_result(7)
+    assert thread.value == 7
+
+
+def test_a_callable_object_and_a_partial_of_a_coroutine_function_are_coroutine_functions():
+    import functools
+
+    class Doubler:
+        async def __call__(self, x):
+            return 2 * x
+
+        async def method(self, x):
+            return 3 * x
+
+    assert green.run(Doubler(), 2) == 4
+    assert green.run(Doubler().method, 2) == 6
+    assert green.run(functools.partial(double, 2)) == 4
+
+
+def test_a_thread_can_be_awaited_by_many():
+    async def main():
+        thread = green.spawn(double, 4)
+        return await green.par(*[thread_of(thread) for _ in range(10)])
+
+    async def thread_of(thread):
+        return await thread
+
+    assert green.run(main) == [8] * 10
+
+
+def test_system_exit_and_other_base_exceptions_arrive_too():
+    for error in (SystemExit(3), KeyboardInterrupt(), BaseException("odd"), StopAsyncIteration()):
+        with pytest.raises(type(error)):
+            green.run(fail, error)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_a_thread_has_a_name():
+    unnamed, named, plain = green.spawn(double, 1), green.spawn(double, 1, name="two"), green.spawn(abs, -1, name="abs!")
+    assert [t.name for t in (unnamed, named, plain)] == ["double", "two", "abs!"]
+    for each in (unnamed, named, plain):
+        _ = each.value
+    assert [t.name for t in (unnamed, named, plain)] == ["double", "two", "abs!"]  # afterwards too
+    assert "two" in repr(named) and "fulfilled" in repr(named)
+    assert green.spawn(double(1), name="three", bound=True).name == "three"
+
+
+def test_a_thread_knows_itself():
+    async def main():
+        return green.current()
+
+    thread = green.spawn(main)
+    assert thread.value is thread
+    with pytest.raises(RuntimeError, match="no green thread"):
+        green.current()
+
+
+# -- context variables ----------------------------------------------------------------------------------
+
+
+def test_a_thread_has_the_context_variables_of_who_started_it():
+    async def ask():
+        return var.get()
+
+    def start():
+        var.set("starter")
+        return green.spawn(ask).value, green.spawn(var.get).value, green.spawn(ask, bound=True).value
+
+    assert contextvars.copy_context().run(start) == ("starter",) * 3
+    assert green.run(ask) == "unset"
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_a_thread_sets_is_its_own_and_stays_over_awaits_and_calls(bound):
+    async def one(i):
+        assert var.get() == "unset"
+        await green.sleep(0)
+        token = var.set(i)
+        for _ in range(3):
+            await green.sleep(0)
+            await green.call(abs, -1)
+            await green.call_long(abs, -1)
+            assert var.get() == i
+            assert await green.spawn(child) == (i, "child")
+        var.reset(token)
+        assert var.get() == "unset"
+
+    async def child():
+        before = var.get()
+        var.set("child")
+        await green.sleep(0)
+        return before, var.get()
+
+    async def main():
+        for thread in [green.spawn(one, i, bound=bound) for i in range(10)]:
+            await thread
+        return var.get()
+
+    assert green.run(main) == "unset"
+
+
+def test_a_variable_that_is_set_and_left_in_the_last_step_hits_nobody_else():
+    async def setter():
+        var.set("leaked")
+
+    async def ask():
+        return var.get()
+
+    async def main():
+        threads = []
+        for _ in range(20):
+            green.spawn(setter)
+            threads.append(green.spawn(ask))
+        return {await thread for thread in threads}
+
+    assert green.run(main) == {"unset"}
+
+
+# -- cancelling -----------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_thread_ends_where_it_waits_and_its_finally_clauses_run():
+    ended = []
+
+    async def waits():
+        try:
+            await green.Channel().receive()
+        except green.Cancelled as error:
+            assert isinstance(error, asyncio.CancelledError)
+            ended.append("caught")
+            raise
+        finally:
+            ended.append("finally")
+
+    async def main():
+        thread = green.spawn(waits)
+        await green.sleep(0)
+        assert thread.cancel() and not thread.done()
+        with pytest.raises(CancelledError):
+            await thread
+        assert thread.cancelled() and thread.cancel()
+
+    green.run(main)
+    assert ended == ["caught", "finally"]
+
+
+def test_a_thread_that_has_not_begun_never_does():
+    begun = []
+
+    async def begin():
+        begun.append(1)
+
+    async def main():
+        thread = green.spawn(begin)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            await thread
+
+    green.run(main)
+    assert not begun
+
+
+def test_a_thread_may_finish_although_it_is_cancelled():
+    async def stubborn():
+        try:
+            await forever()
+        except green.Cancelled:
+            await green.sleep(0)
+            return "all the same"
+
+    async def main():
+        thread = green.spawn(stubborn)
+        await green.sleep(0)
+        thread.cancel()
+        return await thread, thread.cancelled()
+
+    assert green.run(main) == ("all the same", False)
+
+
+def test_each_cancel_is_one_interruption():
+    async def counts(told):
+        for i in range(3):
+            try:
+                told.append(i)
+                await forever()
+            except green.Cancelled:
+                pass
+        return "three"
+
+    async def main():
+        told = []
+        thread = green.spawn(counts, told)
+        for i in range(3):
+            while len(told) == i:
+                await green.sleep(0)
+            thread.cancel()
+        return await thread
+
+    assert green.run(main) == "three"
+
+
+def test_a_thread_is_cancelled_from_plain_code():
+    thread = green.spawn(forever)
+    assert thread.cancel()
+    with pytest.raises(CancelledError):
+        _ = thread.value
+    assert not green.spawn(double, 1).value or not green.run(_cancel_ended)
+
+
+async def _cancel_ended():
+    thread = green.spawn(double, 1)
+    await thread
+    return thread.cancel()
+
+
+def test_a_thread_cancels_itself_at_its_next_await():
+    after = []
+
+    async def main():
+        green.current().cancel()
+        after.append("this step goes on")
+        await green.sleep(0)
+        after.append("never")
+
+    with pytest.raises(CancelledError):
+        green.run(main)
+    assert after == ["this step goes on"]
+
+
+def test_a_cancelled_thread_cancels_the_one_it_awaits():
+    async def outer(inner):
+        await inner
+
+    async def main():
+        inner = green.spawn(forever)
+        middle = green.spawn(outer, inner)
+        thread = green.spawn(outer, middle)
+        await green.sleep(0)
+        await green.sleep(0)
+        thread.cancel()
+        for each in (thread, middle, inner):
+            with pytest.raises(CancelledError):
+                await each
+
+    green.run(main)
+
+
+def test_the_promise_of_a_drone_that_a_cancelled_thread_awaits_is_cancelled():
+    with poly.Pool(1) as pool:
+        work = pool.promise("import time; time.sleep(100)")
+
+        async def waits():
+            await work
+
+        async def main():
+            thread = green.spawn(waits)
+            await green.sleep(0.01)
+            thread.cancel()
+            with pytest.raises(CancelledError):
+                await thread
+
+        green.run(main)
+        assert work.cancelled()
+        assert pool.doit(abs, -3) == 3
+
+
+def test_to_await_a_cancelled_thread_is_an_error_and_no_cancellation():
+    async def main():
+        thread = green.spawn(forever)
+        thread.cancel()
+        try:
+            await thread
+        except CancelledError as error:
+            return not isinstance(error, asyncio.CancelledError), await double(1)
+
+    assert green.run(main) == (True, 2)
+
+
+# -- sleeping, timeouts -------------------------------------------------------------------------------
+
+
+def test_sleepers_wake_in_the_order_of_their_times():
+    order = []
+
+    async def sleeper(i):
+        await green.sleep(0.02 * i)
+        order.append(i)
+
+    async def main():
+        await green.par(*(sleeper(i) for i in (3, 1, 2)))
+
+    green.run(main)
+    assert order == [1, 2, 3]
+
+
+def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
+    async def main():
+        with pytest.raises(TimeoutError, match=r"0\.01 s"):
+            async with green.timeout(0.01) as limit:
+                await forever()
+        assert limit.expired
+        async with green.timeout(100) as limit:
+            await green.sleep(0)
+        async with green.timeout(None):
+            await green.sleep(0)
+        assert not limit.expired
+        return "on"
+
+    assert green.run(main) == "on"
+
+
+@pytest.mark.parametrize(("outer", "inner", "whose"), [(0.01, 100, "outer"), (100, 0.01, "inner"), (0.01, 0.01, "any")])
+def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
+    async def main():
+        try:
+            async with green.timeout(outer):
+                try:
+                    async with green.timeout(inner):
+                        await forever()
+                except TimeoutError:
+                    return "inner"
+        except TimeoutError:
+            return "outer"
+
+    told = green.run(main)
+    assert told == whose or (whose == "any" and told in ("outer", "inner"))
+
+
+def test_a_timeout_that_comes_at_the_very_end_hits_nothing_after_the_block():
+    import time
+
+    async def main():
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                async with green.timeout(0.001):
+                    await green.sleep(0)
+                    time.sleep(0.002)  # noqa: ASYNC251  # it expires within this step
+                    await green.sleep(0)
+            await green.sleep(0)
+        return "on"
+
+    assert green.run(main) == "on"
+
+
+def test_a_block_that_caught_the_interruption_of_its_timeout_ends():
+    async def main():
+        try:
+            async with green.timeout(0.01):
+                try:
+                    await forever()
+                except green.Cancelled:
+                    pass
+        except TimeoutError:
+            pass
+        return "on"
+
+    assert green.spawn(main).result(5) == "on"
+
+
+def test_an_error_from_a_finally_clause_passes_a_timeout():
+    async def main():
+        async with green.timeout(0.01):
+            try:
+                await forever()
+            finally:
+                raise KeyError("cleanup")
+
+    with pytest.raises(KeyError, match="cleanup"):
+        green.spawn(main).result(5)
+
+
+def test_an_outer_cancel_passes_a_timeout():
+    async def waits():
+        async with green.timeout(100):
+            await forever()
+
+    thread = green.spawn(waits)
+    green.run(green.sleep, 0.01)
+    thread.cancel()
+    with pytest.raises(CancelledError):
+        thread.result(5)
+
+
+# -- par and map ----------------------------------------------------------------------------------------
+
+
+def test_par_gives_the_values_in_order_from_plain_code_and_from_coroutines():
+    async def main():
+        return await green.par(double(1), lambda: 2, double(4))
+
+    assert green.par(double(1), lambda: 2, double(4)) == green.run(main) == [2, 2, 8]
+    assert green.par() == []
+
+
+def test_par_cancels_the_others_at_the_first_error():
+    ended = []
+
+    async def other():
+        try:
+            await forever()
+        finally:
+            ended.append(1)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        green.par(other, lambda: 1 / 0, other)
+    assert [type(e) for e in caught.value.exceptions] == [ZeroDivisionError] and len(ended) in (0, 2)
+
+
+def test_map_gives_values_in_order_and_runs_as_many_at_once_as_its_width():
+    now = most = 0
+
+    async def slow(i):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await green.sleep(0.001 * (i % 3))
+        now -= 1
+        return i * i
+
+    assert green.map(slow, range(50), width=7) == [i * i for i in range(50)]
+    assert most == 7
+    assert green.map(lambda i: i * i, range(20)) == [i * i for i in range(20)]
+    assert green.map(slow, []) == []
+    assert green.map(slow, (i for i in range(3)), width=100) == [0, 1, 4]
+
+
+def test_map_in_a_coroutine_is_awaited_or_iterated():
+    async def main():
+        listed = await green.map(double, range(30), width=4)
+        iterated = [value async for value in green.map(double, range(30), width=4)]
+        return listed, iterated
+
+    assert green.run(main) == (list(range(0, 60, 2)),) * 2
+
+
+def test_map_raises_the_first_error_itself_and_cancels_the_rest():
+    begun = []
+
+    async def third_fails(i):
+        begun.append(i)
+        if i == 3:
+            raise KeyError(i)
+        await green.sleep(0.001)
+
+    with pytest.raises(KeyError):
+        green.map(third_fails, range(10000), width=3)
+    assert len(begun) < 50
+
+    async def main():
+        async for _ in green.map(third_fails, range(10000), width=3):
+            pass
+
+    with pytest.raises(KeyError):
+        green.run(main)
+
+
+def test_an_error_of_the_items_is_raised_by_map():
+    def items():
+        yield 1
+        raise ValueError("items")
+
+    async def main():
+        return [value async for value in green.map(double, items())]
+
+    for fn in (lambda: green.map(double, items()), lambda: green.run(main)):
+        with pytest.raises(ValueError, match="items"):
+            fn()
+
+
+def test_map_takes_items_only_as_they_are_asked_for():
+    taken = []
+
+    def items():
+        for i in range(10**9):
+            taken.append(i)
+            yield i
+
+    async def main():
+        values = green.map(double, items(), width=2)
+        got = []
+        async for value in values:
+            got.append(value)
+            if len(got) == 5:
+                break
+        return got
+
+    assert green.run(main) == [0, 2, 4, 6, 8]
+    assert len(taken) < 30
+
+
+def test_the_workers_of_a_map_that_is_left_end():
+    async def main():
+        async for _ in green.map(double, range(1000), width=2):
+            break
+        gc.collect()
+        for _ in range(20):
+            await green.sleep(0)
+        return [each.name for each in green.threads() if each.name != "main"]
+
+    assert [name for name in green.run(main) if "work" in name] == []
+
+
+def test_a_reader_that_is_cancelled_ends_a_map_in_silence(capfd):
+    async def reader():
+        async for _ in green.map(lambda i: green.sleep(1000), range(10), width=2):
+            pass
+
+    thread = green.spawn(reader)
+    green.run(green.sleep, 0.02)
+    thread.cancel()
+    with pytest.raises(CancelledError):
+        thread.result(5)
+    green.run(green.sleep, 0.02)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+    assert not [each for each in green.threads() if "work" in each.name]
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_said_at_once():
+    with pytest.raises(TypeError, match="missing 1 required"):
+        green.spawn(double)
+    for wrong in (5, None, "double"):
+        with pytest.raises(TypeError, match="a function or a coroutine"):
+            green.spawn(wrong)
+        with pytest.raises(TypeError, match="a function or a coroutine"):
+            green.run(wrong)
+    coro = double(1)
+    with pytest.raises(TypeError, match="no arguments any more"):
+        green.spawn(coro, 2)
+    coro.close()
+    with pytest.raises(TypeError, match="takes a function"):
+        green.map(None, [1])
+    with pytest.raises(TypeError, match="not iterable"):
+        green.map(double, 5)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="1 is the least"):
+            green.map(double, [1], width=wrong)
+    for wrong in (1.5, True, "3"):
+        with pytest.raises(TypeError, match="width"):
+            green.map(double, [1], width=wrong)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="seconds"):
+            green.timeout(wrong)
+        with pytest.raises(ValueError, match="seconds"):
+            green.run(green.sleep, wrong)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="native_threads"):
+            green.configure(native_threads=wrong)
+        with pytest.raises(ValueError, match="window"):
+            green.configure(window=wrong)
+
+
+def test_run_and_waiting_inside_a_coroutine_are_errors_that_say_what_to_do():
+    async def runs():
+        green.run(double, 1)
+
+    async def runs_a_coroutine():
+        green.run(double(1))
+
+    async def waits():
+        _ = green.spawn(forever).value
+
+    for wrong in (runs, runs_a_coroutine, waits):
+        with pytest.raises(RuntimeError, match="await"):
+            green.run(wrong)
+    for each in green.threads():
+        assert each.name == "forever"
+    from polycephaly.green.scheduler import scheduler
+
+    for thread in list(scheduler.live):
+        thread.cancel()
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [lambda: asyncio.sleep(0), lambda: asyncio.sleep(1), lambda: asyncio.Event().wait(), lambda: _yields("odd")],
+    ids=["bare yield", "no loop", "future", "odd"],
+)
+def test_a_foreign_awaitable_is_a_type_error_that_names_green_aio(foreign):
+    async def main():
+        await foreign()
+
+    with pytest.raises(TypeError, match=r"green\.aio"):
+        green.run(main)
+
+
+def test_a_foreign_awaitable_is_told_where_it_is_awaited_and_may_be_caught():
+    async def main():
+        try:
+            await asyncio.sleep(0)
+        except TypeError as error:
+            await green.sleep(0)
+            return str(error)
+
+    assert "green.aio" in green.run(main)
+
+
+class _yields:
+    def __init__(self, what):
+        self.what = what
+
+    def __await__(self):
+        yield self.what
+
+
+def test_green_things_awaited_in_asyncio_say_that_they_are_for_green_threads():
+    async def main():
+        for awaitable in (green.sleep(1), green.call(abs, 1), green.call_long(abs, 1), green.aio(double(1))):
+            try:
+                await awaitable
+            except RuntimeError as error:
+                assert "green threads" in str(error)
+            else:
+                raise AssertionError(awaitable)
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):  # the `double(1)` above
+        asyncio.run(main())
+        gc.collect()
+
+
+# -- errors nobody looked at ---------------------------------------------------------------------------------
+
+
+def test_an_error_nobody_looked_at_is_printed_with_the_name(capfd):
+    async def main():
+        green.spawn(fail, ValueError("lost"), name="the one that fails")
+        green.spawn(fail, ValueError("lost too"))
+        green.spawn(lambda: 1 / 0, name="plain")
+        await green.sleep(0.05)
+
+    green.run(main)
+    gc.collect()
+    printed = capfd.readouterr().err
+    for words in ("'the one that fails'", "lost", "'fail'", "lost too", "'plain'", "ZeroDivisionError", "in fail"):
+        assert words in printed
+
+
+def test_an_error_somebody_looked_at_is_not_printed(capfd):
+    async def looks():
+        with pytest.raises(ValueError):
+            await green.spawn(fail, ValueError())
+        ended = green.spawn(fail, ValueError())
+        await green.sleep(0)
+        with pytest.raises(ValueError):
+            await ended
+
+    green.run(looks)
+    green.spawn(fail, ValueError()).exception()
+    with pytest.raises(ValueError):
+        green.spawn(fail, ValueError()).then(print).result()
+    with pytest.raises(ValueError):
+        poly.gather(green.spawn(fail, ValueError())).result()
+    gc.collect()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_is_printed_although_somebody_had_waited_in_vain(capfd):
+    goes_on = poly.Promise()
+
+    async def late():
+        await goes_on
+        raise ValueError("after the wait")
+
+    def wait():
+        thread = green.spawn(late)
+        with pytest.raises(TimeoutError):
+            thread.result(0.01)
+        goes_on.set_result(None)
+
+    wait()
+    green.run(green.sleep, 0.02)
+    gc.collect()
+    assert "after the wait" in capfd.readouterr().err
+
+
+def test_a_cancelled_thread_is_no_error(capfd):
+    green.spawn(forever).cancel()
+    green.run(green.sleep, 0.01)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+
+
+def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
+    done = run_script("""
+        from polycephaly import green
+        async def fail(): raise ValueError("at the end")
+        keep = green.spawn(fail, name="kept")
+        green.run(green.sleep, 0.02)
+    """)
+    assert done.returncode == 0 and "'kept'" in done.stderr and "at the end" in done.stderr
+
+
+# -- the program around them --------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_run_ends_the_thread_first_and_then_is_raised():
+    with Script("""
+        from polycephaly import green
+        async def main():
+            try:
+                print("ready", flush=True)
+                await green.Channel().receive()
+            finally:
+                await green.sleep(0.01)
+                print("cleaned up", flush=True)
+        green.spawn(green.sleep, 100)
+        try:
+            green.run(main)
+        except KeyboardInterrupt:
+            print("interrupted", green.run(green.call, abs, -1), flush=True)
+    """) as script:
+        script.read_until("ready")
+        script.signal(signal.SIGINT)
+        assert (script.read_line(), script.read_line()) == ("cleaned up", "interrupted 1")
+        assert script.wait() == 0
+
+
+def test_ctrl_c_arrives_while_a_green_thread_computes_and_while_one_is_in_a_call():
+    for body in ("while True: await green.sleep(0)", "await green.call(time.sleep, 100)"):
+        with Script(f"""
+            import time
+            from polycephaly import green
+            async def main():
+                print("ready", flush=True)
+                {body}
+            async def other():
+                await main()
+            green.spawn(other)
+            try:
+                green.run(green.sleep, 100)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+        """) as script:
+            script.read_until("ready")
+            script.signal(signal.SIGINT)
+            assert script.read_line() == "interrupted"
+            assert script.wait() == 0
+
+
+def test_ctrl_c_uncaught_ends_the_program_as_always():
+    with Script("""
+        from polycephaly import green
+        async def main():
+            print("ready", flush=True)
+            await green.sleep(100)
+        green.run(main)
+    """) as script:
+        script.read_until("ready")
+        script.signal(signal.SIGINT)
+        assert script.wait() == -signal.SIGINT
+        assert script.process.stderr.read().rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_program_ends_in_silence_whatever_green_threads_it_leaves():
+    assert output_of("""
+        import asyncio, time
+        from polycephaly import green
+        async def sleeps(): await green.sleep(100)
+        async def group():
+            async with green.Group() as g:
+                g.spawn(sleeps); await sleeps()
+        async def times():
+            async with green.timeout(50): await green.Channel().receive()
+        async def calls(): await green.call(time.sleep, 100)
+        async def calls_long(): await green.call_long(time.sleep, 100)
+        async def aio(): await green.aio(asyncio.sleep(100))
+        async def awaits(): await green.spawn(sleeps)
+        async def par(): await green.par(sleeps, sleeps)
+        async def maps():
+            async for _ in green.map(lambda _: time.sleep(100), range(100)): pass
+        async def selects(): await green.select(green.Channel().receiving(), green.after(100))
+        for fn in (sleeps, group, times, calls, calls_long, aio, awaits, par, maps, selects):
+            green.spawn(fn)
+        green.spawn(time.sleep, 100), green.spawn(green.Channel().get)
+        green.spawn(sleeps, bound=True), green.spawn(calls, bound=True)
+        green.run(green.sleep, 0.1)
+        print("end")
+    """) == "end\n"  # fmt: skip
+
+
+def test_an_image_that_imports_green_threads_starts_nothing():
+    assert output_of("""
+        import os
+        from polycephaly import green
+        print(len(os.listdir("/proc/self/task")))
+    """) == "1\n"  # fmt: skip
+
+
+def test_native_threads_are_gone_soon_after_the_last_green_thread():
+    assert output_of("""
+        import os, time
+        from polycephaly import green
+        green.par(*[lambda: time.sleep(0.01)] * 50)
+        end = time.monotonic() + 10
+        while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        print(len(os.listdir("/proc/self/task")))
+    """) == "1\n"  # fmt: skip

@@ -1,0 +1,256 @@
+"""`Pool(n, width=k)`: a drone runs k coroutine functions at once, as green threads."""
+
+import os
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+from faults import append, hold_until, lines, wait_for
+
+import polycephaly as poly
+from polycephaly import green
+
+
+async def meet(folder, n):
+    """Ends when `n` of these run at once, wherever."""
+    open(os.path.join(folder, f"{os.getpid()}-{id(green.current())}"), "w").close()
+    while len(os.listdir(folder)) < n:
+        await green.sleep(0.002)
+    return os.getpid()
+
+
+async def count_those_beside_me(seconds):
+    seen = 0
+    for _ in range(10):
+        seen = max(seen, sum("count_those" in each.name for each in green.threads()))
+        await green.sleep(seconds / 10)
+    return seen
+
+
+async def sleep_long(path):
+    append(path, str(os.getpid()))
+    try:
+        await green.sleep(1000)
+    finally:
+        append(path, "ended")
+
+
+async def die(path):
+    while not lines(path):
+        await green.sleep(0.002)
+    os._exit(3)
+
+
+async def fail(number):
+    await green.sleep(0.001)
+    raise ValueError(number)
+
+
+async def echo(value):
+    await green.sleep(0.001)
+    return value
+
+
+def test_a_drone_overlaps_as_many_as_its_width(tmp_path):
+    with poly.Pool(1, width=4) as pool:
+        assert len({p.value for p in [pool.promise(meet, str(tmp_path), 4) for _ in range(4)]}) == 1
+
+
+def test_never_more_than_its_width():
+    with poly.Pool(1, width=3) as pool:
+        assert max(pool.map(count_those_beside_me, [0.02] * 12)) == 3
+
+
+def test_all_drones_are_used(tmp_path):
+    with poly.Pool(2, width=3) as pool:
+        assert len({p.value for p in [pool.promise(meet, str(tmp_path), 6) for _ in range(6)]}) == 2
+
+
+def test_without_a_width_they_are_run_one_by_one():
+    with poly.Pool(1) as pool:
+        assert max(pool.map(count_those_beside_me, [0.005] * 4)) == 1
+
+
+def test_map_gives_values_in_order_and_errors_where_they_belong():
+    with poly.Pool(2, width=5) as pool:
+        assert list(pool.map(echo, range(50))) == list(range(50))
+        for number in range(5):
+            with pytest.raises(ValueError, match=str(number)):
+                pool.doit(fail, number)
+
+
+def test_plain_work_and_code_strings_go_along_in_the_same_pool():
+    with poly.Pool(2, width=4) as pool:
+        promises = [pool.promise(*[(echo, n), (abs, -n), (f"{n}",)][n % 3]) for n in range(60)]
+        assert [p.value for p in promises] == list(range(60))
+
+
+def test_large_results_come_home():
+    with poly.Pool(1, width=3) as pool:
+        assert [len(p.value) for p in [pool.promise(echo, bytes(3_000_000)) for _ in range(4)]] == [3_000_000] * 4
+
+
+def test_what_does_not_pickle_rejects_only_itself():
+    with poly.Pool(1, width=3) as pool:
+        lock = pool.promise(echo, 1).then(lambda _: 2)
+
+        async def unpicklable():
+            return threading.Lock()
+
+        with pytest.raises(TypeError, match="pickle"):
+            pool.doit(unpicklable)
+        assert lock.value == 2
+
+
+def test_one_is_cancelled_and_the_others_go_on(tmp_path):
+    path = str(tmp_path / "long")
+    with poly.Pool(1, width=3) as pool:
+        pid = pool.doit(os.getpid)
+        long = pool.promise(sleep_long, path)
+        wait_for(lambda: lines(path))
+        assert long.running()
+        beside = [pool.promise(echo, n) for n in range(5)]
+        assert long.cancel()
+        wait_for(lambda: lines(path)[-1] == "ended")
+        assert [p.value for p in beside] == list(range(5))
+        assert pool.doit(os.getpid) == pid
+
+
+def test_interrupting_the_drone_interrupts_all_that_it_overlaps(tmp_path):
+    paths = [str(tmp_path / name) for name in "ab"]
+    with poly.Pool(1, width=2) as pool:
+        promises = [pool.promise(sleep_long, path) for path in paths]
+        wait_for(lambda: all(map(lines, paths)))
+        pool.drones[0].interrupt()
+        for promise in promises:
+            with pytest.raises(KeyboardInterrupt):
+                promise.result()
+
+
+def test_a_time_limit_is_each_ones_own(tmp_path):
+    path = str(tmp_path / "long")
+    with poly.Pool(1, width=3, timeout=0.3) as pool:
+        pid = pool.doit(os.getpid)
+        long = pool.promise(sleep_long, path)
+        wait_for(lambda: lines(path))
+        with pytest.raises(TimeoutError, match=r"0\.3 s"):
+            long.result()
+        assert pool.doit(echo, 1) == 1
+        assert pool.doit(os.getpid) == pid
+
+
+def test_a_death_takes_along_what_was_running_and_nothing_else(tmp_path):
+    started, go = str(tmp_path / "started"), str(tmp_path / "go")
+    with poly.Pool(1, width=3) as pool:
+        done = [pool.doit(echo, n) for n in range(3)]
+        long, dying = pool.promise(sleep_long, started), pool.promise(die, go)
+        wait_for(lambda: lines(started))
+        quick = pool.promise(echo, "quick")
+        assert quick.value == "quick"  # it began last, and has ended before the others
+        waiting = [pool.promise(echo, n) for n in range(6)]
+        append(go, "now")
+        for lost in (long, dying):
+            with pytest.raises(poly.DroneDied):
+                lost.result()
+        for n, promise in enumerate(waiting):
+            try:
+                assert promise.value == n
+            except poly.DroneDied:
+                pass  # it was beside those that died
+        assert done == [0, 1, 2]
+        assert pool.doit(echo, "after") == "after"
+
+
+def test_what_had_begun_is_never_run_twice(tmp_path):
+    """The drone dies while some have ended, some run, and more wait."""
+    seed = 20091
+    for round_ in range(15):
+        chance = random.Random(seed + round_)
+        book, go = str(tmp_path / f"book{round_}"), str(tmp_path / f"go{round_}")
+        delays = [chance.choice([0.0, 0.001, 0.01]) for _ in range(20)]
+
+        async def once(n, delays=delays, book=book):
+            append(book, str(n))
+            await green.sleep(delays[n])
+            return n
+
+        with poly.Pool(1, width=4) as pool:
+            promises = [pool.promise(once, n) for n in range(10)]
+            dying = pool.promise(die, go)
+            promises += [pool.promise(once, n) for n in range(10, 20)]
+            time.sleep(chance.choice([0.0, 0.003, 0.02]))
+            append(go, "now")
+            with pytest.raises(poly.DroneDied):
+                dying.result()
+            for n, promise in enumerate(promises):
+                try:
+                    assert promise.value == n
+                except poly.DroneDied:
+                    pass
+        begun = lines(book)
+        assert len(begun) == len(set(begun)), f"seed {seed + round_}: begun twice: {begun}"
+
+
+def test_leaving_the_block_finishes_what_overlaps():
+    with poly.Pool(2, width=8) as pool:
+        promises = [pool.promise(echo, n) for n in range(40)]
+    assert [p.value for p in promises] == list(range(40))
+
+
+def test_a_foreign_call_in_one_does_not_stop_the_others(tmp_path):
+    path = str(tmp_path / "go")
+
+    async def block():
+        await green.call(hold_until, path)
+        return "held"
+
+    async def release():
+        append(path, "go")
+
+    with poly.Pool(1, width=2) as pool:
+        held, released = pool.promise(block), pool.promise(release)
+        assert (released.value, held.value) == (None, "held")
+
+
+@pytest.mark.parametrize("width, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_width_that_makes_no_sense_is_refused(width, error):
+    with pytest.raises(error, match="width"):
+        poly.Pool(1, width=width)
+
+
+def test_a_drone_made_by_a_green_thread_ends_with_it():
+    async def owner():
+        return poly.Drone()
+
+    async def caller():
+        return await green.call(poly.Drone)
+
+    for make in (owner, caller, poly.Drone):
+        drone = green.run(make)
+        wait_for(lambda drone=drone: not drone.alive)
+
+
+def test_a_detached_drone_outlives_its_green_thread():
+    async def owner():
+        return poly.Drone(detached=True)
+
+    with green.run(owner) as drone:
+        assert drone.doit("1 + 1") == 2
+
+
+def test_work_awaited_in_a_cancelled_green_thread_is_cancelled(tmp_path):
+    path = str(tmp_path / "long")
+    with poly.Pool(1, width=2) as pool:
+
+        async def wait():
+            await pool.promise(sleep_long, path)
+
+        thread = green.spawn(wait)
+        wait_for(lambda: lines(path))
+        thread.cancel()
+        wait_for(lambda: lines(path)[-1] == "ended")
+        with pytest.raises(CancelledError):
+            thread.result()
+        assert thread.cancelled()
