@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CoroutineType, GeneratorType
 from typing import Any
 
-__all__ = ["is_coroutine", "is_coroutine_function"]
+__all__ = ["is_awaitable", "is_coroutine", "is_coroutine_function"]
 
 _ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: of `types.coroutine`
 _FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
@@ -16,6 +16,10 @@ def is_coroutine(value: Any) -> bool:
     if isinstance(value, GeneratorType):
         return bool(value.gi_code.co_flags & _ITERABLE)
     return isinstance(value, CoroutineType)
+
+
+def is_awaitable(value: Any) -> bool:
+    return hasattr(value, "__await__") or is_coroutine(value)
 
 
 def is_coroutine_function(fn: Any) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from polycephaly.cli.demo import DEFAULT_LATENCY
 from polycephaly.demos.securities import experiments, parse
 from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, read_directory
 from polycephaly.demos.securities.model import Fund, page_of
@@ -44,7 +43,8 @@ def test_every_experiment_loads_exactly_the_files_rows() -> None:
 def test_the_talks_gain_is_there_again() -> None:
     """114 s to 35 s for *combined* in 2009: 3.3 times."""
     planned = {experiment.name: experiment for experiment in experiments.plan([], [13])}
-    with loopback(SYMDIR, latency=DEFAULT_LATENCY) as site:
+    # More than by default: what overlaps is waiting, and on a busy machine computing takes its share of so short a run.
+    with loopback(SYMDIR, latency=0.25) as site:
         one, threads, combined = experiments.run(site, [planned[name] for name in ("sequential", "III", "combined")])
     assert combined.seconds < one.seconds / 3.3
     assert threads.seconds < one.seconds / 3.3

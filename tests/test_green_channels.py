@@ -1,15 +1,18 @@
 """Channels: every item arrives exactly once, in order, or its sender is told that it did not."""
 
 import asyncio
+import os
 import random
+import signal
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
 from greens import nobody_waits, outcome, run, turns
 
-from polycephaly import green
-from polycephaly.green import Channel, ChannelClosed
+from polycephaly import green, promises
+from polycephaly.green import Channel, ChannelClosed, select
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 3])
 
@@ -25,6 +28,12 @@ async def receive_into(ch, got, n=None):
         got.append(await ch.receive())
         if n is not None:
             n -= 1
+
+
+def in_order(items):
+    """Whether of each sender, a receiver got what it sent in the order of sending."""
+    senders = {who for who, _ in items}
+    return all(mine == sorted(mine) for mine in ([n for who, n in items if who == i] for i in senders))
 
 
 def in_a_thread(fn, *args):
@@ -152,14 +161,14 @@ def test_who_waits_to_receive_is_served_in_the_order_of_coming(capacity):
 @CAPACITIES
 def test_any_number_of_threads_may_hold_either_end(capacity):
     async def main():
-        ch, got = Channel(capacity), []
+        ch, got = Channel(capacity), [[] for _ in range(5)]
         async with green.Group() as group:
             for i in range(7):
                 group.spawn(send_all, ch, [(i, n) for n in range(15)])
-            for _ in range(5):
-                group.spawn(receive_into, ch, got, 21)
-        assert sorted(got) == [(i, n) for i in range(7) for n in range(15)]
-        assert all([n for who, n in got if who == i] == list(range(15)) for i in range(7))
+            for mine in got:
+                group.spawn(receive_into, ch, mine, 21)
+        assert sorted([item for mine in got for item in mine]) == [(i, n) for i in range(7) for n in range(15)]
+        assert all(in_order(mine) for mine in got)
         assert nobody_waits(ch)
 
     run(main)
@@ -272,7 +281,7 @@ def test_a_closed_channel_can_neither_be_sent_to_nor_received_from(capacity):
         ch.close()
         ch.close()
         assert ch.closed and "closed" in repr(ch)
-        for use in (ch.send(1), ch.receive(), green.select(ch.receiving()), green.select(ch.sending(1))):
+        for use in (ch.send(1), ch.receive(), select(ch.receiving()), select(ch.sending(1))):
             with pytest.raises(ChannelClosed):
                 await use
         for use in (lambda: ch.put(1), ch.get, lambda: ch.get(5)):
@@ -454,7 +463,7 @@ def test_a_select_waits_while_somebody_else_holds_the_end(end):
         ch = Channel()
         guard = ch.sending("theirs") if end == "send" else ch.receiving()
         async with ch.claim(end) as mine:
-            selecting = green.spawn(green.select, guard)
+            selecting = green.spawn(select, guard)
             await turns()
             if end == "send":
                 got = []
@@ -478,13 +487,28 @@ def test_a_select_with_both_ends_does_not_meet_itself():
     async def main():
         ch = Channel()
         async with ch.claim("send"), ch.claim("receive"):
-            alone = green.spawn(green.select, ch.sending("own"), ch.receiving())
+            alone = green.spawn(select, ch.sending("own"), ch.receiving())
             await turns()
         await turns()
         assert not alone.done()
-        other = green.spawn(green.select, ch.receiving())
+        other = green.spawn(select, ch.receiving())
         assert await other == (0, "own") and await alone == (0, None)
         assert nobody_waits(ch)
+
+    run(main)
+
+
+def test_a_select_that_waits_for_both_ends_of_a_full_channel_receives_or_sends_but_not_both():
+    async def main():
+        ch = Channel(1)
+        async with ch.claim("receive"):
+            await ch.send("first")
+            selecting = green.spawn(select, ch.receiving(), ch.sending("own"))
+            sender = green.spawn(ch.send, "second")
+            await turns()
+        assert await selecting == (0, "first")
+        await sender
+        assert await ch.receive() == "second" and nobody_waits(ch)
 
     run(main)
 
@@ -493,7 +517,7 @@ def test_selects_with_both_ends_that_waited_for_a_claim_meet_in_pairs():
     async def main():
         ch = Channel()
         async with ch.claim("send"), ch.claim("receive"):
-            all_ = [green.spawn(green.select, ch.sending(i), ch.receiving()) for i in range(7)]
+            all_ = [green.spawn(select, ch.sending(i), ch.receiving()) for i in range(7)]
             await turns()
         await turns()
         done = {i: each.value for i, each in enumerate(all_) if each.done()}
@@ -547,11 +571,8 @@ def test_plain_threads_put_and_get(capacity):
     got = [get() for get in gets]
     for join in joins:
         join()
-    assert sorted(sum(got, [])) == [(i, n) for i in range(4) for n in range(30)]
-    for each in got:  # of one sender, each receiver sees an ascending part
-        for i in range(4):
-            mine = [n for who, n in each if who == i]
-            assert mine == sorted(mine)
+    assert sorted([item for mine in got for item in mine]) == [(i, n) for i in range(4) for n in range(30)]
+    assert all(in_order(each) for each in got)
     assert nobody_waits(ch)
 
 
@@ -643,9 +664,9 @@ def test_when_put_and_get_time_out_at_random_no_item_is_lost_or_doubled(capacity
 
     getters = [in_a_thread(getter, i) for i in range(3)]
     putters = [in_a_thread(putter, i) for i in range(3)]
-    sent = sum((join() for join in putters), [])
+    sent = [item for join in putters for item in join()]
     ch.close()
-    got = sum((join() for join in getters), [])
+    got = [item for join in getters for item in join()]
     assert sorted(got) == sorted(sent)
 
 
@@ -677,6 +698,26 @@ def test_a_plain_function_that_waits_for_a_channel_can_be_cancelled():
             assert nobody_waits(ch)
 
     run(main)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_ctrl_c_ends_a_get_and_a_put_and_nothing_is_lost(timeout):
+    ch = Channel()
+
+    def when_it_waits():
+        while threading.main_thread().ident not in promises.waiting:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for use in (lambda: ch.get(timeout), lambda: ch.put("x", timeout)):
+        interrupting = threading.Thread(target=when_it_waits)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            use()
+        interrupting.join()
+    join = in_a_thread(ch.put, "y")
+    assert ch.get(30) == "y" and join() is None
+    assert nobody_waits(ch)
 
 
 # -- asyncio -----------------------------------------------------------------------------------------
@@ -830,7 +871,6 @@ def test_an_asyncio_coroutine_that_is_thrown_away_leaves_nobody_in_the_channel()
     assert ch.get(30) == "x"
 
 
-@pytest.mark.xfail(strict=False, reason="code in a call in place is taken for green code")
 def test_asyncio_code_inside_a_foreign_call_may_use_channels():
     async def main():
         ch = Channel()
@@ -918,6 +958,32 @@ def test_who_is_cancelled_with_its_item_taken_is_told_first():
     run(main)
 
 
+def test_who_leaves_from_the_middle_of_a_long_queue_leaves_the_others_in_their_order():
+    async def main():
+        for end in ("send", "receive"):
+            rng, ch, got = random.Random(2), Channel(), {}
+
+            async def receive(i, ch=ch, got=got):
+                got[i] = await ch.receive()
+
+            threads = [green.spawn(ch.send, i) if end == "send" else green.spawn(receive, i) for i in range(500)]
+            await turns()
+            gone = rng.sample(range(500), 400)
+            for i in gone:
+                threads[i].cancel()
+            await turns()
+            stay = [i for i in range(500) if i not in gone]
+            if end == "send":
+                assert [await ch.receive() for _ in stay] == stay
+            else:
+                await send_all(ch, stay)
+                await turns()
+                assert got == {i: i for i in stay}
+            assert nobody_waits(ch)
+
+    run(main)
+
+
 @CAPACITIES
 def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_doubled(capacity):
     async def main(seed):
@@ -938,7 +1004,7 @@ def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_d
                 if rng.random() < 0.3:
                     got.append(await ch.receive())
                 else:
-                    chosen = await green.select(ch.receiving(), green.after(rng.choice((0.0002, 5))))
+                    chosen = await select(ch.receiving(), green.after(rng.choice((0.0002, 5))))
                     if chosen.index == 0:
                         got.append(chosen.value)
 
@@ -951,7 +1017,7 @@ def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_d
             each.cancel()
             await outcome(each)
         left = []
-        while (chosen := await green.select(ch.receiving(), default=None)) is not None:
+        while (chosen := await select(ch.receiving(), default=None)) is not None:
             left.append(chosen.value)
         assert sorted(got + left) == sorted(sent)
         assert len(left) <= capacity and nobody_waits(ch)

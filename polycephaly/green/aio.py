@@ -96,7 +96,7 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
         return await awaitable
 
     def begin() -> None:
-        task = loop.create_task(run())
+        task = loop.create_task(awaitable if asyncio.iscoroutine(awaitable) else run())
         tasks.append(task)
         task.add_done_callback(wake)
 

@@ -24,7 +24,7 @@ from .watchdog import watchdog
 
 __all__ = ["call", "call_long"]
 
-points = history.points
+records = history.records
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +54,8 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     if get_ident() != scheduler.owner:
         raise outside("green.call", "asyncio.to_thread, or the plain function itself")
     thread = scheduler.current
-    if thread.__class__ is not GreenThread or (points and history.is_long(fn)):
+    long = history.judge(fn) if records else False
+    if long or thread.__class__ is not GreenThread:
         value: T = yield from thread._call_elsewhere(fn, args, kwargs)
         return value
     scheduler.calls = number = scheduler.calls + 1
@@ -90,6 +91,9 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         driver.token = NO_CALL
         driver.returned = thread
         yield LOST
+        return value
+    if long is None:
+        history.was_short(fn)
     return value
 
 

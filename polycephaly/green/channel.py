@@ -34,7 +34,7 @@ from ..promises import Promise
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside, pause, start
-from .waiting import NOTHING, Refused, Waiter
+from .waiting import NOTHING, Line, Refused, Waiter
 
 __all__ = ["Channel"]
 
@@ -77,7 +77,7 @@ class Channel(Generic[T]):
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
-        self._receiver: Any = None  # None, the one green thread that waits, or a deque of Waiters
+        self._receiver: Any = None  # None, the one green thread that waits, or a Line of Waiters
         self._sender: Any = None
         self._item: Any = None  # with one green thread in `_sender`: what it sends
         self._closed = False
@@ -319,7 +319,7 @@ class Channel(Generic[T]):
             first = self._sender
             if first is None:
                 return None
-            if first.__class__ is not deque:
+            if first.__class__ is not Line:
                 item = self._item  # no call since the look at `_sender`: it is ours alone
                 self._sender = self._item = None
                 return Waiter(first, item)
@@ -330,58 +330,55 @@ class Channel(Generic[T]):
                 if found is None:
                     return None
                 first.remove(waiter := found)
+            waiter.line = None
             if not first:
                 self._sender = None
             return waiter
         first = self._receiver
         if first is None:
             return None
-        if first.__class__ is not deque:
+        if first.__class__ is not Line:
             self._receiver = None
             return Waiter(first)
         waiter = first.popleft()
+        waiter.line = None
         if not first:
             self._receiver = None
         return waiter
 
     def _enlist(self, end: str, waiter: Waiter) -> None:
         extra = self._extra
-        if extra is not None and self._is_claimed(end, waiter.thread):
-            extra.put_aside[end].append(waiter)
-        else:
-            self._queue(end).append(waiter)
+        claimed = extra is not None and self._is_claimed(end, waiter.thread)
+        line = extra.put_aside[end] if extra is not None and claimed else self._queue(end)
+        line.append(waiter)
+        waiter.line = line
 
-    def _queue(self, end: str) -> deque[Waiter]:
+    def _queue(self, end: str) -> Line[Waiter]:
         """The queue at that end; the one in the slot is its first."""
         alone = self._next(end) if self._alone(end) else None
-        queue: deque[Waiter] | None = self._sender if end == "send" else self._receiver
+        queue: Line[Waiter] | None = self._sender if end == "send" else self._receiver
         if queue is None:
-            queue = deque()
+            queue = Line()
             if end == "send":
                 self._sender = queue
             else:
                 self._receiver = queue
         if alone is not None:
-            queue.appendleft(alone)
+            queue.append(alone)
+            alone.line = queue
         return queue
 
     def _alone(self, end: str) -> bool:
-        return (self._sender if end == "send" else self._receiver).__class__ not in (deque, NoneType)
+        return (self._sender if end == "send" else self._receiver).__class__ not in (Line, NoneType)
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
         """Takes a waiter out; False: it has been served."""
-        queues = [self._sender if end == "send" else self._receiver]
-        if self._extra is not None:
-            queues.append(self._extra.put_aside[end])
-        for queue in queues:
-            if queue.__class__ is deque:
-                try:
-                    queue.remove(waiter)
-                except ValueError:
-                    continue
-                self._forget_empty(end)
-                return True
-        return False
+        if waiter.line is None:
+            return False
+        waiter.line.remove(waiter)
+        waiter.line = waiter.item = None
+        self._forget_empty(end)
+        return True
 
     def _forget_empty(self, end: str) -> None:
         if end == "send":
@@ -406,7 +403,7 @@ class Channel(Generic[T]):
 
     def _waiting(self, end: str) -> list[Waiter]:
         queue = self._sender if end == "send" else self._receiver
-        found = list(queue) if queue.__class__ is deque else []
+        found = list(queue) if queue.__class__ is Line else []
         return found + (list(self._extra.put_aside[end]) if self._extra is not None else [])
 
     def _close_here(self) -> None:
@@ -415,7 +412,9 @@ class Channel(Generic[T]):
                 self._refuse(waiter)
             if self._extra is not None and not (end == "receive" and self._has_items()):
                 while self._extra.put_aside[end]:
-                    self._refuse(self._extra.put_aside[end].popleft())
+                    waiter = self._extra.put_aside[end].popleft()
+                    waiter.line = None
+                    self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
         waiter.refuse(ChannelClosed(f"{self!r} was closed"))
@@ -424,15 +423,15 @@ class Channel(Generic[T]):
         """Both ends may have somebody waiting, after a claim has ended: brings them together."""
         queue = self._queue("receive")
         for receiver in list(queue):
-            if receiver in queue:  # else it was in a `select` that has just sent something
+            if receiver.line is queue:  # else it was in a `select` that has just sent something
                 try:
                     got = self._try_receive(receiver.thread)
                 except ChannelClosed as error:
-                    queue.remove(receiver)
+                    self._strike("receive", receiver)
                     receiver.refuse(error)
                     continue
                 if got is not NOTHING:
-                    queue.remove(receiver)
+                    self._strike("receive", receiver)
                     receiver.serve(got)
                 elif self._sender is None:
                     break
@@ -553,7 +552,7 @@ class _Buffered(Channel[T]):
         if (self._extra is not None and self._extra.given_back) or not self._buffer:
             return super()._try_receive(thread)
         item = self._buffer.popleft()
-        sender = self._next("send")
+        sender = self._next("send", thread)
         if sender is not None:
             self._buffer.append(sender.item)
             sender.serve(None)
@@ -569,6 +568,13 @@ class _Buffered(Channel[T]):
             sender.serve(None)
 
 
+def _move(line: Line[Waiter], other: Line[Waiter]) -> None:
+    while line:
+        waiter = line.popleft()
+        other.append(waiter)
+        waiter.line = other
+
+
 class _Extra:
     """What most channels never have: claims, and items that were given back."""
 
@@ -577,7 +583,7 @@ class _Extra:
     def __init__(self) -> None:
         self.holder: dict[str, Any] = {"send": None, "receive": None}
         self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {"send": deque(), "receive": deque()}
-        self.put_aside: dict[str, deque[Waiter]] = {"send": deque(), "receive": deque()}  # not the holder's
+        self.put_aside: dict[str, Line[Waiter]] = {"send": Line(), "receive": Line()}  # not the holder's
         self.given_back: deque[Any] = deque()
 
     def is_empty(self) -> bool:
@@ -643,9 +649,7 @@ class Claim(Generic[T]):
                 raise
         else:
             extra.holder[end] = me
-            queue = self._channel._queue(end)
-            extra.put_aside[end].extend(queue)
-            queue.clear()
+            _move(self._channel._queue(end), extra.put_aside[end])
             self._channel._forget_empty(end)
         self._held.append(end)
 
@@ -657,8 +661,7 @@ class Claim(Generic[T]):
             wake.now()
             return
         extra.holder[end] = None
-        channel._queue(end).extend(extra.put_aside[end])
+        _move(extra.put_aside[end], channel._queue(end))
         channel._forget_empty(end)
-        extra.put_aside[end].clear()
         channel._match()
         channel._tidy()

@@ -18,6 +18,8 @@ def configure(*, window: float | None = None, native_threads: int | None = None)
     for name, value in (("window", window), ("native_threads", native_threads)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}")
+    if native_threads is not None and not isinstance(native_threads, int):
+        raise TypeError(f"native_threads is a number of threads, not {native_threads!r}")
     if window is not None:
         watchdog.window = window
     if native_threads is not None:

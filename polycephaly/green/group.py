@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .sleeping import current, sleep
+from .sleeping import current
 from .thread import Cancelled, GreenThread, Wake, pause, start
 
 __all__ = ["Group"]
@@ -83,7 +83,7 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> bool:
         if self._interruption is not None and error is not self._interruption:
-            await self._meet(self._interruption)
+            self._interruption.called_off = True  # it must not hit what comes after the block
         self._wake = _NOBODY  # from here on, cancelling is for the children only
         ours = error is not None and error is self._interruption
         if error is not None and not ours:
@@ -106,6 +106,8 @@ class Group:
         self._ended_all = True
         try:
             if self._errors:
+                if cancelled is not None and self._owner is not None:
+                    self._owner._interrupt(cancelled)  # that one is not lost: at the next await
                 raise BaseExceptionGroup("errors in a group of green threads", self._errors) from None
             if cancelled is not None:
                 raise cancelled
@@ -118,12 +120,3 @@ class Group:
         self._cancelling = True
         for child in list(self.children):
             child.cancel()
-
-    async def _meet(self, interruption: Cancelled) -> None:
-        """It is on its way to the block, and must not hit what comes after it."""
-        try:
-            while interruption.on_its_way:
-                await sleep(0)
-        except Cancelled as late:
-            if late is not interruption:
-                raise

@@ -1,8 +1,9 @@
 """Which foreign functions are known to take long: learned from what became of calls to them.
 
-A call that had to be taken over speaks for "long", one that returned within the window after it had been sent away
-at once, for "short". What is long is called on another native thread from the start, which costs some 50 us and
-spares the window, in which nobody else runs.
+A call that had to be taken over speaks for "long". One that was sent away at once and came back soon speaks for
+"short"; but where native threads compute, coming back takes its time, so now and then one is tried in place again.
+What is long is called on another native thread from the start, which costs some 50 us and spares the window, in which
+nobody else runs.
 
 Functions are known by their code; built-in ones, which are made anew at each look-up, by their name and the class
 they are of; other callables by themselves.
@@ -19,49 +20,83 @@ __all__ = ["History", "history"]
 
 LONG = 2  # points from which on a function counts as long
 MOST = 4
+PROBE = 8  # calls that are sent away before one is tried in place again; and so many times more each time
 ENTRIES = 1000  # then it begins again: what matters comes back soon
 
 
+class _Record:
+    __slots__ = ("function", "interval", "left", "points")
+
+    def __init__(self, function: object) -> None:
+        self.function = function  # so that an identity means the same for as long as it is known
+        self.points = 0
+        self.left = self.interval = PROBE  # calls until the next probe
+
+
 class History:
-    """Points for each function. Any thread may tell and ask: each step on the table is atomic, and a lost point is
-    no loss."""
+    """Points for each function. Any thread may tell and ask: a lost point is no loss."""
 
     def __init__(self) -> None:
-        self.points: dict[Hashable, int] = {}
-        self._kept: dict[Hashable, object] = {}  # so that an identity means the same for as long as it is known
+        self.records: dict[Hashable, _Record] = {}
 
-    def is_long(self, fn: Callable[..., Any]) -> bool:
-        return self.points.get(_key(fn), 0) >= LONG
+    def judge(self, fn: Callable[..., Any]) -> bool | None:
+        """Whether a call of it would be long; None: it was, and this call is to try whether it still is."""
+        record = self.records.get(_key(fn))
+        if record is None or record.points < LONG:
+            return False
+        record.left -= 1
+        if record.left > 0:
+            return True
+        record.interval *= PROBE
+        record.left = record.interval
+        return None
 
     def was_long(self, fn: Callable[..., Any]) -> None:
         key = _key(fn)
-        if len(self.points) >= ENTRIES:
-            self.points.clear()
-            self._kept.clear()
-        self._kept[key] = getattr(fn, "__code__", None) or (fn if key == id(fn) else None)
-        self.points[key] = min(self.points.get(key, 0) + 1, MOST)
+        record = self.records.get(key)
+        if record is None:
+            if len(self.records) >= ENTRIES:
+                self.records.clear()
+            record = self.records[key] = _Record(_what_key_means(fn))
+        record.points = min(record.points + 1, MOST)
 
     def was_short(self, fn: Callable[..., Any]) -> None:
         key = _key(fn)
-        points = self.points.get(key, 0) - 1
-        if points > 0:
-            self.points[key] = points
-        else:
-            self.points.pop(key, None)
-            self._kept.pop(key, None)
+        record = self.records.get(key)
+        if record is not None:
+            record.points -= 1
+            record.left = record.interval = PROBE
+            if record.points <= 0:
+                self.records.pop(key, None)
+
+    def is_long(self, fn: Callable[..., Any]) -> bool:
+        record = self.records.get(_key(fn))
+        return record is not None and record.points >= LONG
 
 
 def _key(fn: Any) -> Hashable:
-    kind = fn.__class__
+    kind = type(fn)  # not `__class__`: that may be code of a user
     if kind is FunctionType:
         return id(fn.__code__)
     if kind is MethodType:
         return _key(fn.__func__)
     if kind is BuiltinFunctionType:
-        return fn.__self__.__class__, fn.__name__
+        return type(fn.__self__), fn.__name__
     if kind is partial:
         return _key(fn.func)
     return id(fn)
+
+
+def _what_key_means(fn: Any) -> object:
+    """What must live for as long as the key is to mean it."""
+    kind = type(fn)
+    if kind is FunctionType:
+        return fn.__code__
+    if kind is MethodType:
+        return _what_key_means(fn.__func__)
+    if kind is partial:
+        return _what_key_means(fn.func)
+    return None if kind is BuiltinFunctionType else fn
 
 
 history = History()

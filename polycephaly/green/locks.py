@@ -7,7 +7,6 @@ where there is one, or ``green.run(lock.acquire)``; methods that only wake other
 from __future__ import annotations
 
 from _thread import get_ident
-from collections import deque
 from collections.abc import Generator
 from types import TracebackType, coroutine
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from ..promises import Promise
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, outside, start
+from .waiting import Line
 
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
@@ -25,7 +25,7 @@ class _Line:
     __slots__ = ("threads",)
 
     def __init__(self) -> None:
-        self.threads: deque[GreenThread[Any]] = deque()
+        self.threads: Line[GreenThread[Any]] = Line()
 
     @coroutine
     def wait(self) -> Generator[Any, Any, Any]:

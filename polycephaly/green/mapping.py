@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError
 from operator import length_hint
 from typing import Any, Generic, TypeVar
 
-from ..coroutines import is_coroutine, is_coroutine_function
+from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
 from ..promises import Promise
 from .call import call_long
@@ -112,6 +113,8 @@ class Mapped(Generic[T]):
                     group.spawn(work, name=f"map {getattr(self._fn, '__qualname__', self._fn)}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        if not all(places):
+            raise CancelledError(f"a call of {getattr(self._fn, '__qualname__', self._fn)} was cancelled")
         return [place[0] for place in places]
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -188,6 +191,6 @@ def _applier(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     async def apply(item: Any) -> Any:
         value = await call_long(fn, item)
-        return await value if is_coroutine(value) else value
+        return await value if is_awaitable(value) else value
 
     return apply

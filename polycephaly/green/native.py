@@ -1,31 +1,36 @@
 """Native threads, cached: whatever must not run on the scheduler's own thread runs on one of these.
 
-    start(job) ──> an idle worker, or a new one, or (all there may be are busy) the queue ──> job()
+    start(job) ──> room under the ceiling? an idle worker, or a new one ──> job()
+             └──> else the queue ──> the next worker whose job is over ───────┘
 
 A worker is given one job after another. One that has had none for `LINGER` seconds ends, so an image that has
 stopped using green threads has no thread of theirs either. There is no cap but `ceiling`, and that is there so
 that a runaway loop meets a queue and not the kernel's limit.
 
 Which interleavings are possible. Nothing here holds a lock: jobs are started from finalizers and callbacks too,
-which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from `_queue`, has it alone
-(`pop` is atomic).
+which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from `_queue`, has it alone (`pop` is
+atomic), and looking at `busy` and counting it up is one run of code without a call, in which CPython changes no thread.
 
-    submitter: A1 queue.append(job)   A2 idle.pop() -> a worker? take a job for it from the queue
-    worker:    B1 idle.append(me)     B2 the queue is not empty? idle.remove(me), take a job
+    submitter: A1 queue.append(job)          A2 busy is below the ceiling? takes a job from the queue
+    worker:    B1 the queue is empty: busy-1 B2 looks at the queue again, as A2 does
 
 If A1 comes before B2 the worker sees the job. If not, then B1 came before B2 before A1 before A2, and the submitter
-sees the worker. Both may see both: then one finds the queue empty, or the worker gone, and lets go.
+sees the room. Both may see both: then one of them finds the queue empty.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 __all__ = ["Workers"]
+
+log = logging.getLogger("polycephaly.green")
 
 KEEP = 8  # idle ones; when thousands come back at once, most had better end than wait to end
 LINGER = 0.05  # seconds; starting a thread takes some 0.1 ms, so keeping one for longer would save next to nothing
@@ -41,61 +46,68 @@ class Workers:
     def __init__(self, ceiling: int) -> None:
         self.ceiling = ceiling
         self.count = 0  # of threads
-        self.urgent = 0  # of those that do not count against the ceiling
+        self.busy = 0  # jobs that run and count against the ceiling
         self._crowd = _Crowd()
         self._idle: list[_Worker] = []
         self._queue: deque[Callable[[], object]] = deque()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Has `job` run on a native thread, now if there is or may be one, else when one is free.
+        """Has `job` run on a native thread, now if there may be one more, else when one is free.
 
         `job` must not raise. Raises `RuntimeError` when there is no thread at all and none can be started.
         """
-        if self.count - self.urgent < self.ceiling:
-            try:
-                worker = self._idle.pop()
-            except IndexError:
-                if self._start(job):
-                    return
-                if not self.count - self.urgent:
-                    raise RuntimeError("this process may not start another native thread") from None
-            else:
-                worker.give(job)
+        if self.busy < self.ceiling:
+            self.busy += 1  # no call since the look: no other thread ran in between
+            if self._give(partial(self._run, job)):
                 return
+            self.busy -= 1
+            if not self.busy:
+                raise RuntimeError("green threads cannot run: this process may not start another native thread")
         self._queue.append(job)
-        self._match()
+        self._admit()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """The same for a job that must not stand in the queue, and does not count against the ceiling: of those who
-        drive, watch, or belong to a bound thread. False where none can be started."""
-        self.urgent += 1
+        """The same for what must not stand in the queue, and does not count: who drives, watches, or serves a bound
+        thread. False where no thread can be started."""
+        return self._give(job)
 
-        def urgent() -> None:
+    def _run(self, job: Callable[[], object]) -> None:
+        while True:
+            job()
+            del job  # nothing it holds is kept
             try:
-                job()
-            finally:
-                self.urgent -= 1
+                job = self._queue.popleft()
+            except IndexError:
+                break
+        self.busy -= 1
+        self._admit()
 
-        if self._start_now(urgent):
-            return True
-        self.urgent -= 1
-        return False
+    def _admit(self) -> None:
+        """Those in the queue for whom there is room."""
+        while self._queue and self.busy < self.ceiling:
+            self.busy += 1
+            try:
+                job = self._queue.popleft()
+            except IndexError:
+                self.busy -= 1
+                continue
+            if not self._give(partial(self._run, job)):
+                self._queue.appendleft(job)
+                self.busy -= 1
+                return
 
-    def _start_now(self, job: Callable[[], object]) -> bool:
+    def _give(self, job: Callable[[], object]) -> bool:
         try:
             self._idle.pop().give(job)
             return True
         except IndexError:
             pass
-        return self._start(job)
-
-    def _start(self, job: Callable[[], object]) -> bool:
         self.count += 1
         self._count()
         try:
             _Worker(self, job)
         except RuntimeError:  # the kernel has no more
-            self.count -= 1
+            self.ended()
             return False
         return True
 
@@ -114,15 +126,9 @@ class Workers:
 
     def next_job(self, worker: _Worker) -> Callable[[], object] | None:
         """What `worker` is to do next; None: nothing for so long that it may end."""
-        try:
-            return self._queue.popleft()
-        except IndexError:
-            pass
         if len(self._idle) >= KEEP:
             return None
         self._idle.append(worker)
-        if self._queue:
-            self._match()
         if not worker.called.acquire(timeout=LINGER):
             try:
                 self._idle.remove(worker)
@@ -132,22 +138,9 @@ class Workers:
         job, worker.job = worker.job, None
         return job
 
-    def _match(self) -> None:
-        while self._queue:
-            try:
-                worker = self._idle.pop()
-            except IndexError:
-                return
-            try:
-                job = self._queue.popleft()
-            except IndexError:
-                self._idle.append(worker)
-                continue
-            worker.give(job)
-
     def forget(self) -> None:
         """In a forked child: none of the threads is there."""
-        self.count = self.urgent = 0
+        self.count = self.busy = 0
         self._idle.clear()
         self._queue.clear()
 
@@ -203,12 +196,15 @@ class _Worker:
         job, self.job = self.job, None
         try:
             while job is not None:
-                job()
+                try:
+                    job()
+                except BaseException:
+                    log.exception("a bug in polycephaly: %r raised", job)
                 del job  # nothing it holds is kept while waiting
                 job = self.workers.next_job(self)
         finally:
             self.workers.ended()
-            if sys.version_info < (3, 12):  # code that asked for `current_thread()` made an entry, which stays
+            if sys.version_info < (3, 13):  # code that asked for `current_thread()` made an entry, which stays
                 entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
                 if isinstance(entry, threading._DummyThread):
                     del threading._active[get_ident()]  # type: ignore[attr-defined]

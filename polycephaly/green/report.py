@@ -2,7 +2,8 @@
 
 A deadlock is only called so when it is certain. Everybody who could still do something counts: timers, foreign calls,
 promises that others settle, other native threads, signal handlers; but for the tools around a program that are known to
-have nothing to do with it, a test runner's time limit or an executor without work.
+have nothing to do with it, a test runner's time limit or an executor without work. A thread that a C library has started
+is not seen before it calls into Python: who waits for such a one waits for a `Promise`, which counts as from outside.
 """
 
 from __future__ import annotations
@@ -149,8 +150,9 @@ def _somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bo
 
 def _is_idle(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
-    # An executor's `run` is where it runs what it was given.
-    return module.startswith(IDLE_MACHINERY) and (module != "concurrent.futures.thread" or frame.f_code.co_name != "run")
+    if module == "concurrent.futures.thread" and frame.f_code.co_name == "run":
+        return False  # there an executor runs what it was given
+    return module.startswith(IDLE_MACHINERY)
 
 
 def _is_time_limit(fn: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar, overload
@@ -42,6 +43,9 @@ def run(main: Any, /, *args: Any) -> Any:
         if is_coroutine(main):
             main.close()
         raise RuntimeError("green.run waits, and inside a coroutine it would stop every green thread: use `await`")
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        raise RuntimeError("green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`")
     thread = start(main, args)
     try:
         return thread.result()

@@ -16,7 +16,9 @@ The bell. `bell` holds at most one waker: the sleeping owner's, or, when nobody 
 it is empty while the owner runs. Who has put something into `ready` and finds a waker pops it (atomic, so one
 does) and calls it. An owner about to sleep hangs up its waker *before* it looks at `ready` again: what came
 before is seen by that look, and who comes later finds the waker. Where the look finds something, the owner takes
-its waker down, and if it is gone already, waits for the call that is on its way. So no wake-up is lost or doubled.
+its waker down, and if it is gone already, waits for the call that is on its way. So no wake-up is lost or doubled. An
+owner that gives up hangs up the waker that starts an owner, and looks at `ready` once more; if it finds something, and
+that waker, it goes on; if it finds another's waker, that one has begun in the meantime, and is woken.
 
 Ownership. It passes on only inside a *region* (`green.call`): while foreign code runs, the owner's `Driver.token` is
 the number of the call. The watchdog, or the foreign code itself when it is about to wait, takes the ownership by
@@ -37,11 +39,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from time import pthread_getcpuclockid
 from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from .. import promises
 from ..launch import safepoint
+from ..launch.shield import Shield
 from .native import LINGER, Workers
 from .timers import Timers
 
@@ -120,10 +124,11 @@ class _Note:
 class Driver:
     """A native thread that drives, or is in a foreign call that it began when it drove."""
 
-    __slots__ = ("fn", "ident", "lock", "returned", "thread", "token")
+    __slots__ = ("clock", "fn", "ident", "lock", "returned", "thread", "token")
 
     def __init__(self) -> None:
         self.ident = get_ident()
+        self.clock = pthread_getcpuclockid(self.ident)  # asked for here: of an ended thread it would be a crash
         self.token = NO_CALL  # or the number of the foreign call it is in, or TAKEN
         self.fn: Any = None  # what it calls, and whose call it is
         self.thread: GreenThread[Any] | None = None
@@ -169,11 +174,12 @@ class Scheduler:
 
     def ring(self) -> None:
         """There is something in `ready`: whoever sleeps on it wakes up."""
-        try:
-            waker = self.bell.pop()
-        except IndexError:
-            return
-        waker()
+        with Shield():  # a Ctrl-C between the two would leave nobody to wake
+            try:
+                waker = self.bell.pop()
+            except IndexError:
+                return
+            waker()
 
     def in_step(self) -> bool:
         """Whether the caller is code of a green thread between two awaits."""
@@ -208,13 +214,18 @@ class Scheduler:
             self.owner, self.driver = driver.ident, driver
             self.when_busy()
             base = Context()
-            told = base.run(self._loop, driver, base)
+            try:
+                told = base.run(self._loop, driver, base)
+            except BaseException as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
+                log.error("a callback of a green thread failed", exc_info=error)
+                continue
             if told is None:
                 break
             if told is not LOST:
                 _give_context(told, base)
                 continue
             thread, driver.returned = driver.returned, None
+            driver.fn = driver.thread = None
             assert thread is not None
             if base:
                 _give_context(thread, base)
@@ -293,6 +304,7 @@ class Scheduler:
     def _sleep(self, driver: Driver) -> bool:
         """Until there is something to do. False: there was nothing for LINGER seconds, and it was given up."""
         bell, ready, lock = self.bell, self.ready, driver.lock
+        driver.fn = driver.thread = None  # of the last foreign call
         asked = False
         while True:
             bell.append(lock.release)
@@ -314,8 +326,11 @@ class Scheduler:
                 if not ready:
                     return False
                 try:
-                    bell.pop()
+                    waker = bell.pop()
                 except IndexError:  # somebody begins another owner right now
+                    return False
+                if waker != self._begin:  # another owner has begun, and sleeps already
+                    waker()
                     return False
                 self.owner, self.driver = driver.ident, driver
             break
@@ -419,21 +434,19 @@ class Interrupted(StandIn):
         thread._coro = self
 
     def send(self, value: Any) -> Any:
-        if value is YIELDED or not_begun(self.coro):
-            return self._throw()
-        told = self.coro.send(value)
-        if told is PARK and self.thread._value is PARKED:
-            return self._throw()
-        return told  # it is ready again, or away: the next time
-
-    def _throw(self) -> Any:
+        if value is not YIELDED and not not_begun(self.coro):
+            told = self.coro.send(value)
+            if told is not PARK or self.thread._value is not PARKED:
+                return told  # it is away, or ready again: the next time
+            value = PARKED
         thread = self.thread
         thread._coro = self.coro
-        first, *others = self.errors
-        for error in others:
+        wanted = [error for error in self.errors if not getattr(error, "called_off", False)]
+        for error in wanted[1:]:
             thread._interrupt(error)
-        first.on_its_way = False  # type: ignore[attr-defined]
-        return self.coro.throw(first)
+        if wanted:
+            return self.coro.throw(wanted[0])
+        return PARK if value is PARKED else self.coro.send(value)
 
 
 def bare(coro: Any) -> Any:

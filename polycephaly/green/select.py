@@ -80,6 +80,20 @@ class Guard:
         self.channel._strike(self.end, offer)
 
 
+class _Alarm:
+    """That of an `after`. Called off it lies in the heap for a while, and holds nothing there."""
+
+    __slots__ = ("off", "offer")
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer: Offer | None = offer
+        self.off = False
+
+    def go_off(self) -> None:
+        if self.offer is not None:
+            self.offer.serve(None)
+
+
 class _After(Guard):
     __slots__ = ("seconds",)
 
@@ -91,10 +105,12 @@ class _After(Guard):
         return None if self.seconds <= 0 else NOTHING
 
     def leave(self, offer: Offer) -> None:
-        offer.at = scheduler.timers.set(monotonic() + self.seconds, lambda: offer.serve(None))
+        offer.at = _Alarm(offer)
+        scheduler.timers.add(monotonic() + self.seconds, offer.at)
 
     def strike(self, offer: Offer) -> None:
         scheduler.timers.call_off(offer.at)
+        offer.at.offer = None
 
 
 class _Settled(Guard):
@@ -183,7 +199,8 @@ class _Select:
             for index, offer in self.offers.items():
                 self.guards[index].strike(offer)
                 offer.at = None
-            self.offers.clear()  # no cycles are left to the garbage collector
+            self.offers.clear()  # no cycles are left to the garbage collector, and no items in a line
+            self.guards.clear()
 
 
 @coroutine

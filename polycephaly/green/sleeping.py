@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-from _thread import get_ident
-from collections.abc import Generator
+from collections.abc import Awaitable
 from time import monotonic
-from types import TracebackType, coroutine
+from types import TracebackType
 from typing import Any
 
-from .scheduler import PARK, YIELDED, scheduler
-from .thread import Cancelled, GreenThread, Wake, here, outside
+from .parking import Parking, parks
+from .scheduler import YIELDED, scheduler
+from .thread import Cancelled, GreenThread, here
 from .timers import Timer
 
 __all__ = ["current", "sleep", "timeout"]
 
 
-@coroutine
-def sleep(seconds: float) -> Generator[Any, Any, None]:
+class _Sleep(Parking):
+    """Its own alarm."""
+
+    __slots__ = ("off", "seconds")
+
+    name = "green.sleep"
+    instead = "time.sleep, or asyncio.sleep"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.off = False
+
+    def enter(self, thread: GreenThread[Any]) -> bool:
+        if self.seconds > 0:
+            scheduler.timers.add(monotonic() + self.seconds, self)
+        else:
+            scheduler.timers.fire()  # a time limit that is over counts now
+            self.off = True
+            thread._value = YIELDED
+            scheduler.ready.append(thread)
+        return True
+
+    def go_off(self) -> None:
+        self.wake()
+
+    def leave(self) -> None:
+        scheduler.timers.call_off(self)
+
+
+@parks
+def sleep(seconds: float) -> Awaitable[None]:
     """Parks this green thread for so many seconds; 0 lets the others that are ready go first.
 
     >>> from polycephaly import green
     >>> green.run(green.sleep, 0.01)
     """
-    if get_ident() != scheduler.owner:
-        raise outside("green.sleep", "time.sleep, or asyncio.sleep")
     if not seconds >= 0:
         raise ValueError(f"sleep takes a number of seconds from 0 on, not {seconds!r}")
-    thread = scheduler.current
-    if seconds == 0:
-        scheduler.timers.fire()  # a time limit that is over counts now
-        thread._value = YIELDED
-        scheduler.ready.append(thread)
-        yield PARK
-        return
-    wake = Wake()
-    timer = scheduler.timers.set(monotonic() + seconds, wake.now)
-    try:
-        yield PARK
-    except BaseException:
-        scheduler.timers.call_off(timer)
-        raise
+    return _Sleep(seconds)
 
 
 def current() -> GreenThread[Any]:
@@ -77,12 +92,15 @@ class timeout:
 
     async def __aenter__(self) -> timeout:
         self._thread = current()
+        self._cancels = self._thread._cancels
         if self.seconds is not None:
             self._timer = scheduler.timers.set(monotonic() + self.seconds, self._expire)
         return self
 
     def _expire(self) -> None:
         self.expired = True
+        if self._thread._cancels != self._cancels:
+            return  # it is being cancelled
         self._error = Cancelled(f"{self.seconds} s are over")
         self._thread._interrupt(self._error)
 
@@ -93,16 +111,10 @@ class timeout:
             scheduler.timers.call_off(self._timer)
         if self._error is None:
             return
-        if error is not self._error:
-            await self._meet(self._error)
-        if error is None or error is self._error:
+        self._error.called_off = True  # if it has not been raised yet, it must not hit what comes after the block
+        # Whoever ended without it was in time but for being told so: it may have been given something, which must not
+        # get lost. A foreign call that came back too late is the block's own delay.
+        if error is self._error and self._thread._cancels != self._cancels:
+            return  # cancelled on top of that: it passes for that
+        if error is self._error or (error is None and self._error.in_call):
             raise TimeoutError(f"not done within {self.seconds} s") from error
-
-    async def _meet(self, interruption: Cancelled) -> None:
-        """The interruption is on its way, and must not hit what comes after the block: it is waited for here."""
-        try:
-            while interruption.on_its_way:
-                await sleep(0)
-        except Cancelled as late:
-            if late is not interruption:
-                raise

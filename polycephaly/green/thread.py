@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from .. import promises
-from ..coroutines import is_coroutine, is_coroutine_function
+from ..coroutines import is_awaitable, is_coroutine, is_coroutine_function
+from ..launch.shield import Shield
 from ..promises import CANCELLED, FINISHED, Promise
 from .history import history
 from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
@@ -46,8 +47,11 @@ class Cancelled(AsyncioCancelled):
     Like `asyncio.CancelledError`, of which it is one, it is not an `Exception`.
     """
 
-    on_its_way = False
-    """Somebody has asked for it to be raised, and it has not been yet."""
+    in_call = False
+    """It came while the thread was in a foreign call, which cannot be broken off."""
+
+    called_off = False
+    """Whoever asked for it does not want it any more: it is dropped, if it has not been raised yet."""
 
 
 class GreenThread(Promise[T]):
@@ -60,6 +64,9 @@ class GreenThread(Promise[T]):
     _qualname: str | None = None  # once there is no coroutine to ask
     _unseen: Unseen | None = None
     _owned: WeakSet[Any] | None = None
+    _cancels = 0
+    """How often it was cancelled: a time limit that comes on top of that must not make a `TimeoutError` of it."""
+
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
         self._open = None
@@ -113,12 +120,12 @@ class GreenThread(Promise[T]):
         """
         if self.done():
             return self._state == CANCELLED
+        self._cancels += 1
         self._interrupt(Cancelled())
         return True
 
     def _interrupt(self, error: BaseException) -> None:
         """Has `error` raised at an await of it, once. From any thread."""
-        error.on_its_way = True  # type: ignore[attr-defined]
         if get_ident() == scheduler.owner and self._value is not PARKED and self is not scheduler.current:
             self._throw(error)  # it has not begun yet, say: then it never will
         else:
@@ -130,10 +137,11 @@ class GreenThread(Promise[T]):
             self._coro.errors.append(error)
             return PARK
         if self._coro is not None and self._value is not PARKED:
+            if isinstance(error, Cancelled):
+                error.in_call = self._value is AWAY
             Interrupted(self, error)
             return PARK
-        error.on_its_way = False  # type: ignore[attr-defined]
-        if self._coro is not None:
+        if self._coro is not None and not getattr(error, "called_off", False):
             return scheduler.run_step(self, self._coro.throw, error)
         return PARK
 
@@ -171,7 +179,12 @@ class GreenThread(Promise[T]):
 
         scheduler.away += 1
         self._value = AWAY  # a foreign call cannot be broken off: interrupted is the await after it
-        self._send_away(job)
+        try:
+            self._send_away(job)
+        except RuntimeError:  # no native thread is to be had
+            scheduler.away -= 1
+            self._value = PARKED
+            raise
         yield PARK
         for variable, value in context.items():
             if before.get(variable, wake) is not value:
@@ -247,9 +260,15 @@ class NativeThread(GreenThread[T]):
 
     def begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
-        scheduler.live.add(self)
-        scheduler.away += 1
-        scheduler.workers.start(lambda: context.run(self._run, fn, args))
+        with Shield():
+            scheduler.live.add(self)
+            scheduler.away += 1
+            try:
+                scheduler.workers.start(lambda: context.run(self._run, fn, args))
+            except RuntimeError:  # no native thread is to be had
+                scheduler.live.discard(self)
+                scheduler.away -= 1
+                raise
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._ident = ident = get_ident()
@@ -272,8 +291,10 @@ class NativeThread(GreenThread[T]):
         promises.asked_to_end.discard(ident)
         del natives[ident]
         scheduler.away -= 1
-        if is_coroutine(value):  # of a lambda around a coroutine function, say
-            self._coro = InContext(value, copy_context())
+        if is_awaitable(value):  # of a lambda around a coroutine function, say
+            self._coro = InContext(as_coroutine(value, self.name), copy_context())
+            if self._asked_to_end:
+                Interrupted(self, Cancelled())
             scheduler.ready.append(self)
             if scheduler.bell:
                 scheduler.ring()
@@ -312,11 +333,12 @@ def spawn(fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound:
     """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From anywhere.
 
     A coroutine function is run by the scheduler: atomically between two awaits, one at a time with all others.
-    A plain function is run on a native thread of its own meanwhile. With ``bound=True`` all steps of a coroutine
+    A plain function is run on a native thread of its own meanwhile; if what it gives can be awaited, it is. With ``bound=True`` all steps of a coroutine
     function, and the foreign calls it makes, are run on one native thread, for objects that belong to the thread
     that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
 
-    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`.
+    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`; who passes the
+    promise on (`then`, `gather`) has looked.
 
     >>> from polycephaly import green
     >>> async def double(x):
@@ -337,6 +359,8 @@ def start(
         coro: Any = fn
     elif is_coroutine_function(fn):
         coro = fn(*args)
+    elif getattr(fn, "parks", False):
+        coro = as_coroutine(fn(*args), _qualname(fn))
     elif callable(fn):
         native: NativeThread[Any] = NativeThread(fn, args, group)
         if name:
@@ -394,6 +418,18 @@ def here() -> GreenThread[Any] | None:
         owner: GreenThread[Any] | None = scheduler.current if driver.token == NO_CALL else driver.thread
         return owner
     return natives.get(ident)
+
+
+def as_coroutine(awaitable: Any, name: str) -> Any:
+    if is_coroutine(awaitable):
+        return awaitable
+
+    async def waits() -> Any:
+        return await awaitable
+
+    coro: Any = waits()
+    coro.__qualname__ = name
+    return coro
 
 
 def outside(what: str, instead: str) -> RuntimeError:

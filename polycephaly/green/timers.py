@@ -11,41 +11,61 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import monotonic
+from typing import Protocol
 
-__all__ = ["Timer", "Timers"]
+__all__ = ["Alarm", "Timer", "Timers"]
 
 _FEW = 64  # so many that were called off are not worth a sweep
 
 
-class Timer:
-    """`action` is called by the scheduler's owner once, unless it was called off before."""
+class Alarm(Protocol):
+    """`go_off` is called by the scheduler's owner, once, unless it was called off before."""
 
-    __slots__ = ("action",)
+    off: bool
+    """It has gone off, or was called off."""
+
+    def go_off(self) -> object: ...
+
+
+class Timer:
+    """An alarm that calls `go_off`."""
+
+    __slots__ = ("go_off", "off")
 
     def __init__(self, action: Callable[[], object]) -> None:
-        self.action: Callable[[], object] | None = action
+        self.go_off = action
+        self.off = False
+
+
+def _nothing() -> None:
+    pass
 
 
 class Timers:
     """Times are `time.monotonic` seconds. What is due at the same time goes off in the order of setting."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, Timer]] = []
+        self.heap: list[tuple[float, int, Alarm]] = []
         self._order = count()
         self._called_off = 0
 
     def set(self, when: float, action: Callable[[], object]) -> Timer:
         timer = Timer(action)
-        heappush(self.heap, (when, next(self._order), timer))
+        self.add(when, timer)
         return timer
 
-    def call_off(self, timer: Timer) -> None:
-        if timer.action is None:
+    def add(self, when: float, alarm: Alarm) -> None:
+        heappush(self.heap, (when, next(self._order), alarm))
+
+    def call_off(self, alarm: Alarm) -> None:
+        if alarm.off:
             return
-        timer.action = None
+        alarm.off = True
+        if type(alarm) is Timer:
+            alarm.go_off = _nothing  # what it held is not kept until its time
         self._called_off += 1
         if self._called_off > _FEW and self._called_off * 2 > len(self.heap):
-            self.heap[:] = [entry for entry in self.heap if entry[2].action is not None]
+            self.heap[:] = [entry for entry in self.heap if not entry[2].off]
             heapify(self.heap)
             self._called_off = 0
 
@@ -53,17 +73,17 @@ class Timers:
         """Does what is due."""
         heap, now = self.heap, monotonic()
         while heap and heap[0][0] <= now:
-            timer = heappop(heap)[2]
-            action, timer.action = timer.action, None
-            if action is None:
+            alarm = heappop(heap)[2]
+            if alarm.off:
                 self._called_off -= 1
             else:
-                action()
+                alarm.off = True
+                alarm.go_off()
 
     def left(self) -> float | None:
         """Seconds until the next one is due, None where there is none."""
         heap = self.heap
-        while heap and heap[0][2].action is None:
+        while heap and heap[0][2].off:
             heappop(heap)
             self._called_off -= 1
         return max(0.0, heap[0][0] - monotonic()) if heap else None

@@ -2,25 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
 from .scheduler import scheduler
 from .thread import GreenThread
 
-__all__ = ["NOTHING", "Refused", "Waiter"]
+__all__ = ["NOTHING", "Line", "Refused", "Waiter"]
+
+T = TypeVar("T")
 
 NOTHING: Any = object()
 """No item is to be had."""
+
+_FEW = 32  # so many that have left are not worth a sweep
+
+
+class Line(Generic[T]):
+    """Those who wait, in the order of coming. Leaving from the middle takes no longer where there are many.
+
+    Who leaves is only counted in `_gone`, and passed over when its turn comes, or swept out when those are the
+    majority. Who comes again stands behind its former place, so the first of its places are those that count as gone.
+    """
+
+    __slots__ = ("_gone", "_left", "_places")
+
+    def __init__(self) -> None:
+        self._places: deque[T] = deque()
+        self._gone: dict[T, int] = {}
+        self._left = 0
+
+    def __len__(self) -> int:
+        return len(self._places) - self._left
+
+    def __iter__(self) -> Iterator[T]:
+        gone = dict(self._gone)
+        for one in self._places:
+            if gone.get(one):
+                gone[one] -= 1
+            else:
+                yield one
+
+    def append(self, one: T) -> None:
+        self._places.append(one)
+
+    def appendleft(self, one: T) -> None:
+        """For who has just been its first."""
+        self._places.appendleft(one)
+
+    def popleft(self) -> T:
+        while True:
+            one = self._places.popleft()
+            if not self._left or not self._is_gone(one):
+                return one
+
+    def _is_gone(self, one: T) -> bool:
+        times = self._gone.pop(one, 0)
+        if times > 1:
+            self._gone[one] = times - 1
+        self._left -= times > 0
+        return times > 0
+
+    def remove(self, one: T) -> None:
+        """It must be there."""
+        places = self._places
+        if places[0] is one:
+            places.popleft()
+        elif places[-1] is one:
+            places.pop()
+        else:
+            self._gone[one] = self._gone.get(one, 0) + 1
+            self._left += 1
+        if self._left > _FEW and self._left * 2 > len(places):
+            self._places = deque(self)
+            self._gone.clear()
+            self._left = 0
 
 
 class Waiter:
     """Waits in a queue for its turn at one end. `Offer` (select.py) is one that may have turned elsewhere."""
 
-    __slots__ = ("item", "thread")
+    __slots__ = ("item", "line", "thread")
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
+        self.line: Line[Waiter] | None = None  # where it stands
 
     def serve(self, value: Any) -> None:
         """It has its turn: `value` is what its await gives."""

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 from _thread import allocate_lock, get_ident
-from time import clock_gettime, monotonic, pthread_getcpuclockid, sleep
+from time import clock_gettime, monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -76,6 +76,13 @@ class Watchdog:
     # -- watching ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._look()
+        except BaseException:  # a logging filter may raise: then the next owner that is busy begins another one
+            self._running = False
+            log.exception("the watchdog failed")
+
+    def _look(self) -> None:
         self.ident = get_ident()
         quiet = idle = calls = seen = 0
         began = used_before = looked_before = 0.0
@@ -84,7 +91,7 @@ class Watchdog:
             if self.slow:
                 self._rest()
             else:
-                sleep(self.window)
+                sleep(min(self.window, SLOW))
             now, driver = monotonic(), scheduler.driver
             if scheduler.bell:
                 idle += 1
@@ -143,9 +150,9 @@ class Watchdog:
     def _take_over(self, driver: Driver) -> None:
         fn = driver.fn
         if driver.take():
+            scheduler.hand_over()
             self.handovers += 1
             history.was_long(fn)
-            scheduler.hand_over()
 
     # -- who holds the scheduler ---------------------------------------------------------------------
 
@@ -190,16 +197,16 @@ def _somebody_could_go_on(now: float) -> bool:
 
 def _processor_time(driver: Driver) -> float:
     try:
-        return clock_gettime(pthread_getcpuclockid(driver.ident))
+        return clock_gettime(driver.clock)
     except OSError:  # it has ended
         return 0.0
 
 
 def _where(frame: FrameType | None) -> str | None:
-    own = __name__.rpartition(".")[0]
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(own):
+    own = __name__.partition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == own:
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") == "threading":  # none of a user's
+    if frame is None:
         return None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 

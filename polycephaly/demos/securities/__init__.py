@@ -5,7 +5,7 @@ mutual funds over HTTP, one page per letter). Waiting for pages dominates, so mo
 
     generate / DIR --> server (own process) --HTTP--> site --parse--> model
                                                         ^
-                                 experiments: sequential, I, II --> report
+                                 experiments: sequential, I, II, III, combined --> report
 
 This file imports nothing: the server process starts through it.
 """

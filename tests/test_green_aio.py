@@ -1,0 +1,458 @@
+"""The bridges: asyncio's things in green threads, green things in asyncio."""
+
+import asyncio
+import contextvars
+import http.server
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from scripts import output_of
+
+import polycephaly as poly
+from polycephaly import green
+from polycephaly.green.aio import close_loop
+
+var = contextvars.ContextVar("var", default="unset")
+
+
+@pytest.fixture(autouse=True)
+def no_loop_is_left():
+    yield
+    close_loop()
+
+
+def run(main, *args):
+    """As `green.run`, but one that hangs is an error soon."""
+    return green.spawn(main, *args).result(20)
+
+
+async def double(x):
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+async def green_double(x):
+    await green.sleep(0)
+    return 2 * x
+
+
+async def fail(error):
+    raise error
+
+
+# -- asyncio in green threads --------------------------------------------------------------------------
+
+
+def test_a_coroutine_of_asyncio_gives_its_value():
+    async def main():
+        return await green.aio(double(4)), await green.aio(asyncio.sleep(0.001, "slept"))
+
+    assert run(main) == (8, "slept")
+
+
+def test_what_green_threads_give_to_asyncio_runs_at_the_same_time():
+    async def main():
+        met = asyncio.Barrier(50)
+        return await green.par(*(one(met) for _ in range(50)))
+
+    async def one(met):
+        return await green.aio(met.wait())
+
+    assert sorted(run(main)) == list(range(50))
+
+
+def test_all_of_it_runs_on_one_loop_on_one_native_thread():
+    async def where():
+        return id(asyncio.get_running_loop()), threading.get_ident()
+
+    async def main():
+        return {await green.aio(where()) for _ in range(5)}, threading.get_ident()
+
+    places, here = run(main)
+    assert len(places) == 1 and next(iter(places))[1] != here
+
+
+def test_errors_come_through():
+    async def main(error):
+        with pytest.raises(type(error)) as caught:
+            await green.aio(fail(error))
+        return caught.value is error
+
+    for error in (KeyError("x"), TimeoutError(), StopAsyncIteration()):
+        assert run(main, error)
+
+
+def test_an_asyncio_task_that_is_cancelled_by_itself_is_an_error_or_cancellation_of_the_thread():
+    async def main():
+        await green.aio(fail(asyncio.CancelledError()))
+
+    with pytest.raises((CancelledError, asyncio.CancelledError)):
+        run(main)
+
+
+def test_what_cannot_be_awaited_is_a_type_error():
+    async def main(wrong):
+        await green.aio(wrong)
+
+    for wrong in (5, None, double, [double]):
+        with pytest.raises(TypeError, match=r"green\.aio takes something that asyncio can await"):
+            run(main, wrong)
+
+
+def test_a_cancelled_thread_cancels_what_it_awaits_there_and_waits_for_its_end():
+    told = []
+    begun = threading.Event()
+
+    async def slow_to_end():
+        try:
+            begun.set()
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            told.append("cancelled")
+            await asyncio.sleep(0.02)
+            raise
+        finally:
+            told.append("ended")
+
+    async def waits():
+        try:
+            await green.aio(slow_to_end())
+        finally:
+            told.append("green")
+
+    async def main():
+        thread = green.spawn(waits)
+        await green.call_long(begun.wait)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            await thread
+        return thread.cancelled()
+
+    assert run(main) and told == ["cancelled", "ended", "green"]
+
+
+def test_what_ends_with_a_value_although_it_was_cancelled_is_not_lost():
+    begun = threading.Event()
+    told = []
+
+    async def stubborn():
+        begun.set()
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            return "all the same"
+
+    async def waits():
+        told.append(await green.aio(stubborn()))
+        await green.sleep(0)
+        told.append("never")
+
+    async def main():
+        thread = green.spawn(waits)
+        await green.call_long(begun.wait)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            await thread
+
+    run(main)
+    assert told == ["all the same"]
+
+
+def test_a_timeout_ends_what_runs_in_asyncio():
+    ended = []
+
+    async def sleeps():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(1)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with green.timeout(0.02):
+                await green.aio(sleeps())
+        await green.sleep(0)
+
+    run(main)
+    assert ended == [1]
+
+
+async def _slow_to_be_cancelled():
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        await asyncio.sleep(0.1)
+
+
+def test_two_timeouts_that_expire_around_the_same_await_both_do():
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with green.timeout(0.04), green.timeout(0.02):
+                await green.aio(_slow_to_be_cancelled())
+        await green.sleep(0)
+        return "on"
+
+    assert run(main) == "on"
+
+
+def test_a_cancel_is_not_lost_to_a_timeout_that_comes_after_it():
+    async def waits():
+        try:
+            async with green.timeout(0.1):
+                await green.aio(_slow_to_be_cancelled_for(0.3))
+        except TimeoutError:
+            pass
+        await green.sleep(0)
+        return "was never cancelled"
+
+    async def main():
+        thread = green.spawn(waits)
+        await green.sleep(0.02)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            await thread
+
+    run(main)
+
+
+async def _slow_to_be_cancelled_for(seconds):
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        await asyncio.sleep(seconds)
+
+
+def test_context_variables_of_the_thread_are_seen_in_asyncio():
+    async def ask():
+        await asyncio.sleep(0)
+        return var.get()
+
+    async def one(i):
+        var.set(i)
+        await green.sleep(0)
+        return await green.aio(ask()) == i
+
+    async def main():
+        return await green.par(*(one(i) for i in range(10)))
+
+    assert all(run(main))
+
+
+def test_generators_timeouts_and_groups_of_asyncio_work_there():
+    async def items():
+        for i in range(3):
+            await asyncio.sleep(0)
+            yield i
+
+    async def uses():
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            task = group.create_task(double(2))
+        return [i async for i in items()], task.result(), await asyncio.to_thread(abs, -1)
+
+    async def main():
+        return await green.aio(uses())
+
+    assert run(main) == ([0, 1, 2], 4, 1)
+
+
+def test_httpx_talks_to_a_server_beside_the_green_threads():
+    httpx = pytest.importorskip("httpx")
+    meet = threading.Barrier(10)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            meet.wait(20)  # so all of them are under way at once
+            body = self.path.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    native = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    native.start()
+    try:
+
+        async def load(client, i):
+            response = await green.aio(client.get(f"http://127.0.0.1:{server.server_port}/{i}"))
+            return response.text
+
+        async def main():
+            client = httpx.AsyncClient(trust_env=False)
+            try:
+                return await green.par(*(load(client, i) for i in range(10)))
+            finally:
+                await green.aio(client.aclose())
+
+        assert run(main) == [f"/{i}" for i in range(10)]
+    finally:
+        server.shutdown()
+        native.join()
+        server.server_close()
+
+
+def test_a_loop_that_was_closed_is_made_anew():
+    async def main():
+        return await green.aio(double(1))
+
+    for _ in range(5):
+        assert run(main) == 2
+        close_loop()
+    close_loop()
+    assert "polycephaly-asyncio" not in [each.name for each in threading.enumerate()]
+
+
+def test_closing_the_loop_ends_what_runs_on_it():
+    begun, ended = threading.Event(), []
+
+    async def sleeps():
+        begun.set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(1)
+
+    async def waits():
+        await green.aio(sleeps())
+
+    thread = green.spawn(waits)
+    assert begun.wait(10)
+    close_loop()
+    with pytest.raises((CancelledError, asyncio.CancelledError)):
+        thread.result(10)
+    assert ended == [1]
+
+
+def test_a_program_that_used_asyncio_ends_by_itself():
+    assert output_of("""
+        import asyncio
+        from polycephaly import green
+        async def main(): return await green.aio(asyncio.sleep(0.01, "end"))
+        print(green.run(main))
+    """) == "end\n"  # fmt: skip
+
+
+# -- green things in asyncio -------------------------------------------------------------------------------
+
+
+def test_a_green_thread_is_awaited_in_asyncio():
+    async def main():
+        assert await green.spawn(green_double, 4) == 8
+        assert await green.spawn(abs, -1) == 1
+        assert await asyncio.gather(*(green.spawn(green_double, i) for i in range(20))) == list(range(0, 40, 2))
+        with pytest.raises(KeyError):
+            await green.spawn(fail, KeyError())
+        return "on"
+
+    assert asyncio.run(main()) == "on"
+
+
+def test_an_asyncio_task_that_is_cancelled_cancels_the_green_thread_it_awaits():
+    ended = threading.Event()
+
+    async def forever():
+        try:
+            await green.sleep(1000)
+        finally:
+            ended.set()
+
+    async def main():
+        thread = green.spawn(forever)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread
+        return thread
+
+    thread = asyncio.run(main())
+    assert ended.wait(10)
+    with pytest.raises(CancelledError):
+        thread.result(10)
+
+
+def test_a_cancelled_green_thread_cancels_who_awaits_it_in_asyncio():
+    async def main():
+        thread = green.spawn(green.sleep, 1000)
+        thread.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await thread
+        return "on"
+
+    assert asyncio.run(main()) == "on"
+
+
+def test_map_and_par_are_awaited_in_asyncio():
+    async def main():
+        values = [value async for value in green.map(green_double, range(10), width=3)]
+        return values, await green.map(green_double, range(3)), await _spawned(lambda: green.par(lambda: 1))
+
+    assert asyncio.run(main()) == (list(range(0, 20, 2)), [0, 2, 4], [1])
+
+
+async def _spawned(fn):
+    return await green.spawn(fn)
+
+
+def test_channels_are_used_by_asyncio_and_green_threads_together():
+    async def squares(source, target):
+        async for x in source:
+            await target.send(x * x)
+        target.close()
+
+    async def main():
+        source, target = green.Channel(), green.Channel(2)
+        green.spawn(squares, source, target)
+
+        async def feeds():
+            for i in range(20):
+                await source.send(i)
+            source.close()
+
+        feeder = asyncio.create_task(feeds())
+        values = [value async for value in target]
+        await feeder
+        return values
+
+    assert asyncio.run(main()) == [i * i for i in range(20)]
+
+
+def test_green_threads_and_asyncio_call_each_other_in_turns():
+    async def there(depth):
+        return 1 + await green.spawn(here, depth - 1) if depth else 0
+
+    async def here(depth):
+        return 1 + await green.aio(there(depth - 1)) if depth else 0
+
+    assert run(here, 21) == 21
+
+
+# -- drones --------------------------------------------------------------------------------------------
+
+
+def test_promises_of_drones_are_awaited_in_green_threads():
+    with poly.Pool(2) as pool:
+
+        async def one(i):
+            return await pool.promise(pow, i, 2)
+
+        async def main():
+            with pytest.raises(ZeroDivisionError):
+                await pool.promise("1 / 0")
+            return await green.par(*(one(i) for i in range(20)))
+
+        assert run(main) == [i * i for i in range(20)]
+
+
+def test_promises_and_what_gathers_them_are_awaited_in_green_threads():
+    async def main():
+        promise = poly.Promise()
+        both = poly.gather(promise, green.spawn(green_double, 2))
+        first = poly.race(green.spawn(green_double, 3), poly.Promise())
+        in_order = [p.value async for p in poly.as_completed([green.spawn(abs, -1)])]
+        promise.set_result(1)
+        return await both, await first, await promise, in_order, await promise.then(lambda v: v + 1)
+
+    assert run(main) == ([1, 4], 6, 1, [1], 2)
