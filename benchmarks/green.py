@@ -215,7 +215,7 @@ def known(figures: list[float]) -> list[float]:
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--runs", default=5, show_default=True, type=click.IntRange(1), help="How often each is measured.")
 @click.option("--quick", is_flag=True, help="A tenth of the work, except for the sleeps.")
-@click.option("--large", is_flag=True, help="Ten million green threads as well (some 10 GB).")
+@click.option("--large", is_flag=True, help="Ten million green threads as well (some 8 GB).")
 @click.option("--json", "file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file.")
 def main(runs: int, quick: bool, large: bool, file: str | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:

@@ -56,8 +56,8 @@ green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, No
 waiting: dict[int, tuple[Promise[Any], float | None]] = {}
 """The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
 
-asked_to_end: set[int] = set()
-"""The native threads of which somebody wants that they wait for nothing any more: their next wait is cancelled."""
+asked_to_end: Callable[[int], bool] | None = None
+"""Where green threads are in use: whether that native thread is to wait for nothing any more."""
 
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
@@ -315,7 +315,7 @@ class Promise(Future[T], Generic[T]):
             end = None if timeout is None else monotonic() + timeout
             me = get_ident()
             waiting[me] = self, end
-            if me in asked_to_end:
+            if asked_to_end is not None and asked_to_end(me):
                 self.cancel()
             try:
                 self._help(end)

@@ -34,7 +34,7 @@ from ..promises import Promise
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside, pause, start
-from .waiting import NOTHING, Line, Refused, Waiter
+from .waiting import NOTHING, Line, Refused, Standing, Waiter
 
 __all__ = ["Channel"]
 
@@ -117,7 +117,9 @@ class Channel(Generic[T]):
             if refused is not None:
                 raise refused.error
         else:
-            yield from self._send_here(item)
+            thread = scheduler.current
+            if not self._try_send(thread, item):
+                yield from Standing(thread, self, "send", item)
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
@@ -147,8 +149,11 @@ class Channel(Generic[T]):
             if given.__class__ is Refused:
                 raise given.error
             return given  # type: ignore[no-any-return]
-        item = yield from self._receive_here()
-        return item
+        thread = scheduler.current
+        given = self._try_receive(thread)
+        if given is NOTHING:
+            given = yield from Standing(thread, self, "receive")
+        return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
         """``async for item in channel``: until it is closed, and empty."""
@@ -251,28 +256,13 @@ class Channel(Generic[T]):
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
         thread = scheduler.current
         if not self._try_send(thread, item):
-            yield from self._wait("send", Waiter(thread, item))
+            yield from Standing(thread, self, "send", item)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
         thread = scheduler.current
         got = self._try_receive(thread)
-        return (yield from self._wait("receive", Waiter(thread))) if got is NOTHING else got
-
-    @coroutine
-    def _wait(self, end: str, waiter: Waiter) -> Generator[Any, Any, Any]:
-        self._enlist(end, waiter)
-        while True:
-            try:
-                given = yield PARK
-                break
-            except BaseException as error:
-                if self._strike(end, waiter) or isinstance(error, GeneratorExit):
-                    raise
-                waiter.thread._interrupt(error)
-        if given.__class__ is Refused:
-            raise given.error
-        return given
+        return (yield from Standing(thread, self, "receive")) if got is NOTHING else got
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         """Sends if that is possible at once. Raises `ChannelClosed`."""

@@ -6,14 +6,14 @@ where there is one, or ``green.run(lock.acquire)``; methods that only wake other
 
 from __future__ import annotations
 
-from _thread import get_ident
-from collections.abc import Generator
-from types import TracebackType, coroutine
+from collections.abc import Awaitable
+from types import TracebackType
 from typing import Any
 
 from ..promises import Promise
-from .scheduler import PARK, scheduler
-from .thread import GreenThread, outside, start
+from .parking import Parking, parks
+from .scheduler import scheduler
+from .thread import GreenThread, start
 from .waiting import Line
 
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
@@ -27,32 +27,35 @@ class _Line:
     def __init__(self) -> None:
         self.threads: Line[GreenThread[Any]] = Line()
 
-    @coroutine
-    def wait(self) -> Generator[Any, Any, Any]:
-        """Parks at the end of the line, until `let` it go on."""
-        thread = scheduler.current
-        self.threads.append(thread)
-        try:
-            return (yield PARK)
-        except BaseException:
-            self.threads.remove(thread)
-            raise
-
     def let(self, value: Any = None) -> None:
-        """The first in the line goes on; `wait` gives it `value`."""
+        """The first in the line goes on; its await gives `value`."""
         thread = self.threads.popleft()
         thread._value = value
         scheduler.ready.append(thread)
 
     def let_all(self) -> None:
-        """All go on; `wait` gives each its place."""
-        for place in range(len(self.threads)):
-            self.let(place)
+        while self.threads:
+            self.let()
 
 
-def _by_owner(what: str) -> None:
-    if get_ident() != scheduler.owner:
-        raise outside(what, "`green.run` around it")
+class _InLine(Parking):
+    """Waits in a line. `enter` first looks whether it need not: that is a step of its own, at the await."""
+
+    __slots__ = ("line", "what")
+    line: _Line
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def stand(self, thread: GreenThread[Any]) -> bool:
+        self.line = self.what._line
+        self.line.threads.append(thread)
+        return True
+
+    def leave(self) -> None:
+        assert self.thread is not None
+        self.line.threads.remove(self.thread)
 
 
 class Semaphore:
@@ -69,6 +72,14 @@ class Semaphore:
 
     _what = "Semaphore"
 
+    class _Acquire(_InLine):
+        __slots__ = ()
+        name = "Semaphore.acquire"
+        what: Semaphore
+
+        def enter(self, thread: GreenThread[Any]) -> bool:
+            return not self.what._let_in() and self.stand(thread)
+
     def __init__(self, value: int = 1) -> None:
         if value < 0:
             raise ValueError(f"a semaphore lets in 0 or more, not {value!r}")
@@ -80,13 +91,16 @@ class Semaphore:
         """How many more it would let in now."""
         return self._value
 
-    async def acquire(self) -> None:
+    @parks
+    def acquire(self) -> Awaitable[None]:
         """Parks until it is let in."""
-        _by_owner(f"{self._what}.acquire")
+        return self._Acquire(self)
+
+    def _let_in(self) -> bool:
         if self._value > 0:  # while anybody waits it is 0: nobody is overtaken
             self._value -= 1
-        else:
-            await self._line.wait()
+            return True
+        return False
 
     def release(self) -> None:
         """From anywhere."""
@@ -147,6 +161,10 @@ class Lock(Semaphore):
 
     _what = "Lock"
 
+    class _Acquire(Semaphore._Acquire):
+        __slots__ = ()
+        name = "Lock.acquire"
+
     def __init__(self) -> None:
         super().__init__(1)
         self._held = False
@@ -155,14 +173,12 @@ class Lock(Semaphore):
     def locked(self) -> bool:
         return self._held
 
-    async def acquire(self) -> None:
-        """Parks until nobody else holds it."""
-        _by_owner("Lock.acquire")
+    def _let_in(self) -> bool:
         if self._value:
             self._value = 0
             self._held = True
-        else:
-            await self._line.wait()
+            return True
+        return False
 
     def _release(self) -> None:
         self._held = bool(self._line.threads)
@@ -190,6 +206,14 @@ class Event:
     True
     """
 
+    class _Wait(_InLine):
+        __slots__ = ()
+        name = "Event.wait"
+        what: Event
+
+        def enter(self, thread: GreenThread[Any]) -> bool:
+            return not self.what._set and self.stand(thread)
+
     def __init__(self) -> None:
         self._set = False
         self._line = _Line()
@@ -197,11 +221,10 @@ class Event:
     def is_set(self) -> bool:
         return self._set
 
-    async def wait(self) -> None:
+    @parks
+    def wait(self) -> Awaitable[None]:
         """Parks until it is set; not at all if it is."""
-        _by_owner("Event.wait")
-        if not self._set:
-            await self._line.wait()
+        return self._Wait(self)
 
     def set(self) -> None:
         """From anywhere."""
@@ -230,6 +253,18 @@ class Barrier:
     >>> green.run(main)
     [0, 1]
     """
+
+    class _Sync(_InLine):
+        __slots__ = ()
+        name = "Barrier.sync"
+        what: Barrier
+
+        def enter(self, thread: GreenThread[Any]) -> bool:
+            others = self.what.waiting
+            if others + 1 < self.what._enrolled:
+                return self.stand(thread)  # its place is told at the end, as who came before may have been cancelled
+            self.what._let_all()
+            raise StopIteration(others)  # the value of the await
 
     def __init__(self, n: int) -> None:
         if isinstance(n, bool) or not isinstance(n, int):
@@ -269,18 +304,17 @@ class Barrier:
         else:
             scheduler.post(self._look)
 
-    async def sync(self) -> int:
+    @parks
+    def sync(self) -> Awaitable[int]:
         """Waits for the others; in which place this one came, from 0. Raises `RuntimeError` if nobody is enrolled."""
-        _by_owner("Barrier.sync")
         if not self._enrolled:
             raise RuntimeError("nobody is enrolled in this barrier: enroll first")
-        others = len(self._line.threads)
-        if others + 1 < self._enrolled:
-            place: int = await self._line.wait()  # told at the end, as who came before may have been cancelled
-            return place
-        self._line.let_all()
-        return others
+        return self._Sync(self)
 
     def _look(self) -> None:
-        if self._line.threads and len(self._line.threads) >= self._enrolled:
-            self._line.let_all()
+        if self.waiting and self.waiting >= self._enrolled:
+            self._let_all()
+
+    def _let_all(self) -> None:
+        for place in range(self.waiting):
+            self._line.let(place)

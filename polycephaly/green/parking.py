@@ -36,7 +36,7 @@ class Parking:
         self.thread: GreenThread[Any] | None = None
 
     def enter(self, thread: GreenThread[Any]) -> bool:
-        """Called once, by the owner. False: there is nothing to wait for."""
+        """Called once, by the owner. False: there is nothing to wait for. It may raise `StopIteration` with a value."""
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -51,8 +51,6 @@ class Parking:
         scheduler.ready.append(thread)
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        if get_ident() != scheduler.owner:
-            raise outside(self.name, self.instead)
         return self  # type: ignore[return-value]  # it does what a generator does
 
     def __iter__(self) -> Parking:
@@ -60,6 +58,8 @@ class Parking:
 
     def __next__(self) -> Any:
         if self.thread is None:
+            if get_ident() != scheduler.owner:
+                raise outside(self.name, self.instead)
             self.thread = thread = scheduler.current
             if self.enter(thread):
                 return PARK

@@ -2,8 +2,9 @@
 
 A deadlock is only called so when it is certain. Everybody who could still do something counts: timers, foreign calls,
 promises that others settle, other native threads, signal handlers; but for the tools around a program that are known to
-have nothing to do with it, a test runner's time limit or an executor without work. A thread that a C library has started
-is not seen before it calls into Python: who waits for such a one waits for a `Promise`, which counts as from outside.
+have nothing to do with it, a test runner's time limit or an executor without work. A thread that a C library has
+started is not seen before it calls into Python: who waits for such a one awaits a `Promise`, which counts as from
+outside.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 from .. import promises
 from ..errors import Deadlock
 from ..launch import safepoint
+from .parking import Parking
 from .scheduler import AWAY, PARKED, bare, scheduler
 from .thread import GreenThread, NativeThread
+from .waiting import Standing
 from .watchdog import watchdog
 
 __all__ = ["ThreadInfo", "threads"]
@@ -75,17 +78,24 @@ def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
     else:
         state = "parked" if thread._value is PARKED else "calling" if thread._value is AWAY else "ready"
     chain = list(_chain(coro))
-    theirs = next((frame for frame in reversed(chain) if not _is_ours(frame)), None)
-    return _describe(thread, state, theirs or (chain[0] if chain else None), chain[-1] if chain else None)
+    frames_ = [each for each in chain if isinstance(each, FrameType)]
+    theirs = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
+    return _describe(thread, state, theirs or (frames_[0] if frames_ else None), chain[-1] if chain else None)
 
 
-def _describe(thread: GreenThread[Any], state: str, where: FrameType | None, doing: FrameType | None) -> ThreadInfo:
+def _describe(
+    thread: GreenThread[Any], state: str, where: FrameType | None, doing: FrameType | Parking | Standing | None
+) -> ThreadInfo:
     file, line = (where.f_code.co_filename, where.f_lineno) if where is not None else ("?", 0)
-    return ThreadInfo(thread.name, state, file, line, doing.f_code.co_qualname if doing is not None else thread.name)
+    if isinstance(doing, FrameType):
+        what = doing.f_code.co_qualname
+    else:
+        what = doing.name if doing is not None else thread.name
+    return ThreadInfo(thread.name, state, file, line, what)
 
 
-def _chain(coro: Any) -> Iterator[FrameType]:
-    """The frames of a coroutine and what it awaits, outermost first."""
+def _chain(coro: Any) -> Iterator[FrameType | Parking | Standing]:
+    """The frames of a coroutine and what it awaits, outermost first; last what it is parked in, if without a frame."""
     while coro is not None:
         if isinstance(coro, CoroutineType):
             frame, coro = coro.cr_frame, coro.cr_await
@@ -94,6 +104,8 @@ def _chain(coro: Any) -> Iterator[FrameType]:
         elif isinstance(coro, AsyncGeneratorType):
             frame, coro = coro.ag_frame, coro.ag_await
         else:
+            if isinstance(coro, (Parking, Standing)):
+                yield coro
             return
         if frame is not None:
             yield frame

@@ -378,7 +378,6 @@ class Scheduler:
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
         promises.waiting.clear()
-        promises.asked_to_end.clear()
         self.away = self.outside = 0
 
 

@@ -288,7 +288,6 @@ class NativeThread(GreenThread[T]):
                 if error.__traceback__ is not None:
                     error.__traceback__ = error.__traceback__.tb_next
         self._ident = 0
-        promises.asked_to_end.discard(ident)
         del natives[ident]
         scheduler.away -= 1
         if is_awaitable(value):  # of a lambda around a coroutine function, say
@@ -315,13 +314,12 @@ class NativeThread(GreenThread[T]):
         ident = self._ident
         if not ident:
             return True
-        # Who begins to wait says so, then looks whether it was asked to end; this asks, then looks whether it waits.
-        promises.asked_to_end.add(ident)
+        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks, then looks whether it
+        # waits: one sees the other. Another job may have begun on that native thread since; then `natives` tells so.
         waits = promises.waiting.get(ident)
-        if self._ident != ident:  # it has ended meanwhile, and something else may run there
-            promises.asked_to_end.discard(ident)
+        if waits is None or natives.get(ident) is not self:
             return self.done() and self._state == CANCELLED
-        return waits is not None and waits[0].cancel()
+        return waits[0].cancel()
 
     @property
     def in_foreign_code(self) -> int:
@@ -337,8 +335,8 @@ def spawn(fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound:
     function, and the foreign calls it makes, are run on one native thread, for objects that belong to the thread
     that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
 
-    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`; who passes the
-    promise on (`then`, `gather`) has looked.
+    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`; who passes
+    the promise on (`then`, `gather`) has looked.
 
     >>> from polycephaly import green
     >>> async def double(x):
@@ -487,6 +485,12 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
 
 
 os.register_at_fork(after_in_child=natives.clear)
+def _asked_to_end(ident: int) -> bool:
+    thread = natives.get(ident)
+    return isinstance(thread, NativeThread) and thread._asked_to_end
+
+
+promises.asked_to_end = _asked_to_end
 promises.green = (scheduler.in_step, _await_promise)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .scheduler import scheduler
+from .scheduler import PARK, scheduler
 from .thread import GreenThread
 
-__all__ = ["NOTHING", "Line", "Refused", "Waiter"]
+if TYPE_CHECKING:
+    from .channel import Channel
+
+__all__ = ["NOTHING", "Line", "Refused", "Standing", "Waiter"]
 
 T = TypeVar("T")
 
@@ -99,6 +102,49 @@ class Waiter:
         """The channel was closed."""
         self.thread._value = Refused(error)
         scheduler.ready.append(self.thread)
+
+
+class Standing(Waiter):
+    """A green thread's place in a channel's queue, and what it awaits there; as `Parking` it has no frame."""
+
+    __slots__ = ("channel", "end", "parked")
+
+    def __init__(self, thread: GreenThread[Any], channel: Channel[Any], end: str, item: Any = None) -> None:
+        super().__init__(thread, item)
+        self.channel = channel
+        self.end = end
+        self.parked = False
+
+    @property
+    def name(self) -> str:
+        return f"Channel.{self.end}"
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self  # type: ignore[return-value]  # it does what a generator does
+
+    def __iter__(self) -> Standing:
+        return self
+
+    def __next__(self) -> Any:
+        if self.parked:
+            raise StopIteration
+        self.parked = True
+        self.channel._enlist(self.end, self)
+        return PARK
+
+    def send(self, value: Any) -> Any:
+        if value.__class__ is Refused:
+            raise value.error
+        raise StopIteration(value)
+
+    def throw(self, error: BaseException, *_: Any) -> Any:
+        if self.channel._strike(self.end, self):
+            raise error
+        self.thread._interrupt(error)  # it has been served: that first
+        return PARK
+
+    def close(self) -> None:
+        self.channel._strike(self.end, self)
 
 
 class Refused:
