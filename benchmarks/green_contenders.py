@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from types import coroutine
 from typing import Any
 
@@ -343,18 +344,12 @@ def parked_channels(n: int) -> Figures:
 def parked_sleep(n: int) -> Figures:
     from polycephaly import green
 
-    end = 0.0
-
-    async def sleep() -> None:
-        nonlocal end
-        now = time.monotonic()
-        end = end or now + 0.5 + n * 10e-6  # the first one sets it; all of them sleep by then
-        await green.sleep(end - now)
+    nap = partial(green.sleep, 1 + n * 10e-6)  # long enough that all of them sleep before the first one wakes
 
     async def wake() -> None:
-        await green.sleep(end - time.monotonic())
+        pass
 
-    return green.run(park_green, n, lambda: sleep, wake)
+    return green.run(park_green, n, lambda: nap, wake)
 
 
 @contender("parked asyncio")

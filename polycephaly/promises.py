@@ -314,6 +314,7 @@ class Promise(Future[T], Generic[T]):
                 )
             end = None if timeout is None else monotonic() + timeout
             me = get_ident()
+            before = waiting.get(me)  # in a callback, while it waits for something else
             waiting[me] = self, end
             if asked_to_end is not None and asked_to_end(me):
                 self.cancel()
@@ -322,7 +323,10 @@ class Promise(Future[T], Generic[T]):
                 if not self.done():
                     self._wait_for_settler(timeout, end)
             finally:
-                waiting.pop(me, None)
+                if before is None:
+                    waiting.pop(me, None)
+                else:
+                    waiting[me] = before
         if self._state == CANCELLED:
             raise CancelledError()
 

@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_session_folder, ignore_errors=True)
+    _real_stderr.close()
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,10 @@ class Group:
     [0, 1, 4]
     """
 
+    __slots__ = (
+        "_cancelling", "_ended_all", "_errors", "_interruption", "_owner", "_wake", "children",
+    )  # fmt: skip
+
     def __init__(self) -> None:
         self.children: set[GreenThread[Any]] = set()
         self._errors: list[BaseException] = []

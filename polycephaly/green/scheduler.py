@@ -200,6 +200,8 @@ class Scheduler:
         self.away += 1
         if not self.workers.start_urgently(self._drive):
             self.bell.append(self._begin)  # the call that comes back next will drive
+            if not self.away:  # it has come back
+                self.ring()
 
     def _begin(self) -> None:
         if not self.workers.start_urgently(self._drive):

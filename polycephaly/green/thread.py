@@ -103,9 +103,11 @@ class GreenThread(Promise[T]):
         self._coro = None
         for each in self._owned or ():
             each.kill()
-        self._settle(state, value, error)
-        if group is not None:
-            group._ended(self, error)
+        try:
+            self._settle(state, value, error)
+        finally:  # a callback may raise what is no `Exception`
+            if group is not None:
+                group._ended(self, error)
 
     # -- acting on it --------------------------------------------------------------------------------
 
@@ -314,8 +316,8 @@ class NativeThread(GreenThread[T]):
         ident = self._ident
         if not ident:
             return True
-        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks, then looks whether it
-        # waits: one sees the other. Another job may have begun on that native thread since; then `natives` tells so.
+        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks, then looks whether
+        # it waits: one sees the other. Another job may have begun on that native thread since: `natives` tells.
         waits = promises.waiting.get(ident)
         if waits is None or natives.get(ident) is not self:
             return self.done() and self._state == CANCELLED
