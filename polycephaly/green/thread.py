@@ -333,9 +333,9 @@ def spawn(fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound:
     """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From anywhere.
 
     A coroutine function is run by the scheduler: atomically between two awaits, one at a time with all others.
-    A plain function is run on a native thread of its own meanwhile; if what it gives can be awaited, it is. With ``bound=True`` all steps of a coroutine
-    function, and the foreign calls it makes, are run on one native thread, for objects that belong to the thread
-    that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
+    A plain function is run on a native thread of its own meanwhile; if what it gives can be awaited, it is. With
+    ``bound=True`` all steps of a coroutine function, and the foreign calls it makes, are run on one native thread,
+    for objects that belong to the thread that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
 
     Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`; who passes
     the promise on (`then`, `gather`) has looked.
