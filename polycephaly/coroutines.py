@@ -12,10 +12,10 @@ _FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
 
 
 def is_coroutine(value: Any) -> bool:
-    """Whether it is one, be it made by `types.coroutine`."""
+    """Whether it is one, be it made by `types.coroutine`, or what a green thread's `sleep` gives in place of one."""
     if isinstance(value, GeneratorType):
         return bool(value.gi_code.co_flags & _ITERABLE)
-    return isinstance(value, CoroutineType)
+    return isinstance(value, CoroutineType) or getattr(type(value), "is_parking", False)
 
 
 def is_awaitable(value: Any) -> bool:
@@ -23,10 +23,12 @@ def is_awaitable(value: Any) -> bool:
 
 
 def is_coroutine_function(fn: Any) -> bool:
-    """Whether calling `fn` gives something to await: partials, methods and instances with ``async __call__`` too."""
+    """Whether calling `fn` gives a coroutine: partials, methods and instances with ``async __call__`` too."""
     code = getattr(fn, "__code__", None)
-    if code is not None:
-        return bool(code.co_flags & _FLAGS)
+    if code is not None and code.co_flags & _FLAGS:
+        return True
+    if getattr(fn, "parks", False):  # as `green.sleep` does: see green/parking.py
+        return True
     from inspect import iscoroutinefunction
 
     return iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

@@ -32,7 +32,7 @@ from .launch.shield import Shield
 from .limits import check_descriptors
 from .link import BUDGET, Link, State
 from .plan import Plan
-from .promises import FINISHED, Promise, race
+from .promises import FINISHED, Milestone, Promise, race
 from .roster import Roster, because
 from .wire.capture import main_namespace
 from .wire.definitions import Book
@@ -60,8 +60,8 @@ class Crew:
         self.over = False
         self.closing = False
         self.look_for_end = False
-        self.begun: Promise[None] = Promise()
-        self.ended: Promise[None] = Promise()
+        self.begun: Milestone[None] = Milestone()
+        self.ended: Milestone[None] = Milestone()
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
         self._abandoned = False
@@ -310,10 +310,12 @@ class Crew:
             self.hub.send(link, pack_numbers(CANCEL, (0,)))
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
-        # Behind other work in the same drone it is not what holds the drone up; beside other work, that would die too.
-        alone = not link.overlapping or len(link.flight) == 1
-        if work.number in link.flight and link.alive and link.runs(work.number) and alone:
-            link.launcher.kill(link.number)
+        # Behind other work in the same drone it is not what holds the drone up.
+        if work.number in link.flight and link.alive and link.runs(work.number):
+            if all(other.done() for other in link.flight.values()) or not link.overlapping:
+                link.launcher.kill(link.number)
+            else:  # beside it others run, for which somebody waits, and which would die too
+                self.hub.after(GRACE, partial(self._kill_if_still, link, work))
 
     def _timed_out(self, link: Link, work: Work) -> None:
         error = TimeoutError(f"{work.definition.label} ran for more than {self.plan.timeout} s on {link.name}")

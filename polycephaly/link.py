@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .output import Line, Stream
-from .promises import PENDING, Promise
+from .promises import PENDING, Milestone
 from .wire.lane import Lane
 from .wire.messages import FORGET, OPEN, WorkBatch, pack_numbers
 
@@ -58,13 +58,15 @@ class Link:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if nobody asked it to
-        self.born: Promise[None] = Promise()  # it has a pid, or will never have one
-        self.ended: Promise[None] = Promise()
+        self.born: Milestone[None] = Milestone()  # it has a pid, or will never have one
+        self.ended: Milestone[None] = Milestone()
         self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
         self.pinned: deque[Work] = deque()  # work that only this drone may run
         self.load = 0.0  # seconds of work in flight, as estimated
         self.unknown = 0  # how many in flight have no estimate
         self.overlapping = 0  # how many in flight are run beside each other; then all are
+        self.places = 0  # how many of these it was sent, all told
+        self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
         self.tasks_done = 0
         self.last_heard = 0.0
         self.recalled = False
@@ -139,6 +141,8 @@ class Link:
                     queue.appendleft(work)
                     break
                 self.overlapping += 1
+                self.places += 1
+                work.place = self.places
                 work.estimate = 0.0
             elif seconds is None:
                 if flight:

@@ -35,7 +35,7 @@ from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-__all__ = ["Promise", "Spans", "as_completed", "gather", "race"]
+__all__ = ["Milestone", "Promise", "Spans", "as_completed", "gather", "race"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -56,8 +56,8 @@ green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, No
 waiting: dict[int, tuple[Promise[Any], float | None]] = {}
 """The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
 
-asked_to_end: Callable[[int], bool] | None = None
-"""Where green threads are in use: whether that native thread is to wait for nothing any more."""
+asked_to_end: Callable[[int, bool], bool] | None = None
+"""Where green threads are in use: whether what that native thread waits for is to be cancelled; with True: it was."""
 
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
@@ -164,6 +164,9 @@ class Promise(Future[T], Generic[T]):
     # -- what those who work on promises say of theirs ----------------------------------------------
 
     _can_be_interrupted = False
+    _cancels_with_waiter = True
+    """Whether a green thread that is cancelled while it waits for it cancels it."""
+
     from_outside = True
     """Whether something else than green threads of this image may settle it."""
 
@@ -316,7 +319,7 @@ class Promise(Future[T], Generic[T]):
             me = get_ident()
             before = waiting.get(me)  # in a callback, while it waits for something else
             waiting[me] = self, end
-            if asked_to_end is not None and asked_to_end(me):
+            if self._cancels_with_waiter and asked_to_end is not None and asked_to_end(me, False):
                 self.cancel()
             try:
                 self._help(end)
@@ -328,6 +331,8 @@ class Promise(Future[T], Generic[T]):
                 else:
                     waiting[me] = before
         if self._state == CANCELLED:
+            if asked_to_end is not None:
+                asked_to_end(get_ident(), True)
             raise CancelledError()
 
     def _wait_for_settler(self, timeout: float | None, end: float | None) -> None:
@@ -456,6 +461,12 @@ def race(*promises: Future[T]) -> Promise[T]:
     for each in promises:
         each.add_done_callback(one_settled)
     return first
+
+
+class Milestone(Promise[T]):
+    """One of the library's own, for which many may wait, and which none of them cancels."""
+
+    _cancels_with_waiter = False
 
 
 class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):

@@ -297,6 +297,8 @@ class Roster:
         order = list(link.flight)
         sent = order.index(page.sent(link.slot)) + 1 if page.sent(link.slot) in link.flight else 0
         begun = order.index(page.started(link.slot)) + 1 if page.started(link.slot) in link.flight else sent
+        # Overlapped work is answered in any order, but begun in the order of sending.
+        begun = max(begun, sum(0 < link.flight[number].place <= link.begun for number in order))
         not_begun = [link.flight.pop(number) for number in order[max(sent, begun) :]]
         pinned = [*(w for w in not_begun if w.target), *link.pinned]
         link.pinned.clear()

@@ -41,6 +41,7 @@ class Work(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
     by_bulk = False
+    place = 0  # among the overlapped work that was sent to its drone, from 1
     sent = 0.0  # 0.0: not yet
     definition: Definition
     answer: tuple[float, float, float, int, int] | None = None  # started, finished, received; bytes there, back

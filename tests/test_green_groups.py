@@ -647,3 +647,59 @@ def test_a_group_and_a_timeout_that_end_at_the_same_time_leave_nothing_behind():
         return seen <= {TimeoutError, ExceptionGroup}
 
     assert run(main)
+
+
+def test_a_cancel_that_was_asked_for_before_a_timeout_block_is_not_taken_for_its_timeout():
+    import threading
+    import time
+
+    in_call = threading.Event()
+
+    async def worker():
+        await green.call(lambda: (in_call.set(), time.sleep(0.05)))
+        async with green.timeout(0.05):
+            try:
+                await green.Event().wait()
+            finally:
+                await green.sleep(0.15)
+
+    thread = green.spawn(worker)
+    in_call.wait()
+    thread.cancel()
+    with pytest.raises(CancelledError):
+        thread.result(10)
+
+
+def test_each_time_limit_around_a_call_counts_however_many_came_before():
+    import time
+
+    async def main():
+        late = 0
+        for _ in range(5):
+            try:
+                async with green.timeout(0.01):
+                    await green.call(time.sleep, 0.03)
+            except TimeoutError:
+                late += 1
+        return late
+
+    assert green.run(main) == 5
+
+
+def test_a_timeout_and_a_group_are_for_one_block_of_a_coroutine():
+    async def twice():
+        limit = green.timeout(None)
+        async with limit:
+            pass
+        with pytest.raises(RuntimeError, match="another"):
+            async with limit:
+                pass
+
+    async def in_asyncio(make):
+        async with make():
+            pass
+
+    green.run(twice)
+    for make in (green.Group, lambda: green.timeout(1)):
+        with pytest.raises(RuntimeError, match="green threads"):
+            green.run(asyncio.run, in_asyncio(make))

@@ -568,3 +568,19 @@ def test_who_is_cancelled_at_a_barrier_is_enrolled_still():
         assert await other == 0
 
     run(main)
+
+
+def test_an_event_set_by_a_plain_thread_at_any_moment_wakes_who_waits():
+    async def wait(event, gate):
+        await gate.wait()
+        await event.wait()
+
+    for _ in range(150):
+        events = [green.Event() for _ in range(5)]
+        gate = green.Event()
+        waiting = [green.spawn(wait, event, gate) for event in events]
+        gate.set()
+        for event in events:
+            event.set()
+        for thread in waiting:
+            thread.result(10)

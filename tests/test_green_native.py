@@ -248,3 +248,19 @@ def test_timeouts_of_plain_get_and_put_lose_nothing():
     getter = green.spawn(channel.get)
     channel.put("somebody")
     assert getter.value == "somebody"
+
+
+def test_a_cancelled_plain_function_may_use_and_end_a_pool_in_its_clean_up():
+    begun = threading.Event()
+
+    def work():
+        with poly.Pool(1) as pool:
+            begun.set()
+            pool.doit(time.sleep, 1000)
+
+    thread = green.spawn(work)
+    begun.wait()
+    while not thread.cancel():  # False while it is between two waits
+        time.sleep(0.001)
+    with pytest.raises(CancelledError):
+        thread.result(20)

@@ -932,3 +932,38 @@ def test_native_threads_are_gone_soon_after_the_last_green_thread():
             time.sleep(0.01)
         print(len(os.listdir("/proc/self/task")))
     """) == "1\n"  # fmt: skip
+
+
+def test_what_our_own_functions_give_may_be_started_and_awaited_once():
+    async def main():
+        lock = green.Lock()
+        await green.spawn(green.sleep(0.001))
+        await green.par(green.sleep(0.001), lock.acquire())
+        again = green.Event()
+        again.set()
+        waiting = again.wait()
+        await waiting
+        assert await green.sleep(0) is None
+        lock.release()
+        acquiring = lock.acquire()
+        await acquiring
+        with pytest.raises(RuntimeError, match="again"):
+            await acquiring
+
+    green.run(main)
+    with poly.Pool(1, width=2) as pool:
+        assert pool.doit(green.sleep, 0.001) is None
+
+
+def test_a_callback_that_ends_its_caller_costs_no_native_thread(caplog):
+    def end(_):
+        raise SystemExit("of a callback")
+
+    green.configure(native_threads=1)
+    try:
+        gate = threading.Event()
+        green.spawn(gate.wait).add_done_callback(end)
+        gate.set()
+        assert green.spawn(int).result(10) == 0
+    finally:
+        green.configure(native_threads=16384)

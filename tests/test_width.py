@@ -254,3 +254,36 @@ def test_work_awaited_in_a_cancelled_green_thread_is_cancelled(tmp_path):
         with pytest.raises(CancelledError):
             thread.result()
         assert thread.cancelled()
+
+
+def test_what_cannot_be_begun_does_not_have_the_others_run_twice(tmp_path):
+    book, go = str(tmp_path / "book"), str(tmp_path / "go")
+
+    async def wait(name):
+        append(book, name)
+        await green.sleep(1000)
+
+    with poly.Pool(1, width=4) as pool:
+        waiting = [pool.promise(wait, name) for name in "ab"]
+        wait_for(lambda: len(lines(book)) == 2)
+        with pytest.raises(TypeError):
+            pool.doit(wait)
+        with pytest.raises(poly.DroneDied):
+            append(go, "now")
+            pool.doit(die, go)
+        for promise in waiting:
+            with pytest.raises(poly.DroneDied):
+                promise.result()
+        assert pool.doit(echo, 1) == 1
+    assert lines(book) == ["a", "b"]
+
+
+def test_a_drone_whose_foreign_calls_all_hang_is_replaced(tmp_path):
+    async def hang():
+        await green.call(time.sleep, 60)
+
+    with poly.Pool(1, width=2, timeout=0.2) as pool:
+        for promise in [pool.promise(hang) for _ in range(2)]:
+            with pytest.raises(TimeoutError):
+                promise.result()
+        assert pool.doit(echo, "after") == "after"

@@ -24,3 +24,4 @@ def configure(*, window: float | None = None, native_threads: int | None = None)
         watchdog.window = window
     if native_threads is not None:
         scheduler.workers.ceiling = native_threads
+        scheduler.workers.admit()

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .sleeping import current
-from .thread import Cancelled, GreenThread, Wake, pause, start
+from .scheduler import scheduler
+from .thread import Cancelled, GreenThread, Wake, outside, pause, start
 
 __all__ = ["Group"]
 
@@ -80,7 +81,9 @@ class Group:
     async def __aenter__(self) -> Group:
         if self._owner is not None:
             raise RuntimeError("a group is for one block; make another one")
-        self._owner = current()
+        if get_ident() != scheduler.owner:
+            raise outside("green.Group", "green.run around it")
+        self._owner = scheduler.current
         return self
 
     async def __aexit__(

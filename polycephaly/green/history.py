@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 __all__ = ["History", "history"]
 
@@ -57,7 +58,9 @@ class History:
         if record is None:
             if len(self.records) >= ENTRIES:
                 self.records.clear()
-            record = self.records[key] = _Record(_what_key_means(fn))
+            record = self.records[key] = _Record(
+                _what_key_means(fn, lambda _: self.records.pop(key, None))
+            )
         record.points = min(record.points + 1, MOST)
 
     def was_short(self, fn: Callable[..., Any]) -> None:
@@ -81,22 +84,27 @@ def _key(fn: Any) -> Hashable:
     if kind is MethodType:
         return _key(fn.__func__)
     if kind is BuiltinFunctionType:
-        return type(fn.__self__), fn.__name__
+        return fn.__module__ or type(fn.__self__), fn.__name__
     if kind is partial:
         return _key(fn.func)
     return id(fn)
 
 
-def _what_key_means(fn: Any) -> object:
-    """What must live for as long as the key is to mean it."""
+def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
+    """What must live for as long as the key is to mean it; or a reference that says when it has gone."""
     kind = type(fn)
     if kind is FunctionType:
         return fn.__code__
     if kind is MethodType:
-        return _what_key_means(fn.__func__)
+        return _what_key_means(fn.__func__, forget)
     if kind is partial:
-        return _what_key_means(fn.func)
-    return None if kind is BuiltinFunctionType else fn
+        return _what_key_means(fn.func, forget)
+    if kind is BuiltinFunctionType:
+        return None
+    try:
+        return ref(fn, forget)
+    except TypeError:  # functions of ctypes, for one
+        return fn
 
 
 history = History()

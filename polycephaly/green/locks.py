@@ -212,7 +212,12 @@ class Event:
         what: Event
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            return not self.what._set and self.stand(thread)
+            # The line first, then the look: who sets it puts another line in its place, and lets this one go, before.
+            self.line = line = self.what._line
+            if self.what._set:
+                return False
+            line.threads.append(thread)
+            return True
 
     def __init__(self) -> None:
         self._set = False

@@ -54,7 +54,7 @@ class Workers:
     def start(self, job: Callable[[], object]) -> None:
         """Has `job` run on a native thread, now if there may be one more, else when one is free.
 
-        `job` must not raise. Raises `RuntimeError` when there is no thread at all and none can be started.
+        Raises `RuntimeError` when there is no thread at all and none can be started.
         """
         if self.busy < self.ceiling:
             self.busy += 1  # no call since the look: no other thread ran in between
@@ -64,7 +64,7 @@ class Workers:
             if not self.busy:
                 raise RuntimeError("green threads cannot run: this process may not start another native thread")
         self._queue.append(job)
-        self._admit()
+        self.admit()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
         """The same for what must not stand in the queue, and does not count: who drives, watches, or serves a bound
@@ -73,17 +73,20 @@ class Workers:
 
     def _run(self, job: Callable[[], object]) -> None:
         while True:
-            job()
+            try:
+                job()
+            except BaseException:  # of a callback that was to be called at a thread's end, as sys.exit raises
+                log.exception("a callback of a green thread failed")
             del job  # nothing it holds is kept
             try:
                 job = self._queue.popleft()
             except IndexError:
                 break
         self.busy -= 1
-        self._admit()
+        self.admit()
 
-    def _admit(self) -> None:
-        """Those in the queue for whom there is room."""
+    def admit(self) -> None:
+        """Begins with those in the queue for whom there is room."""
         while self._queue and self.busy < self.ceiling:
             self.busy += 1
             try:

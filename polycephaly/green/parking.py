@@ -29,6 +29,7 @@ class Parking:
 
     __slots__ = ("thread",)
 
+    is_parking = True
     name = "this"
     instead = "`green.run` around it"
 
@@ -51,6 +52,8 @@ class Parking:
         scheduler.ready.append(thread)
 
     def __await__(self) -> Generator[Any, Any, Any]:
+        if self.thread is not None:
+            raise RuntimeError(f"what {self.name} gave was awaited before: call it again")
         return self  # type: ignore[return-value]  # it does what a generator does
 
     def __iter__(self) -> Parking:

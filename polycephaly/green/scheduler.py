@@ -435,6 +435,10 @@ class Interrupted(StandIn):
         thread._coro = self
 
     def send(self, value: Any) -> Any:
+        self.errors = [error for error in self.errors if not getattr(error, "called_off", False)]
+        if not self.errors:
+            self.thread._coro = self.coro
+            return self.coro.send(value)
         if value is not YIELDED and not not_begun(self.coro):
             told = self.coro.send(value)
             if told is not PARK or self.thread._value is not PARKED:
@@ -446,6 +450,7 @@ class Interrupted(StandIn):
         for error in wanted[1:]:
             thread._interrupt(error)
         if wanted:
+            thread._cancels += getattr(wanted[0], "is_cancel", False)
             return self.coro.throw(wanted[0])
         return PARK if value is PARKED else self.coro.send(value)
 

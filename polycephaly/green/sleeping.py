@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Awaitable
 from time import monotonic
 from types import TracebackType
@@ -9,7 +10,7 @@ from typing import Any
 
 from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
-from .thread import Cancelled, GreenThread, here
+from .thread import Cancelled, GreenThread, here, outside
 from .timers import Timer
 
 __all__ = ["current", "sleep", "timeout"]
@@ -40,6 +41,9 @@ class _Sleep(Parking):
 
     def go_off(self) -> None:
         self.wake()
+
+    def send(self, value: Any) -> Any:
+        return self.__next__()
 
     def leave(self) -> None:
         scheduler.timers.call_off(self)
@@ -87,11 +91,16 @@ class timeout:
             raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
         self.seconds = seconds
         self.expired = False
+        self._thread: Any = None
         self._timer: Timer | None = None
         self._error: Cancelled | None = None
 
     async def __aenter__(self) -> timeout:
-        self._thread = current()
+        if get_ident() != scheduler.owner:
+            raise outside("green.timeout", "asyncio.timeout, or the time limits of what is waited for")
+        if self._thread is not None:
+            raise RuntimeError("a timeout is for one block; make another one")
+        self._thread = scheduler.current
         self._cancels = self._thread._cancels
         if self.seconds is not None:
             self._timer = scheduler.timers.set(monotonic() + self.seconds, self._expire)

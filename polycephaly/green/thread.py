@@ -5,7 +5,7 @@
 
 Cancelling asks: `Cancelled` is raised at the await where the thread is parked, or at its next one, and the promise is
 settled when the thread has ended, its `finally` clauses included. A plain function cannot be broken off in the
-middle of foreign code; where it waits for a channel or a promise, it is.
+middle of foreign code; where it waits for a channel, a green thread or a drone's work, it is, and cancels that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic
-from types import coroutine
+from types import CoroutineType, GeneratorType, coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -47,6 +47,9 @@ class Cancelled(AsyncioCancelled):
     Like `asyncio.CancelledError`, of which it is one, it is not an `Exception`.
     """
 
+    is_cancel = False
+    """It is that of `cancel()`, and not of a time limit or a group."""
+
     in_call = False
     """It came while the thread was in a foreign call, which cannot be broken off."""
 
@@ -65,7 +68,7 @@ class GreenThread(Promise[T]):
     _unseen: Unseen | None = None
     _owned: WeakSet[Any] | None = None
     _cancels = 0
-    """How often it was cancelled: a time limit that comes on top of that must not make a `TimeoutError` of it."""
+    """How often a `cancel()` has reached it: a time limit on top of that must not make a `TimeoutError` of it."""
 
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
@@ -122,8 +125,9 @@ class GreenThread(Promise[T]):
         """
         if self.done():
             return self._state == CANCELLED
-        self._cancels += 1
-        self._interrupt(Cancelled())
+        error = Cancelled()
+        error.is_cancel = True
+        self._interrupt(error)
         return True
 
     def _interrupt(self, error: BaseException) -> None:
@@ -135,15 +139,16 @@ class GreenThread(Promise[T]):
 
     def _throw(self, error: BaseException) -> Any:
         """The owner, in a note: now, where it is parked. See `Interrupted` for where it is not."""
-        if type(self._coro) is Interrupted:
-            self._coro.errors.append(error)
-            return PARK
         if self._coro is not None and self._value is not PARKED:
             if isinstance(error, Cancelled):
                 error.in_call = self._value is AWAY
-            Interrupted(self, error)
+            if type(self._coro) is Interrupted:
+                self._coro.errors.append(error)
+            else:
+                Interrupted(self, error)
             return PARK
         if self._coro is not None and not getattr(error, "called_off", False):
+            self._cancels += getattr(error, "is_cancel", False)
             return scheduler.run_step(self, self._coro.throw, error)
         return PARK
 
@@ -252,12 +257,12 @@ class GreenThread(Promise[T]):
 class NativeThread(GreenThread[T]):
     """A plain function as a green thread: one foreign call on a native thread."""
 
-    __slots__ = ("_asked_to_end", "_ident")
+    __slots__ = ("_asked_to_end", "_ident", "_told")
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None) -> None:
         super().__init__(None, group)
         self._ident = 0  # of the native thread that runs it
-        self._asked_to_end = False
+        self._asked_to_end = self._told = False
         self._qualname = _qualname(fn)
 
     def begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -312,14 +317,16 @@ class NativeThread(GreenThread[T]):
             return super().cancel(running)
         if self.done():
             return self._state == CANCELLED
-        self._asked_to_end = True
+        self._asked_to_end, self._told = True, False
+        if self._coro is not None:  # it has just become one that is run by the scheduler
+            return super().cancel(running)
         ident = self._ident
         if not ident:
             return True
         # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks, then looks whether
         # it waits: one sees the other. Another job may have begun on that native thread since: `natives` tells.
         waits = promises.waiting.get(ident)
-        if waits is None or natives.get(ident) is not self:
+        if waits is None or natives.get(ident) is not self or not waits[0]._cancels_with_waiter:
             return self.done() and self._state == CANCELLED
         return waits[0].cancel()
 
@@ -355,11 +362,9 @@ def start(
     thread: GreenThread[Any]
     if is_coroutine(fn):
         if args:
-            raise TypeError(f"a coroutine takes no arguments any more: {fn.__qualname__}, {args!r}")
-        coro: Any = fn
+            raise TypeError(f"a coroutine takes no arguments any more: {fn!r}, {args!r}")
+        coro = as_coroutine(fn, _qualname(fn))
     elif is_coroutine_function(fn):
-        coro = fn(*args)
-    elif getattr(fn, "parks", False):
         coro = as_coroutine(fn(*args), _qualname(fn))
     elif callable(fn):
         native: NativeThread[Any] = NativeThread(fn, args, group)
@@ -367,7 +372,12 @@ def start(
             native._name = name
         if group is not None:
             group.children.add(native)
-        native.begin(fn, args)
+        try:
+            native.begin(fn, args)
+        except RuntimeError:
+            if group is not None:
+                group.children.discard(native)
+            raise
         return native
     else:
         raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
@@ -421,7 +431,7 @@ def here() -> GreenThread[Any] | None:
 
 
 def as_coroutine(awaitable: Any, name: str) -> Any:
-    if is_coroutine(awaitable):
+    if isinstance(awaitable, (CoroutineType, GeneratorType)):
         return awaitable
 
     async def waits() -> Any:
@@ -487,9 +497,13 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
 
 
 os.register_at_fork(after_in_child=natives.clear)
-def _asked_to_end(ident: int) -> bool:
+def _asked_to_end(ident: int, told: bool) -> bool:
+    """Until it was told, by the end of a wait: its clean-up may wait for something."""
     thread = natives.get(ident)
-    return isinstance(thread, NativeThread) and thread._asked_to_end
+    if not isinstance(thread, NativeThread) or not thread._asked_to_end or thread._told:
+        return False
+    thread._told = told
+    return True
 
 
 promises.asked_to_end = _asked_to_end

@@ -164,7 +164,11 @@ class Watchdog:
             return
         held = now - self._asked
         thread = scheduler.current
-        if held < self._report_at or thread is None or thread is not self._suspect:
+        if thread is not self._suspect:  # another one runs now, and may hold up the sign of life
+            self._asked, self._report_at = now, HELD
+            self._suspect, self._used = thread, _processor_time(driver)
+            return
+        if held < self._report_at or thread is None:
             return
         # It computes; or it is blocked, while the interpreter is free. Else it only waits for the interpreter.
         if late and _processor_time(driver) - self._used < held / 2:
@@ -179,7 +183,7 @@ class Watchdog:
             )  # fmt: skip
 
     def _alive(self) -> None:
-        self._asked = None
+        self._asked = self._suspect = None
 
     def forget(self) -> None:
         """In a forked child."""

@@ -206,6 +206,7 @@ class _Drone:
             overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
         except BaseException as error:
             self._note_outcome(task.number, ERROR, started, monotonic(), self._pack(error))
+            self._keep_last()
 
     def _take_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
@@ -216,14 +217,15 @@ class _Drone:
                     payload = self._capture_result(value)
             except BaseException as error:
                 status, payload = ERROR, self._pack(error)
-            if self._note_outcome(number, status, started, finished, payload) or not self._row.keep(self._outcomes[-1]):
-                self._flush()
-            # What began last and still runs: up to there all that is unanswered has begun, and must not be run again.
-            for last in reversed(overlap.running):
-                self._row.start(last)
-                break
-            else:
+            self._note_outcome(number, status, started, finished, payload)
+            self._keep_last()
+            if not overlap.running:
                 self._last_done = number
+
+    def _keep_last(self) -> None:
+        """The outcome noted last outlives this drone, or is sent."""
+        if self._large or not self._row.keep(self._outcomes[-1]):
+            self._flush()
 
     def _capture_result(self, value: object) -> bytes:
         try:

@@ -10,6 +10,9 @@ for the controller to know, when the drone has died, exactly what it took along.
            kept         bytes of results that are done and wait to be sent along with others
            beyond       never begun: it can run elsewhere without running twice
 
+Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the controller counts as
+begun, besides what is started, all that was sent before something it has had an answer to.
+
 So results that wait for company outlive their drone: a death takes along what was running, and nothing else.
 One slot has one writer (its drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of
 kept bytes is written after them.
