@@ -314,7 +314,8 @@ class Crew:
         if work.number in link.flight and link.alive and link.runs(work.number):
             if all(other.done() for other in link.flight.values()) or not link.overlapping:
                 link.launcher.kill(link.number)
-            else:  # beside it others run, for which somebody waits, and which would die too
+            else:  # beside it others run, for which somebody waits, and which would die too: they finish first
+                link.hung = True
                 self.hub.after(GRACE, partial(self._kill_if_still, link, work))
 
     def _timed_out(self, link: Link, work: Work) -> None:

@@ -65,6 +65,7 @@ class Link:
         self.load = 0.0  # seconds of work in flight, as estimated
         self.unknown = 0  # how many in flight have no estimate
         self.overlapping = 0  # how many in flight are run beside each other; then all are
+        self.hung = False  # something that nobody waits for any more does not come back: it is to run dry
         self.places = 0  # how many of these it was sent, all told
         self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
         self.tasks_done = 0
@@ -109,7 +110,7 @@ class Link:
         if not (self.state is State.READY or (pinned and self.state is State.RETIRING)):
             return False
         if self.overlapping:
-            return self.overlapping < self.crew.plan.width
+            return self.overlapping < self.crew.plan.width and not self.hung
         return not self.flight or (not self.unknown and self.load < BUDGET / 2)
 
     def tasks_left(self, most: int | None) -> int:

@@ -331,9 +331,9 @@ class Promise(Future[T], Generic[T]):
                 else:
                     waiting[me] = before
         if self._state == CANCELLED:
-            if asked_to_end is not None:
-                asked_to_end(get_ident(), True)
-            raise CancelledError()
+            error = CancelledError()
+            error.told = asked_to_end is not None and asked_to_end(get_ident(), True)  # type: ignore[attr-defined]
+            raise error
 
     def _wait_for_settler(self, timeout: float | None, end: float | None) -> None:
         here = allocate_lock()

@@ -584,3 +584,14 @@ def test_an_event_set_by_a_plain_thread_at_any_moment_wakes_who_waits():
             event.set()
         for thread in waiting:
             thread.result(10)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, "a"])
+def test_a_number_that_is_none_is_refused(wrong):
+    with pytest.raises(TypeError, match="number"):
+        Semaphore(wrong)
+    for change in (Barrier(2).enroll, Barrier(2).resign):
+        with pytest.raises(ValueError, match="number"):
+            change(wrong)
+        with pytest.raises(ValueError, match="number"):
+            change(-1)

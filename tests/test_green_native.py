@@ -264,3 +264,21 @@ def test_a_cancelled_plain_function_may_use_and_end_a_pool_in_its_clean_up():
         time.sleep(0.001)
     with pytest.raises(CancelledError):
         thread.result(20)
+
+
+def test_a_plain_function_that_polls_is_cancelled_at_whatever_moment():
+    channel = green.Channel()
+
+    def poll():
+        while True:
+            try:
+                channel.get(timeout=0.001)
+            except TimeoutError:
+                continue
+
+    for round_ in range(60):
+        thread = green.spawn(poll)
+        time.sleep(0.0001 * round_)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            thread.result(10)

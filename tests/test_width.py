@@ -287,3 +287,19 @@ def test_a_drone_whose_foreign_calls_all_hang_is_replaced(tmp_path):
             with pytest.raises(TimeoutError):
                 promise.result()
         assert pool.doit(echo, "after") == "after"
+
+
+def test_a_drone_with_something_that_hangs_finishes_the_rest_and_is_replaced():
+    async def hang():
+        await green.call(time.sleep, 60)
+
+    async def work(seconds):
+        await green.sleep(seconds)
+        return os.getpid()
+
+    with poly.Pool(1, width=2, timeout=0.5) as pool:
+        hung = pool.promise(hang)
+        pids = [pool.promise(work, 0.2) for _ in range(14)]
+        with pytest.raises(TimeoutError):
+            hung.result()
+        assert len({p.value for p in pids}) == 2

@@ -490,7 +490,9 @@ def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
         proxy.cancel()
     try:
         return proxy.result()
-    except CancelledError:
+    except CancelledError as error:
+        if error.told:  # type: ignore[attr-defined]  # this thread has been cancelled meanwhile, and this tells it
+            raise
         raise TimeoutError(f"{what} within {timeout} s") from None
 
 

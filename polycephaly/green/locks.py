@@ -81,6 +81,8 @@ class Semaphore:
             return not self.what._let_in() and self.stand(thread)
 
     def __init__(self, value: int = 1) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"a semaphore lets in a number of green threads, not {value!r}")
         if value < 0:
             raise ValueError(f"a semaphore lets in 0 or more, not {value!r}")
         self._value = value
@@ -246,6 +248,12 @@ class Event:
         self._set = False
 
 
+def _at_least_one(n: int) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"a number of green threads from 1 on is needed, not {n!r}")
+    return n
+
+
 class Barrier:
     """Holds each of `n` enrolled green threads at `sync` until all have come there. Then it is as new.
 
@@ -291,14 +299,14 @@ class Barrier:
 
     def enroll(self, n: int = 1) -> None:
         """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may be too late."""
-        self._change(n)
+        self._change(_at_least_one(n))
 
     def resign(self, n: int = 1) -> None:
         """It is for `n` fewer; if all the others wait already, they go on. From anywhere.
 
         Raises `ValueError` where fewer than `n` are enrolled who do not wait at `sync`.
         """
-        self._change(-n)
+        self._change(-_at_least_one(n))
 
     def _change(self, n: int) -> None:
         if self._enrolled + n < self.waiting:

@@ -299,7 +299,7 @@ class NativeThread(GreenThread[T]):
         scheduler.away -= 1
         if is_awaitable(value):  # of a lambda around a coroutine function, say
             self._coro = InContext(as_coroutine(value, self.name), copy_context())
-            if self._asked_to_end:
+            if self._asked_to_end and not self._told:
                 Interrupted(self, Cancelled())
             scheduler.ready.append(self)
             if scheduler.bell:
