@@ -247,12 +247,20 @@ class Crew:
             if link.state is State.READY and not link.flight:
                 idle = True
                 break
-        self.hungry = idle
+        self.hungry = idle or self._could_overlap()
         if idle and not self.queue:
             for link in self.links:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
                     self.hub.after(2 * BUDGET, partial(self._recall_if_stuck, link, link.last_heard))
+
+    def _could_overlap(self) -> bool:
+        """Is there a drone that could take one more beside what it overlaps? Not before what heads the queue."""
+        with suppress(IndexError):
+            if not self.queue[0].definition.overlaps:
+                return False
+        most = self.plan.max_tasks
+        return any(link.overlapping and link.takes() and link.tasks_left(most) > 0 for link in self.links)
 
     def _recall_if_stuck(self, link: Link, last_heard: float) -> None:
         link.recalled = False

@@ -288,7 +288,10 @@ class Roster:
 
     def _died(self, link: Link, exitcode: int) -> None:
         before = link.state
-        link.state, link.exitcode = State.DEAD, exitcode
+        link.exitcode = exitcode
+        if before <= State.RETIRING:
+            link.death = _death(link, None)  # for who looks at it from now on; what it ran is added below
+        link.state = State.DEAD
         self._hub.print_lines(link)
         self._hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
         self._hub.receive()

@@ -303,3 +303,15 @@ def test_a_drone_with_something_that_hangs_finishes_the_rest_and_is_replaced():
         with pytest.raises(TimeoutError):
             hung.result()
         assert len({p.value for p in pids}) == 2
+
+
+def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
+    with poly.Pool(1, width=3, max_tasks=50) as pool:
+        for round_ in range(40):
+            folder = tmp_path / str(round_)
+            folder.mkdir()
+            first = pool.promise(meet, str(folder), 2)
+            wait_for(lambda folder=folder: os.listdir(folder))
+            second = pool.promise(meet, str(folder), 2)
+            wait_for(second.done)  # nobody drives: the hub's thread is to see to it
+            assert first.result(10) == second.result(10)
