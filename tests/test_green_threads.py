@@ -861,8 +861,8 @@ def test_ctrl_c_arrives_while_a_green_thread_computes_and_while_one_is_in_a_call
                 {body}
             async def other():
                 await main()
-            green.spawn(other)
             try:
+                green.spawn(other)
                 green.run(green.sleep, 100)
             except KeyboardInterrupt:
                 print("interrupted", flush=True)
