@@ -247,7 +247,7 @@ class Crew:
             if link.state is State.READY and not link.flight:
                 idle = True
                 break
-        self.hungry = idle or self._could_overlap()
+        self.hungry = idle or (self.plan.width > 1 and self._could_overlap())
         if idle and not self.queue:
             for link in self.links:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:

@@ -521,7 +521,8 @@ class Hub:
             work = link.answered(number)
             if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
                 continue
-            link.begun = max(link.begun, work.place)
+            if work.place > link.begun:
+                link.begun = work.place
             work.answer = (started, finished, now, len(work.payload), len(payload))
             work.status = status
             work.payload = payload

@@ -318,10 +318,10 @@ class Promise(Future[T], Generic[T]):
             end = None if timeout is None else monotonic() + timeout
             me = get_ident()
             before = waiting.get(me)  # in a callback, while it waits for something else
-            waiting[me] = self, end
-            if self._cancels_with_waiter and asked_to_end is not None and asked_to_end(me, False):
-                self.cancel()
             try:
+                waiting[me] = self, end
+                if self._cancels_with_waiter and asked_to_end is not None and asked_to_end(me, False):
+                    self.cancel()
                 self._help(end)
                 if not self.done():
                     self._wait_for_settler(timeout, end)

@@ -139,7 +139,7 @@ class _Drone:
                 self._take_ended(overlap)
             if not todo:
                 self._flush()
-                if self._stopping and not todo and not (overlap is not None and overlap.running):
+                if self._may_end():
                     return
                 self._listen(wait=not todo)
                 continue
@@ -150,6 +150,9 @@ class _Drone:
                 continue
             self._run(task)
             del task  # what it held is not kept while waiting for more
+
+    def _may_end(self) -> bool:
+        return self._stopping and not self._todo and not (self._overlap is not None and self._overlap.running)
 
     def _run(self, task: _Task) -> None:
         if task.definition.overlaps:
@@ -261,7 +264,7 @@ class _Drone:
         """
         if wait:
             with self.socket_turn:
-                if self._todo or self._stopping:
+                if self._todo or self._may_end():
                     return
                 if self._bulk_may_hide:
                     self.hear_all()
