@@ -30,6 +30,7 @@ from types import NoneType, TracebackType, coroutine
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from ..errors import ChannelClosed
+from ..launch.shield import Shield
 from ..promises import Promise
 from .scheduler import PARK, scheduler
 from .select import Guard
@@ -207,11 +208,14 @@ class Channel(Generic[T]):
         `RuntimeError` inside a coroutine, which must use `await send` instead.
         """
         self._not_in_a_coroutine("put", "await channel.send(item)")
-        proxy = start(self._send_here, (item,), name="Channel.put")
+        proxy = None
         try:
+            with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+                proxy = start(self._send_here, (item,), name="Channel.put")
             _outcome(proxy, timeout, "nobody took the item")
         except BaseException:
-            proxy.cancel()
+            if proxy is not None:
+                proxy.cancel()
             raise
 
     def get(self, timeout: float | None = None) -> T:
@@ -221,12 +225,15 @@ class Channel(Generic[T]):
         inside a coroutine, which must use `await receive` instead.
         """
         self._not_in_a_coroutine("get", "await channel.receive()")
-        proxy = start(self._receive_here, (), name="Channel.get")
+        proxy = None
         try:
+            with Shield():  # as in `put`
+                proxy = start(self._receive_here, (), name="Channel.get")
             return cast(T, _outcome(proxy, timeout, "there was no item"))
         except BaseException:
-            proxy.cancel()
-            proxy._hook(self._give_back)
+            if proxy is not None:
+                proxy.cancel()
+                proxy._hook(self._give_back)
             raise
 
     def close(self) -> None:

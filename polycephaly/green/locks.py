@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
+from ..launch.shield import Shield
 from ..promises import Promise
 from .parking import Parking, parks
 from .scheduler import scheduler
@@ -130,12 +131,15 @@ class Semaphore:
         if scheduler.in_step():
             what = f"with {self._what.lower()}"
             raise RuntimeError(f"`{what}` blocks, and would stop every green thread here: use `async {what}`")
-        proxy = start(self.acquire, (), name=f"{self._what}.acquire")
+        proxy = None
         try:
+            with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+                proxy = start(self.acquire, (), name=f"{self._what}.acquire")
             proxy.result()
         except BaseException:
-            proxy.cancel()
-            proxy._hook(self._undo)
+            if proxy is not None:
+                proxy.cancel()
+                proxy._hook(self._undo)
             raise
 
     def _undo(self, acquiring: Promise[Any]) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 from ..coroutines import is_coroutine
+from ..launch.shield import Shield
 from .scheduler import scheduler
 from .thread import start
 
@@ -46,12 +47,14 @@ def run(main: Any, /, *args: Any) -> Any:
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         raise RuntimeError("green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`")
-    thread = start(main, args)
+    thread = None
     try:
+        with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+            thread = start(main, args)
         return thread.result()
     except KeyboardInterrupt:
-        if not thread.done():
+        if thread is not None:
             thread.cancel()
             with suppress(Exception):
-                thread.exception()
+                thread.exception()  # waits; and what it says is not worth a report any more
         raise

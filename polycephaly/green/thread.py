@@ -221,8 +221,10 @@ class GreenThread(Promise[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
             self._may_wait()
-        self._look()
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        finally:  # it may have ended only now
+            self._look()
 
     def _look(self) -> None:
         if self._unseen is not None:
