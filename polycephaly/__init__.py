@@ -18,6 +18,7 @@ __all__ = [
     "Pool",
     "Promise",
     "RemoteError",
+    "Shared",
     "as_completed",
     "doit",
     "gather",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
     from .pool import Pool
     from .promises import Promise, as_completed, gather, race
+    from .shared import Shared
 
 _HOMES = {
     "ChannelClosed": "errors",
@@ -41,6 +43,7 @@ _HOMES = {
     "Pool": "pool",
     "Promise": "promises",
     "RemoteError": "errors",
+    "Shared": "shared",
     "as_completed": "promises",
     "doit": "drone",
     "gather": "promises",

@@ -103,7 +103,7 @@ class Crew:
             work.target = target
         try:
             book = self.roster.book
-            inputs = work.capture(book.define(what), args, kwargs, book.snapshot)
+            inputs = work.capture(book.define(what), args, kwargs, book)
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
@@ -305,8 +305,10 @@ class Crew:
         link = work.link
         if link is not None and work.number in link.flight and link.alive:
             self._interrupt(link, work)
-        elif self.closing:
-            self.look_for_end = True
+        else:
+            work.payload = b""
+            self.roster.tidy_later()
+            self.look_for_end |= self.closing
 
     def _interrupt(self, link: Link, work: Work) -> None:
         self.hub.send(link, pack_numbers(CANCEL, (work.number,)))
@@ -342,6 +344,7 @@ class Crew:
                 work.link, work.by_bulk = None, False
                 self.queue.appendleft(work)
             else:
+                work.payload = b""
                 self.hub.deliver(partial(work._settle, FINISHED, None, error))
 
     def fail(self, error: Exception) -> None:

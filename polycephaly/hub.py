@@ -45,7 +45,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pickle import loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +57,14 @@ from .output import print_all
 from .promises import FINISHED, LOOK_UP, Promise, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.exceptions import unpack_exception
+from .wire.loans import Arrived, load
 from .wire.messages import (
     HELLO,
+    LOAN_OVER,
     PROTOCOL,
     RESULTS,
     RETURNED,
+    SHARED,
     VALUE,
     WITHDRAWN,
     Malformed,
@@ -501,6 +503,8 @@ class Hub:
         kind = head_type(frames)
         if kind == RESULTS:
             self._hear_results(link, unpack_outcomes(frames))
+            if len(frames) > 2:
+                self.deliver(partial(link.ledger.arena.warn, MemoryError(f"{link.name} found no room for a result")))
         elif kind == HELLO:
             said = numbers(frames)
             if said[:1] != (PROTOCOL,):
@@ -518,6 +522,13 @@ class Hub:
         timed: Definition | None = None
         seconds, calls = 0.0, 0
         for number, status, started, finished, payload, output in outcomes:
+            if status & SHARED:
+                status &= ~SHARED
+                payload = Arrived(payload, link.ledger)
+            elif status == LOAN_OVER:
+                link.ledger.came_back(number)
+                link.crew.roster.tidy_later()
+                continue
             work = link.answered(number)
             if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
                 continue
@@ -558,7 +569,7 @@ def _settle_all(answered: list[Work]) -> None:
                 error = unpack_exception(bytes(payload))
                 work.crew.explain(error)
             elif payload:  # no bytes at all stand for None
-                value = loads(payload)
+                value = load(payload)
         except BaseException as wrong:
             wrong.add_note(f"while unpickling the result of {work.definition.label}")
             error = wrong

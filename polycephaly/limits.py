@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from contextlib import suppress
 
-__all__ = ["check_descriptors", "named"]
+__all__ = ["check_descriptors", "named", "shared_memory_ceiling"]
 
 
 def check_descriptors(drones: int) -> None:
@@ -41,3 +42,12 @@ def named(error: Exception) -> BaseException:
         return error
     what, where = limits[error.errno]
     return OSError(error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}")
+
+
+def shared_memory_ceiling() -> int:
+    """Bytes that one pool may have in shared memory: half of this machine's, or of what its control group may use."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError), open(limit) as file:
+            memory = min(memory, int(file.read()))
+    return memory // 2

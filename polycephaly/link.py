@@ -20,7 +20,8 @@ from .launch.launcher import Launcher
 from .output import Line, Stream
 from .promises import PENDING, Milestone
 from .wire.lane import Lane
-from .wire.messages import FORGET, OPEN, WorkBatch, pack_numbers
+from .wire.loans import Ledger, Parcel
+from .wire.messages import CAME_BACK, FORGET, OPEN, SHARED, WorkBatch, pack_numbers
 
 if TYPE_CHECKING:
     import zmq
@@ -36,6 +37,7 @@ BUDGET = 0.005
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
+TELL_AFTER = 0.02  # seconds
 _TAIL_LINES = 20
 _STACK_LINES = 200
 
@@ -79,6 +81,8 @@ class Link:
         self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: deque[str] = deque(maxlen=_STACK_LINES)
+        self.ledger = Ledger(launcher.arena, self._ring)
+        self._ringing = False
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
         self.deadline = 0.0  # of what it runs, where there is a time limit
@@ -161,13 +165,19 @@ class Link:
                 work.estimate = seconds
             if definition.number not in defined:
                 self._define(definition, message)
-            message.add(work.number, work.kind, definition.number, work.payload)
+            payload = work.payload
+            if type(payload) is Parcel:
+                message.add(work.number, work.kind | SHARED, definition.number, payload.waybill(self.ledger))
+            else:
+                message.add(work.number, work.kind, definition.number, payload)
             flight[work.number] = work
             work.link = self
             work.sent = now
             batch.append(work)
         self.load = load
         self.last_heard = now
+        if batch and self.ledger.returned:
+            self._add_returned(message)
         return batch, message.frames()
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
@@ -178,7 +188,32 @@ class Link:
             message.add(oldest, FORGET, 0, b"")
         defined[definition.number] = size
         self._defined_bytes += size
-        message.add(definition.number, definition.kind, 0, definition.payload)
+        payload = definition.payload
+        if isinstance(payload, Parcel):
+            message.add(definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger))
+        else:
+            message.add(definition.number, definition.kind, 0, payload)
+
+    # -- shared memory that it has lent to this image -------------------------------------------------
+
+    def _ring(self) -> None:
+        """In any thread: a result of its is not looked at any more, and it is to be told. Soon: the next work will
+        bring it along, and if there is none, a message of its own."""
+        if not self._ringing:
+            self._ringing = True
+            hub = self.crew.hub
+            hub.post(lambda: hub.after(TELL_AFTER, self._tell_returned))
+
+    def _tell_returned(self) -> None:
+        self._ringing = False
+        if self.ledger.returned and self.alive and self.lane is not None:
+            message = WorkBatch()
+            self._add_returned(message)
+            self.crew.hub.send(self, message.frames())
+
+    def _add_returned(self, message: WorkBatch) -> None:
+        for number in self.ledger.take_returned():
+            message.add(number, CAME_BACK, 0, b"")
 
     def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:
         """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""

@@ -28,6 +28,7 @@ from .plan import (
     check_work,
 )
 from .promises import Promise
+from .shared import Shared, share
 
 __all__ = ["Pool"]
 
@@ -239,6 +240,22 @@ class Pool(Executor):
         finally:
             for promise in under_way:
                 promise.cancel()
+
+    def share(self, obj: T) -> Shared[T]:
+        """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.
+
+        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the pool may share:
+        half of the machine's memory, results and arguments on their way included.
+
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     table = pool.share({"a": 1})
+        ...     pool.doit(lambda t: t["a"], table)
+        1
+        """
+        self._crew.check_open()
+        book = self._crew.book
+        return share(obj, book.snapshot, book.store)
 
     # -- the pool itself --------------------------------------------------------------------------
 

@@ -29,10 +29,11 @@ from .image.main import hatch
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
-from .limits import named
+from .limits import named, shared_memory_ceiling
 from .link import Link, State
 from .output import Stream
 from .promises import Promise
+from .wire.arena import IDLE, Arena, Store
 from .wire.definitions import Book
 from .wire.lane import Lane
 from .wire.messages import RECALL, STOP, pack_numbers
@@ -64,14 +65,27 @@ class Roster:
         self._renewals: list[Promise[None]] = []  # refreshes that wait for their drones
         self._free_slots = list(range(2 * self._plan.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
-        self._launcher = self.launch()
         try:
-            self._hub.open_endpoint()
-            self.book = Book(self._launcher.snapshot, self._plan.width > 1)
-            self._initializer = self._capture_initializer()
+            self._arena = Arena(shared_memory_ceiling())
+        except OSError as error:
+            raise named(error) from error
+        try:
+            self._store = Store(self._arena, 0)
+            self._tidying = False
+            self._launcher = self.launch()
+            try:
+                self._hub.open_endpoint()
+                self.book = self._new_book(self._launcher)
+                self._initializer = self._capture_initializer()
+            except BaseException:
+                _discard(self._launcher)
+                raise
         except BaseException:
-            _discard(self._launcher)
+            self._arena.end()
             raise
+
+    def _new_book(self, launcher: Launcher) -> Book:
+        return Book(launcher.snapshot, self._store, self._plan.width > 1)
 
     def _capture_initializer(self) -> Callable[[], Work] | None:
         """Pickles it once, as any call's arguments are: now. Raises what its pickling raises."""
@@ -80,7 +94,7 @@ class Roster:
             return None
         definition = self.book.define(initializer)
         first = Work(self._crew, 0)
-        first.capture(definition, self._plan.initargs, {}, self.book.snapshot)
+        first.capture(definition, self._plan.initargs, {}, self.book)
 
         def once_more() -> Work:
             work = Work(self._crew, 0)
@@ -96,7 +110,7 @@ class Roster:
         """Takes a snapshot of this image as it is now. In the thread that asked for it."""
         nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size)
         try:
-            return Launcher(self._plan.start, nest)
+            return Launcher(self._plan.start, nest, self._arena)
         except OSError as error:
             raise named(error) from error
 
@@ -167,7 +181,7 @@ class Roster:
         for report in reports:
             if "ready" in report:
                 if launcher is self._launcher:
-                    self.book = Book(launcher.snapshot, self._plan.width > 1)
+                    self.book = self._new_book(launcher)
                 continue
             link = self._link(launcher, report.get("started") or report.get("exited") or report.get("failed"))
             if link is None:
@@ -185,6 +199,17 @@ class Roster:
                 self._remove(link)
                 number = report["errno"]
                 self._crew.cannot_start(named(OSError(number, os.strerror(number))))
+
+    def tidy_later(self) -> None:
+        """Memory of this image's has come back: it stays warm for a while."""
+        if not self._tidying:
+            self._tidying = True
+            self._hub.after(IDLE, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidying = False
+        if self._store.tidy():
+            self.tidy_later()
 
     def _link(self, launcher: Launcher, number: int | None) -> Link | None:
         return next((each for each in self.links if each.number == number and each.launcher is launcher), None)
@@ -264,7 +289,7 @@ class Roster:
         self._launcher = launcher
         self._zygote_lost = False
         self._adopt(launcher)
-        self.book = Book(launcher.snapshot, self._plan.width > 1)
+        self.book = self._new_book(launcher)
         self._renewals.append(renewed)
         for link in old:
             self.retire(link)
@@ -342,6 +367,7 @@ class Roster:
         self._hub.remove_link(link)
         self._hub.print_lines(link)
         link.close(self._hub.unwatch)
+        link.ledger.close(link.number)
         link.state = State.DEAD
         self._crew.lose(list(link.pinned), link.farewell(), again=False)
         link.pinned.clear()
@@ -397,6 +423,7 @@ class Roster:
             launcher.close()
         for launcher in self._launchers[:]:
             self._reap(launcher)  # nothing is left to it but to end
+        self._arena.end()
 
 
 def _discard(launcher: Launcher) -> None:

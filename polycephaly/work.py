@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from .image.definitions import Hole
 from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
-from .wire.capture import MainSnapshot, capture
-from .wire.definitions import Definition
+from .shared import Contents, Shared
+from .wire.capture import BULKY, LARGE_BUFFER, capture, pack
+from .wire.definitions import Book, Definition
+from .wire.loans import join
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Work"]
 
 _numbers = itertools.count(1)
+_SMALL = frozenset((int, float, bool, type(None), complex))
+"""Types of arguments at which nothing has to be looked."""
 
 
 class Work(Promise[Any]):
@@ -37,7 +41,7 @@ class Work(Promise[Any]):
     target: Link | None = None  # the only drone it may run on, if there is one
     link: Link | None = None  # the drone it was sent to
     kind = CALL
-    payload = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
+    payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
     estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
     by_bulk = False
@@ -54,26 +58,32 @@ class Work(Promise[Any]):
         self.queued = monotonic()
 
     def capture(
-        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
+        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book
     ) -> Sequence[Promise[Any]]:
         """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
         self.definition = definition
         inputs: Sequence[Promise[Any]] = ()
-        for arg in args:
-            if isinstance(arg, Promise):
+        bulky = shared = False
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(arg)
+            if kind in _SMALL:
+                continue
+            if kind in BULKY:
+                bulky = bulky or len(arg) >= LARGE_BUFFER
+            elif isinstance(arg, Promise):
                 inputs = [*inputs, arg]
-        if kwargs:
-            inputs = [*inputs, *(arg for arg in kwargs.values() if isinstance(arg, Promise))]
-        if inputs:
-            args, kwargs = _with_holes(args, kwargs, inputs)
+            elif kind is Shared:
+                shared = True
+        if inputs or shared:
+            args, kwargs = _with_stand_ins(args, kwargs)
         try:
             if kwargs or inputs:
                 self.kind = CALL_KEYWORDS
-                self.payload = capture((args, kwargs), snapshot)
+                self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
             elif args:
-                self.payload = capture(args, snapshot)
+                self.payload = pack(args, book.snapshot, book.store, bulky)
         except Exception as error:
-            error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, snapshot)}")
+            error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
             raise
         return inputs
 
@@ -98,7 +108,9 @@ class Work(Promise[Any]):
 
     def _fill(self, values: list[Any]) -> None:
         try:
-            self.payload = capture((self.payload, values), self.crew.book.snapshot)
+            book = self.crew.book
+            packed = pack(values, book.snapshot, book.store)
+            self.payload = join(self.payload, packed)
             self.kind = CALL_FILLED
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
@@ -124,22 +136,22 @@ class Work(Promise[Any]):
         return Spans(self.queued, self.sent, started, finished, received, there, back, name)
 
 
-def _with_holes(
-    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Promise[Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     places = itertools.count()
 
-    def hole(arg: Any) -> Any:
-        return Hole(next(places)) if isinstance(arg, Promise) else arg
+    def stand_in(arg: Any) -> Any:
+        if isinstance(arg, Promise):
+            return Hole(next(places))
+        return Contents(arg) if type(arg) is Shared else arg
 
-    return tuple(map(hole, args)), {name: hole(arg) for name, arg in kwargs.items()}
+    return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
 
 
-def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot) -> str:
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: Book) -> str:
     """Which argument it was that does not pickle."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
-            capture(arg, snapshot)
+            capture(arg, book.snapshot)
         except Exception:
             return f"{name}, a {type(arg).__qualname__}"
     return "all of them together"

@@ -9,6 +9,7 @@ from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.wire.arena import Arena, Store
 from polycephaly.wire.capture import MainSnapshot
 from polycephaly.wire.definitions import Book
 
@@ -203,8 +204,14 @@ def test_a_local_class_and_its_instances_travel_by_value(pool):
     assert pool.doit(lambda: Local(5).double()) == 10
 
 
-def test_a_function_is_pickled_once_however_often_it_is_called():
-    book = Book(MainSnapshot())
+@pytest.fixture
+def book():
+    arena = Arena(1 << 30)
+    yield Book(MainSnapshot(), Store(arena, 0))
+    arena.end()
+
+
+def test_a_function_is_pickled_once_however_often_it_is_called(book):
     n = 3
 
     def work(i):
@@ -218,8 +225,7 @@ def test_a_function_is_pickled_once_however_often_it_is_called():
     assert len({book.define("1 + 1").number for _ in range(10_000)}) == 1
 
 
-def test_a_function_that_could_have_changed_in_place_is_pickled_again():
-    book = Book(MainSnapshot())
+def test_a_function_that_could_have_changed_in_place_is_pickled_again(book):
     cell = [1]
 
     def work():

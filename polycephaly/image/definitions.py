@@ -10,12 +10,12 @@ import ast
 import itertools
 import linecache
 from collections.abc import Callable, Iterator
-from pickle import loads
 from types import CodeType, FunctionType
 from typing import Any
 
 from ..coroutines import is_coroutine
 from ..wire.capture import looked_up, main_namespace
+from ..wire.loans import load, load_joined
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 
 __all__ = ["Definition", "Hole", "define"]
@@ -39,8 +39,8 @@ class Hole:
 class Definition:
     """One callable or code string, called with pickled arguments."""
 
-    def __init__(self, payload: bytes) -> None:
-        self._payload = payload
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload  # bytes, or `Arrived`
 
     overlaps = False
     """It gives coroutines, to be run beside others."""
@@ -79,7 +79,7 @@ class _Callable(Definition):
     def _open(self) -> Callable[..., Any]:
         looked_up.clear()
         try:
-            function: Callable[..., Any] = loads(self._payload)
+            function: Callable[..., Any] = load(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the work itself")
             raise
@@ -109,9 +109,10 @@ class _Code(Definition):
         if len(_shown) > _CODE_SHOWN:
             linecache.cache.pop(_shown.pop(0), None)
         tree = ast.parse(source, name)
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-            self._last = compile(last, name, "eval", dont_inherit=True)
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
+            self._last = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         self._body = compile(tree, name, "exec", dont_inherit=True)
         self._payload = b""
 
@@ -120,7 +121,7 @@ _doits = itertools.count(1)
 _shown: list[str] = []
 
 
-def define(kind: int, payload: bytes) -> Definition:
+def define(kind: int, payload: Any) -> Definition:
     if kind == DEFINE_CODE:
         return _Code(payload)
     callable_ = _Callable(payload)
@@ -130,13 +131,12 @@ def define(kind: int, payload: bytes) -> Definition:
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if kind == CALL:
-        return (loads(payload) if len(payload) else ()), {}
+        return (load(payload) if len(payload) else ()), {}
     if kind == CALL_KEYWORDS:
-        args, kwargs = loads(payload)
+        args, kwargs = load(payload)
         return args, kwargs
     assert kind == CALL_FILLED
-    outer, values = loads(payload)
-    args, kwargs = loads(outer)
+    (args, kwargs), values = load_joined(payload)
 
     def fill(arg: Any) -> Any:
         return values[arg.index] if type(arg) is Hole else arg

@@ -38,10 +38,13 @@ from ..launch import safepoint
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
 from ..wire import endpoint
-from ..wire.capture import MainSnapshot, capture
+from ..wire.arena import IDLE, Arena, Store
+from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
 from ..wire.exceptions import pack_exception
 from ..wire.lane import Lane
+from ..wire.loans import Arrived, Ledger, Parcel
 from ..wire.messages import (
+    CAME_BACK,
     CANCEL,
     DEFINE_CALLABLE,
     DEFINE_CODE,
@@ -51,10 +54,12 @@ from ..wire.messages import (
     HELLO,
     LARGE,
     LARGE_FROM,
+    LOAN_OVER,
     OPEN,
     PROTOCOL,
     RECALL,
     RETURNED,
+    SHARED,
     STOP,
     VALUE,
     WITHDRAWN,
@@ -78,10 +83,12 @@ WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
 LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
 
-def hatch(order: Order, nest: Nest, lane: socket.socket, page: RunningPage, snapshot: MainSnapshot) -> None:
+def hatch(
+    order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
+) -> None:
     """The drone's main function: serves until told to stop."""
     endpoint.home_of_parent = nest.home
-    drone = _Drone(order, nest, lane, page, snapshot)
+    drone = _Drone(order, nest, lane, page, arena, snapshot)
     try:
         drone.serve()
     finally:
@@ -100,7 +107,7 @@ class _Task:
 
 class _Drone:
     def __init__(
-        self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, snapshot: MainSnapshot
+        self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
     ) -> None:
         self._tail = open_console()
         faulthandler.enable(file=2)
@@ -125,6 +132,10 @@ class _Drone:
         self.socket_turn = threading.Lock()
         self._news = select.epoll()
         self._news.register(self._lane.fileno(), select.EPOLLIN)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._news.register(self._bell, select.EPOLLIN)
+        self._store = Store(arena, order.number)
+        self._ledger = Ledger(arena, self._ring)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         self._send(self._hello)
         self._ear = _Ear(self)
@@ -163,7 +174,8 @@ class _Drone:
     def _do(self, task: _Task) -> None:
         number = task.number
         self._row.start(number)
-        status, payload = VALUE, b""
+        status = VALUE
+        payload: bytes | Parcel = b""
         started = monotonic()
         try:
             try:
@@ -186,8 +198,10 @@ class _Drone:
             self._flush()
             self._listen(wait=False)
 
-    def _note_outcome(self, number: int, status: int, started: float, finished: float, payload: bytes) -> bool:
-        """To be sent with the next flush. Whether it is a large one."""
+    def _note_outcome(self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel) -> bool:
+        """To be sent with the next flush. Whether it is a large one, for the socket."""
+        if isinstance(payload, Parcel):
+            status, payload = status | SHARED, payload.waybill(self._ledger)
         large = len(payload) >= LARGE_FROM
         if large:
             self._large.append(payload)
@@ -213,7 +227,8 @@ class _Drone:
 
     def _take_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
-            status, payload = VALUE, b""
+            status = VALUE
+            payload: bytes | Parcel = b""
             try:
                 value = thread.result()
                 if value is not None:
@@ -230,9 +245,10 @@ class _Drone:
         if self._large or not self._row.keep(self._outcomes[-1]):
             self._flush()
 
-    def _capture_result(self, value: object) -> bytes:
+    def _capture_result(self, value: object) -> bytes | Parcel:
         try:
-            return self._capture(value)
+            bulky = type(value) in BULKY and len(value) >= LARGE_BUFFER  # type: ignore[arg-type]
+            return pack(value, self._snapshot, self._store, bulky)
         except BaseException as error:
             error.add_note(f"while pickling the result, a {type(value).__qualname__}")
             raise
@@ -248,6 +264,8 @@ class _Drone:
             return pack_exception(told, lambda value: dumps(value, 5))
 
     def _flush(self) -> None:
+        if self._ledger.returned:
+            self._note_returned()
         if self._outcomes:
             with self.socket_turn:
                 self._send(pack_outcomes(self._outcomes, self._large))
@@ -255,6 +273,16 @@ class _Drone:
             self._outcomes.clear()
             self._large.clear()
         self._flushed = monotonic()
+
+    def _note_returned(self) -> None:
+        """Loans that are over go along with the outcomes."""
+        for number in self._ledger.take_returned():
+            self._outcomes.append(pack_outcome(number, LOAN_OVER, 0.0, 0.0, b"", b""))
+
+    def _ring(self) -> None:
+        """In any thread: a loan is over. While the main thread waits it has to be woken; else it looks before that."""
+        if self._waiting:
+            os.eventfd_write(self._bell, 1)
 
     def _listen(self, wait: bool) -> None:
         """Hears what has come; with `wait`, after waiting for something.
@@ -270,10 +298,21 @@ class _Drone:
                     self.hear_all()
                     return
                 self._waiting = True
-            self._news.poll()
+            if not self._ledger.returned:  # looked at after `_waiting` was set: see `_ring`
+                self._sleep()
         with self.socket_turn:
             self._waiting = False
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
             self.hear_all()
+
+    def _sleep(self) -> None:
+        """Until there is news. Warm memory is given back when nothing comes for a while."""
+        while self._store.has_warm():
+            if self._news.poll(IDLE) or self._ledger.returned:
+                return
+            self._store.tidy()
+        self._news.poll()
 
     def close(self) -> None:
         """Runs the exit handlers registered here, and delivers what is in the socket."""
@@ -328,10 +367,15 @@ class _Drone:
     def _hear_work(self, frames: list[bytes]) -> None:
         definitions, todo = self._definitions, self._todo
         for number, kind, definition, payload in unpack_work(frames):
+            if kind & SHARED:
+                kind &= ~SHARED
+                payload = Arrived(payload, self._ledger)
             if kind in (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING):
-                definitions[number] = define(kind, bytes(payload))
+                definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)
+            elif kind == CAME_BACK:
+                self._ledger.came_back(number)
             elif definition in definitions:
                 todo.append(_Task(number, kind, definitions[definition], payload))
             else:

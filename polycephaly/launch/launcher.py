@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, cast
 
+from ..wire.arena import Arena, Keep, kept_through_fork
 from ..wire.capture import MainSnapshot
 from . import lifeline, safepoint
 from .page import RunningPage
@@ -39,8 +40,10 @@ def default_start_method() -> str:
 class Launcher:
     """One zygote. `snapshot` says what its images have in `__main__`; of a spawned one, once it has reported."""
 
-    def __init__(self, method: str, nest: Nest) -> None:
+    def __init__(self, method: str, nest: Nest, arena: Arena) -> None:
         self.page = RunningPage(nest.slots)
+        self.arena = arena
+        self._held: list[Keep] = []  # shared memory that the zygote and its drones have from this image, as it is now
         self._reaped = False
         # Of a spawned image nothing is known until it reports: till then all of `__main__` goes by value.
         self.snapshot = MainSnapshot(None if method == "fork" else ())
@@ -62,16 +65,24 @@ class Launcher:
 
     def _fork(self, control: socket.socket, nest: Nest) -> int:
         owner = os.getpid()
-        pid = safepoint.fork()
+        with kept_through_fork(self._held):
+            pid = safepoint.fork()
         if pid == 0:
-            run_zygote(control, nest, self.page, self.snapshot, owner)
+            run_zygote(control, nest, self.page, self.arena, self.snapshot, owner)
         return pid
 
     def _spawn(self, control: socket.socket, nest: Nest) -> int:
         context = multiprocessing.get_context("spawn")
         process = context.Process(
             target=_become_zygote,
-            args=(_Handed(control.fileno()), _Handed(self.page.fd), nest, os.getpid()),
+            args=(
+                _Handed(control.fileno()),
+                _Handed(self.page.fd),
+                _Handed(self.arena.fd),
+                self.arena.ceiling,
+                nest,
+                os.getpid(),
+            ),
             name="polycephaly-zygote",
         )
         process.start()
@@ -143,6 +154,7 @@ class Launcher:
             os.close(self.pidfd)
             self.pidfd = None
         self.page.close()
+        self._held.clear()
         return code
 
 
@@ -160,6 +172,7 @@ def _detach(handed: Any) -> int:
     return cast(int, handed.detach())
 
 
-def _become_zygote(control: int, page: int, nest: Nest, owner: int) -> None:
+def _become_zygote(control: int, page: int, arena: int, ceiling: int, nest: Nest, owner: int) -> None:
     snapshot = MainSnapshot()
-    run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), snapshot, owner)
+    shared = Arena(ceiling, arena)
+    run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), shared, snapshot, owner)

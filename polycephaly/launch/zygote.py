@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot
 from . import lifeline
 from .page import RunningPage
@@ -64,16 +65,18 @@ class Order:
 class Nest:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[[Order, Nest, socket.socket, RunningPage, MainSnapshot], None]
+    hatch: Callable[[Order, Nest, socket.socket, RunningPage, Arena, MainSnapshot], None]
     home: str  # the owner's private directory, with its socket
     slots: int
 
 
-def run_zygote(control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int) -> NoReturn:
+def run_zygote(
+    control: socket.socket, nest: Nest, page: RunningPage, arena: Arena, snapshot: MainSnapshot, owner: int
+) -> NoReturn:
     """The zygote's life. Never returns: the frames below belong to the main image."""
     status = 1
     try:
-        zygote = _Zygote(control, nest, page, snapshot, owner)
+        zygote = _Zygote(control, nest, page, arena, snapshot, owner)
         zygote.serve()
         status = 0
     except BaseException:
@@ -98,11 +101,18 @@ def leave_the_main_image() -> None:
 
 class _Zygote:
     def __init__(
-        self, control: socket.socket, nest: Nest, page: RunningPage, snapshot: MainSnapshot, owner: int
+        self,
+        control: socket.socket,
+        nest: Nest,
+        page: RunningPage,
+        arena: Arena,
+        snapshot: MainSnapshot,
+        owner: int,
     ) -> None:
         self._control = control
         self._nest = nest
         self._page = page
+        self._arena = arena
         self._snapshot = snapshot
         self._drones: dict[int, int] = {}  # pid -> number
         with suppress(OSError):
@@ -211,7 +221,8 @@ class _Zygote:
                 os.chdir(order.cwd)
             if self._collects:
                 gc.enable()
-            self._nest.hatch(order, self._nest, socket.socket(fileno=lane), self._page, self._snapshot)
+            self._arena.enter()
+            self._nest.hatch(order, self._nest, socket.socket(fileno=lane), self._page, self._arena, self._snapshot)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())

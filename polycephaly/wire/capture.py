@@ -2,9 +2,11 @@
 
     value ──> plain C pickler ──────────────────────────────> bytes          (most values: under 1 us)
                  │ fails, or names something of __main__
-                 └──> Capture, a cloudpickle.Pickler ───────> bytes
-                         what `__main__` held at the snapshot: by reference
-                         all else that cannot be imported:     by value
+                 ├──> _Capture, a cloudpickle.Pickler ──────> bytes
+                 │       what `__main__` held at the snapshot: by reference
+                 │       all else that cannot be imported:     by value
+                 │ meets a large buffer (`pack` only)
+                 └──> _Plain, else _Capture, with the large buffers beside it ──> Parcel, in shared memory
 
 A forked drone holds what `__main__` held when the snapshot was taken, so a function or class of that time
 travels as its name, even if it was typed at a prompt. What was defined, or bound anew, since then travels by
@@ -16,17 +18,32 @@ kept only where the bytes `__main__` do not occur in it; a false alarm costs tim
 
 from __future__ import annotations
 
-import io
+import array
+import copyreg
+import pickle
 import sys
-from collections.abc import Iterable
-from pickle import dumps
+from collections import ChainMap
+from collections.abc import Callable, Iterable
+from pickle import PickleBuffer, dumps
 from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import cloudpickle
 
-__all__ = ["ATOMS", "MainSnapshot", "capture"]
+from .arena import Full, Store, place_of
+from .loans import Parcel, Place
+
+__all__ = ["ATOMS", "BULKY", "LARGE_BUFFER", "MainSnapshot", "capture", "pack", "pack_strictly"]
+
+LARGE_BUFFER = 64 * 1024
+"""Bytes from which a buffer goes beside its pickle."""
+LARGE_PICKLE = 32 * 1024
+"""Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
+_FRAME_MOST = 256 * 1024  # bytes; what a pickler writes in larger pieces is the content of one bytes, str or bytearray
+
+BULKY = frozenset((bytes, bytearray, str))
+"""What pickle copies into its output: where it is large, `pack` should be told."""
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Immutable types: for these, the same object is the same value for ever."""
@@ -87,16 +104,142 @@ def capture(value: object, snapshot: MainSnapshot) -> bytes:
         plain = dumps(value, 5)
     except Exception:  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
         plain = b"__main__"
-    if b"__main__" not in plain:
-        return plain
-    target = io.BytesIO()
-    _Capture(target, snapshot).dump(value)
-    return target.getvalue()
+    return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
+
+
+def pack(value: object, snapshot: MainSnapshot, store: Store, bulky: bool = False) -> bytes | Parcel:
+    """The same, with what is large in shared memory while there is room for it.
+
+    Raises whatever the value's own pickling raises, whose code may be run twice.
+    """
+    try:
+        return pack_strictly(value, snapshot, store, bulky)
+    except (Full, OSError) as error:
+        store.arena.warn(error)
+        return capture(value, snapshot)
+
+
+def pack_strictly(value: object, snapshot: MainSnapshot, store: Store, bulky: bool = False) -> bytes | Parcel:
+    """The same; raises `Full`, or `OSError`, where there is no room."""
+    makers: tuple[Any, ...] = (_Plain, _Capture)
+    if not bulky:
+        try:
+            plain = dumps(value, 5, buffer_callback=_only_small)
+            if b"__main__" not in plain:
+                return plain if len(plain) < LARGE_PICKLE else _stored([plain], [], store)
+            makers = (_Capture,)
+        except _Large:
+            pass
+        except Exception:
+            makers = (_Capture,)
+    for maker in makers:
+        buffers: list[memoryview] = []
+        try:
+            pieces, _alive = _with(maker, value, snapshot, buffers)
+        except Exception:
+            if maker is makers[-1]:
+                raise
+            continue
+        if maker is _Capture or not any(b"__main__" in each for each in pieces if len(each) < _FRAME_MOST):
+            break
+    return _stored(pieces, buffers, store)
+
+
+class _Large(Exception):
+    """A buffer that is to go beside the pickle."""
+
+
+def _only_small(buffer: PickleBuffer) -> bool:
+    """The plain pickler's `buffer_callback`: it is to take the buffer in."""
+    with buffer.raw() as raw:
+        if raw.nbytes >= LARGE_BUFFER:
+            raise _Large
+    return True
+
+
+def _with(
+    maker: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
+) -> tuple[list[bytes], object]:
+    """The pieces of `value`'s pickle, and what has to live as long as they do, since large pieces may be views.
+    With `buffers`, large buffers are put there, and not into the pickle."""
+
+    def beside(buffer: PickleBuffer) -> bool:
+        if buffers is None:
+            return True
+        raw = buffer.raw()
+        if raw.nbytes < LARGE_BUFFER:
+            return True
+        buffers.append(raw)
+        return False
+
+    pieces = _Pieces()
+    pickler = maker(pieces, snapshot, beside)
+    pickler.dump(value)
+    return pieces, pickler
+
+
+class _Pieces(list[bytes]):
+    """A file that keeps what is written, as it comes: large pieces are not copied."""
+
+    write = list.append
+
+
+def _stored(pieces: list[bytes], buffers: list[memoryview], store: Store) -> bytes | Parcel:
+    size = sum(map(len, pieces))
+    if not buffers and size < LARGE_PICKLE:
+        return b"".join(pieces)
+    inline = b"".join(pieces) if size < LARGE_PICKLE else b""
+    borrowed = [place_of(buffer, store.arena) for buffer in buffers]
+    runs: list[list[Any]] = [] if inline else [pieces]
+    runs += [[buffer] for buffer, place in zip(buffers, borrowed, strict=True) if place is None]
+    places: list[Place] = []
+    if runs:
+        segment, written = store.put(runs)
+        places = [(segment, start, length) for start, length in written]
+    fresh = iter(places)
+    ordered = [] if inline else [next(fresh)]
+    ordered += [next(fresh) if place is None else place for place in borrowed]
+    return Parcel(inline, ordered)
+
+
+def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
+    if it.format not in _NATIVE_FORMATS:
+        raise TypeError(f"a memoryview of format {it.format!r} cannot be sent: cast it to bytes")
+    content = PickleBuffer(it if it.c_contiguous else it.tobytes())
+    return _memoryview, (content, it.format, it.shape)
+
+
+def _memoryview(content: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+    flat = memoryview(content).cast("B")
+    return flat.cast(format) if 0 in shape else flat.cast(format, shape)  # type: ignore[call-overload,no-any-return]
+
+
+def _reduce_array(it: array.array[Any]) -> tuple[Any, tuple[Any, ...]]:
+    return _array, (it.typecode, PickleBuffer(it))
+
+
+def _array(typecode: str, buffer: Any) -> array.array[Any]:
+    made: array.array[Any] = array.array(typecode)
+    made.frombytes(buffer)
+    return made
+
+
+_NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
+_REDUCERS: dict[Any, Any] = {memoryview: _reduce_memoryview, array.array: _reduce_array}
+
+
+class _Plain(pickle.Pickler):
+    def __init__(self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]) -> None:
+        super().__init__(target, protocol=5, buffer_callback=beside)
+        registered: Any = copyreg.dispatch_table
+        self.dispatch_table = ChainMap(_REDUCERS, registered)
 
 
 class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, target: io.BytesIO, snapshot: MainSnapshot) -> None:
-        super().__init__(target, protocol=5)
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_REDUCERS)
+
+    def __init__(self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]) -> None:
+        super().__init__(target, protocol=5, buffer_callback=beside)
         self._snapshot = snapshot
 
     def reducer_override(self, obj: Any) -> Any:

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from ..coroutines import is_coroutine_function
-from .capture import ATOMS, MainSnapshot, capture, main_namespace
+from .arena import Store
+from .capture import ATOMS, MainSnapshot, main_namespace, pack
+from .loans import Parcel
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 
 __all__ = ["Book", "Definition"]
@@ -34,7 +36,7 @@ class Definition:
 
     __slots__ = ("kind", "label", "number", "payload", "seconds")
 
-    def __init__(self, number: int, kind: int, payload: bytes, label: str) -> None:
+    def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
         self.kind = kind
         self.payload = payload
@@ -64,8 +66,9 @@ class _Entry(NamedTuple):
 class Book:
     """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
 
-    def __init__(self, snapshot: MainSnapshot, overlaps: bool = False) -> None:
+    def __init__(self, snapshot: MainSnapshot, store: Store, overlaps: bool = False) -> None:
         self.snapshot = snapshot
+        self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
         self._code: dict[str, Definition] = {}
@@ -80,7 +83,7 @@ class Book:
             if function() is work and (not witnesses or all(map(_stands, witnesses))):
                 return definition
         try:
-            payload = capture(work, self.snapshot)
+            payload = pack(work, self.snapshot, self.store)
         except Exception as error:
             error.add_note(f"while pickling the work itself, {label(work)}")
             raise

@@ -38,13 +38,16 @@ PROTOCOL = 1
 HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b"C", b"B", b"Y", b"O", b"S"
 
 # What a WORK item asks for.
-DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET, CALL, CALL_KEYWORDS, CALL_FILLED = range(1, 8)
+DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET, CALL, CALL_KEYWORDS, CALL_FILLED, CAME_BACK = range(1, 9)
 # How a RESULTS item ended.
-VALUE, ERROR, WITHDRAWN = range(1, 4)
+VALUE, ERROR, WITHDRAWN, LOAN_OVER = range(1, 5)
+# CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
 
 LARGE = 0x80
 """Set in an item's kind: its payload is a frame of its own, so that it is not copied into the body."""
 LARGE_FROM = 64 * 1024
+SHARED = 0x40
+"""Set in an item's kind: its payload is the waybill (loans.py) of what lies in shared memory."""
 
 _ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
@@ -56,12 +59,12 @@ class Malformed(ValueError):
 
 # Entries are plain tuples: a named one takes longer to make than to pickle what it carries.
 Item = tuple[int, int, int, Any]
-"""One entry of a WORK batch: number (the work's, or the definition's for DEFINE and FORGET), kind, definition,
-payload (bytes-like)."""
+"""One entry of a WORK batch: number (the work's, or the definition's for DEFINE and FORGET), kind (with SHARED),
+definition, payload (bytes-like)."""
 
 Outcome = tuple[int, int, float, float, Any, str]
-"""One entry of a RESULTS batch: number, status, started, finished (`time.monotonic` seconds, the same clock in
-every process), payload (bytes-like; none at all with VALUE stands for None), output."""
+"""One entry of a RESULTS batch: number, status (with SHARED), started, finished (`time.monotonic` seconds, the same
+clock in every process), payload (bytes-like; none at all with VALUE stands for None), output."""
 
 
 def head_type(frames: Sequence[Any]) -> bytes:
@@ -124,7 +127,7 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
         else:
             payload = body[at : at + size]
             at += size
-        if not DEFINE_CALLABLE <= kind <= CALL_FILLED:
+        if not DEFINE_CALLABLE <= kind & ~SHARED <= CAME_BACK:
             raise Malformed(f"item {number}: unknown kind {kind}")
         items.append((number, kind, definition, payload))
     if at != len(body) or next(large, None) is not None:
@@ -160,7 +163,7 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status <= WITHDRAWN:
+        if not VALUE <= status & ~SHARED <= LOAN_OVER:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:

@@ -1,0 +1,110 @@
+"""`Shared`: a value that lies in a pool's shared memory, for many calls.
+
+pool.share(obj) ──one copy──> segment <── each drone that is given it maps the same pages, copy-on-write
+"""
+
+from __future__ import annotations
+
+from pickle import PickleBuffer
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from .wire.arena import Store, pristine_view, view
+from .wire.capture import MainSnapshot, pack_strictly
+from .wire.loans import Parcel, load_beside
+
+__all__ = ["Shared"]
+
+T = TypeVar("T")
+
+
+class Shared(Generic[T]):
+    """The handle of a value that was put into shared memory once; made by `Pool.share`.
+
+    Given as an argument by itself, it arrives as the value, as a promise does. Inside another value, or captured
+    by a function, it arrives as a handle: see `value`. Large buffers in the value (arrays, data frames) are not
+    copied for that: every drone maps the same memory, and what a call writes into them is that call's alone.
+    The rest of the value is pickled once and unpickled by each call. To drones of another pool all of it is copied.
+
+    It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; what drones
+    still look at stays until they do not. Any thread may use it.
+
+    >>> import polycephaly as poly
+    >>> with poly.Pool(2) as pool, pool.share(bytearray(1_000_000)) as zeros:
+    ...     pool.doit(len, zeros)
+    1000000
+    """
+
+    def __init__(self, pickled: bytes, views: list[Any], own: list[Any] | None = None) -> None:
+        """`own`: the same places once more, where this image may write."""
+        self._content: tuple[bytes, list[Any]] | None = (pickled, views)
+        self._own = views if own is None else own
+
+    @property
+    def value(self) -> T:
+        """The value, built anew each time. Its large buffers are views of the same memory in this image, into which
+        this image may write; nobody else sees that. Raises `ValueError` after `release`."""
+        pickled, _ = self._opened()
+        value: T = load_beside(pickled, self._own)
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        pickled, views = self._opened()
+        return len(pickled) + sum(len(each) for each in views)
+
+    def release(self) -> None:
+        """Frees the memory as soon as nobody looks at it. Twice is no error."""
+        self._content, self._own = None, []
+
+    def _opened(self) -> tuple[bytes, list[Any]]:
+        if self._content is None:
+            raise ValueError("this shared value was released")
+        return self._content
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _arrive, self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        pickled, views = self._opened()
+        return (pickled, *map(PickleBuffer, views))
+
+    def __repr__(self) -> str:
+        state = "released" if self._content is None else f"{self.nbytes:,} bytes"
+        return f"<Shared {state} at {id(self):#x}>"
+
+
+class Contents:
+    """Stands for a handle in pickled arguments, and is unpickled as its value."""
+
+    def __init__(self, handle: Shared[Any]) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _open, self._handle._parts()
+
+
+def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
+    """Raises `Full`, a `MemoryError`, where it would be more than may be shared."""
+    parcel = pack_strictly(value, snapshot, store, bulky=True)
+    if not isinstance(parcel, Parcel):
+        return Shared(parcel, [])
+    segment = parcel.places[0][0]
+    stored, own = pristine_view(segment), view(segment)
+    places = [slice(at, at + length) for _, at, length in parcel.places]
+    return Shared(parcel.inline, [stored[each] for each in places], [own[each] for each in places])
+
+
+def _arrive(pickled: bytes, *views: Any) -> Shared[Any]:
+    return Shared(pickled, list(views))
+
+
+def _open(pickled: bytes, *views: Any) -> Any:
+    return load_beside(pickled, list(views))

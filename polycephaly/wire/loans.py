@@ -1,0 +1,186 @@
+"""What is lent across one link, and the waybill by which it travels.
+
+    sender: Parcel(inline, places) ──waybill──> socket ──> receiver: Arrived(inline, places) ──load──> value
+               holds Segments                                  holds Loans: so do the value's buffers
+               Ledger.lent[17] = segment   <──────17────────  the last of them died
+
+A `Parcel` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through the socket, with the
+waybill; a large one lies in the segment too, as its first place.
+
+Each sending is a loan with a number of its own. The Segment is held until that number comes back, whatever becomes
+of the message: the receiver makes a Loan of each number that it reads, and a Loan that is dropped unopened
+comes back like any other.
+
+    waybill    loans, places: counts       loan: number, offset, length      place: which loan, start, length
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from pickle import dumps, loads
+from struct import Struct
+from typing import Any
+
+from .arena import Arena, Keep, Segment, view
+from .messages import Malformed
+
+__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "join", "load", "load_beside", "load_joined"]
+
+_COUNTS = Struct("<HI")
+_LOAN = Struct("<QQQ")
+_PLACE = Struct("<HQQ")
+
+Place = tuple[Segment, int, int]
+"""A segment, and a place in it: start and length."""
+
+
+class Loan(Keep):
+    """A range that the other end of a link has lent to this image."""
+
+    __slots__ = ("_ledger", "number")
+
+    def __init__(self, ledger: Ledger, number: int, offset: int, length: int) -> None:
+        self.number = number
+        self._ledger = ledger
+        super().__init__(ledger.arena, offset, length)
+
+    def _give_back(self) -> None:
+        ledger = self._ledger
+        if ledger.closed:
+            self.arena.punch(self.offset, self.length)
+        else:
+            ledger.returned.append(self.number)
+            ledger.ring()
+
+
+class Ledger:
+    """One end's account of a link. `ring` is called, in any thread, when there is something in `returned`."""
+
+    def __init__(self, arena: Arena, ring: Callable[[], object]) -> None:
+        self.arena = arena
+        self.ring = ring
+        self.lent: dict[int, Segment] = {}
+        self.returned: deque[int] = deque()
+        """Numbers of loans to this end that are over, and of which the other end has to be told."""
+        self.closed = False
+        self._numbers = itertools.count(1)
+
+    def lend(self, segment: Segment) -> int:
+        number = next(self._numbers)
+        self.lent[number] = segment
+        return number
+
+    def came_back(self, number: int) -> None:
+        self.lent.pop(number, None)
+
+    def take_returned(self) -> list[int]:
+        taken = []
+        while self.returned:
+            taken.append(self.returned.popleft())
+        return taken
+
+    def close(self, region: int) -> None:
+        """The other end is dead: what it was lent is free, and of its own region only that stays which this image
+        looks at. (A Loan that ends between these lines may leave its memory in use until the arena ends.)"""
+        self.closed = True
+        self.lent.clear()
+        self.arena.clear_region(region)
+
+
+class Parcel:
+    """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the first place."""
+
+    __slots__ = ("inline", "places")
+
+    def __init__(self, inline: bytes, places: Sequence[Place]) -> None:
+        self.inline = inline
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.inline) + sum(length for _, _, length in self.places)
+
+    def waybill(self, ledger: Ledger) -> bytes:
+        """The message that brings it, once."""
+        numbers: dict[int, int] = {}
+        loans: list[bytes] = []
+        places: list[bytes] = []
+        for segment, start, length in self.places:
+            which = numbers.get(id(segment))
+            if which is None:
+                which = numbers[id(segment)] = len(loans)
+                loans.append(_LOAN.pack(ledger.lend(segment), segment.offset, segment.length))
+            places.append(_PLACE.pack(which, start, length))
+        return b"".join((_COUNTS.pack(len(loans), len(places)), *loans, *places, self.inline))
+
+
+class Arrived:
+    """What has been received."""
+
+    __slots__ = ("_inline", "_loans", "_places")
+
+    def __init__(self, waybill: Any, ledger: Ledger) -> None:
+        """Raises `Malformed`. Opens nothing."""
+        waybill = memoryview(waybill)
+        if len(waybill) < _COUNTS.size:
+            raise Malformed(f"a waybill of {len(waybill)} bytes")
+        loans, places = _COUNTS.unpack_from(waybill)
+        at = _COUNTS.size + loans * _LOAN.size
+        end = at + places * _PLACE.size
+        if len(waybill) < end:
+            raise Malformed(f"a waybill of {len(waybill)} bytes for {loans} loans and {places} places")
+        listed = list(_LOAN.iter_unpack(waybill[_COUNTS.size : at]))
+        self._places: list[tuple[int, int, int]] = list(_PLACE.iter_unpack(waybill[at:end]))
+        self._inline = bytes(waybill[end:])
+        for _, offset, length in listed:
+            if offset % mmap.PAGESIZE or not length or offset + length >= 1 << 62:
+                raise Malformed(f"a loan of {length} bytes at {offset}")
+        for which, start, length in self._places:
+            if which >= len(listed) or start + length > listed[which][2]:
+                raise Malformed(f"a place of {length} bytes at {start} in loan {which}")
+        if not self._inline and not self._places:
+            raise Malformed("a waybill without a pickle")
+        self._loans = [Loan(ledger, *each) for each in listed]
+
+    def __len__(self) -> int:
+        return len(self._inline) + sum(place[2] for place in self._places)
+
+    def views(self) -> list[memoryview]:
+        ranges = [view(loan) for loan in self._loans]
+        return [ranges[which][start : start + length] for which, start, length in self._places]
+
+
+def load(payload: Any) -> Any:
+    """The value of a payload as it came: bytes, or `Arrived`."""
+    if type(payload) is not Arrived:
+        return loads(payload)
+    return load_beside(payload._inline, payload.views())
+
+
+def load_beside(inline: bytes, views: list[Any]) -> Any:
+    """The value of a pickle and its buffers. Where `inline` is empty, the first of them is the pickle."""
+    if inline:
+        return loads(inline, buffers=views)
+    return loads(views[0], buffers=views[1:])
+
+
+# Two pickles in one payload: a call's arguments, and the values of the promises among them.
+
+
+def join(first: bytes | Parcel, second: bytes | Parcel) -> bytes | Parcel:
+    inlines = [each.inline if isinstance(each, Parcel) else each for each in (first, second)]
+    places = [list(each.places) if isinstance(each, Parcel) else [] for each in (first, second)]
+    inline = dumps((inlines[0], len(places[0]), inlines[1]), 5)
+    together = places[0] + places[1]
+    return Parcel(inline, together) if together else inline
+
+
+def load_joined(payload: Any) -> tuple[Any, Any]:
+    if type(payload) is Arrived:
+        inline, views = payload._inline, payload.views()
+    else:
+        inline, views = payload, []
+    first, count, second = loads(inline)
+    return load_beside(first, views[:count]), load_beside(second, views[count:])
