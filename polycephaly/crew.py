@@ -37,7 +37,7 @@ from .roster import Roster, because
 from .wire.capture import main_namespace
 from .wire.definitions import Book
 from .wire.messages import CANCEL, RECALL, pack_numbers
-from .work import Work
+from .work import Slice, Work
 
 __all__ = ["Crew"]
 
@@ -90,9 +90,7 @@ class Crew:
 
     # -- any thread -------------------------------------------------------------------------------
 
-    def submit(
-        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Link | None = None
-    ) -> Promise[Any]:
+    def submit(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Link | None = None) -> Work:
         """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
         if self.refusal is not None:
             self.check_open()
@@ -113,6 +111,11 @@ class Crew:
         else:
             self._enqueue(work)
         return work
+
+    def start(self, work: Work) -> None:
+        """Takes work that was made elsewhere. Raises as `submit` does."""
+        self.check_open()
+        self._enqueue(work)
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -273,6 +276,23 @@ class Crew:
         works = [work for number in given_back if (work := link.answered(number)) is not None]
         self.requeue(works)
         self.answered(link)
+
+    def split(self, link: Link, work: Slice, done: int, rest: int, running: bool) -> None:
+        """A drone has answered the first calls of a slice, and gives the last ones back."""
+        current, later = work.split(done, rest)
+        followers = []
+        if running:
+            link.hand_over(work, current)
+            followers.append(current)
+        else:
+            link.answered(work.number)
+        if rest:
+            self.requeue([later])
+            followers.append(later)
+        work.followers = followers
+        if work.done():  # cancelled: who did it may have looked at `followers` before
+            for each in followers:
+                self.hub.deliver(each.cancel)
 
     def requeue(self, works: list[Work]) -> None:
         """To the head of their queues, in their order."""

@@ -57,7 +57,7 @@ from .output import print_all
 from .promises import FINISHED, LOOK_UP, Promise, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.exceptions import unpack_exception
-from .wire.loans import Arrived, load
+from .wire.loans import Arrived
 from .wire.messages import (
     HELLO,
     LOAN_OVER,
@@ -65,6 +65,7 @@ from .wire.messages import (
     RESULTS,
     RETURNED,
     SHARED,
+    SPLIT,
     VALUE,
     WITHDRAWN,
     Malformed,
@@ -73,11 +74,12 @@ from .wire.messages import (
     numbers,
     unpack_outcomes,
 )  # fmt: skip
+from .wire.slices import unpack_split
+from .work import Slice, Work
 
 if TYPE_CHECKING:
     from .crew import Crew
     from .wire.definitions import Definition
-    from .work import Work
 
 __all__ = ["Hub", "lease_hub"]
 
@@ -522,14 +524,15 @@ class Hub:
         timed: Definition | None = None
         seconds, calls = 0.0, 0
         for number, status, started, finished, payload, output in outcomes:
-            if status & SHARED:
-                status &= ~SHARED
-                payload = Arrived(payload, link.ledger)
-            elif status == LOAN_OVER:
-                link.ledger.came_back(number)
-                link.crew.roster.tidy_later()
-                continue
-            work = link.answered(number)
+            if status > WITHDRAWN:
+                if status == LOAN_OVER:
+                    link.ledger.came_back(number)
+                    link.crew.roster.tidy_later()
+                    continue
+                work, status, payload, done = self._hear_special(link, number, status, payload)
+            else:
+                work = link.answered(number)
+                done = 1 if work is None else work.count
             if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
                 continue
             if work.place > link.begun:
@@ -542,15 +545,34 @@ class Hub:
             settled.append(work)
             if work.definition is not timed:
                 if timed is not None:
-                    timed.took(seconds / calls)
+                    timed.took(seconds, calls)
                 timed, seconds, calls = work.definition, 0.0, 0
             seconds += finished - started
-            calls += 1
+            calls += done
+            link.tasks_done += done
         if timed is not None:
-            timed.took(seconds / calls)
-            link.tasks_done += len(settled)
+            timed.took(seconds, calls)
             self.deliver(partial(_settle_all, settled))
         link.crew.answered(link)
+
+    def _hear_special(self, link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:
+        """An outcome that is split, or in shared memory: the work, its status and payload, how many calls took that."""
+        shared, status = status & SHARED, status & ~SHARED
+        done = rest = 0
+        if status == SPLIT:
+            done, rest, running, payload = unpack_split(payload)
+        if shared:
+            payload = Arrived(payload, link.ledger)
+        if status != SPLIT:
+            work = link.answered(number)
+            return work, status, payload, 1 if work is None else work.count
+        work = link.flight.get(number)
+        if not isinstance(work, Slice) or done + rest > work.count:
+            if work is not None:
+                raise Malformed(f"{link.name} split work {number}, which cannot be split so")
+            return None, VALUE, payload, 0
+        link.crew.split(link, work, done, rest, running)
+        return work, VALUE, payload, max(1, done)
 
     def print_lines(self, link: Link) -> None:
         lines = link.printed()
@@ -569,7 +591,7 @@ def _settle_all(answered: list[Work]) -> None:
                 error = unpack_exception(bytes(payload))
                 work.crew.explain(error)
             elif payload:  # no bytes at all stand for None
-                value = load(payload)
+                value = work.read(payload)
         except BaseException as wrong:
             wrong.add_note(f"while unpickling the result of {work.definition.label}")
             error = wrong

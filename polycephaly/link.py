@@ -37,6 +37,7 @@ BUDGET = 0.005
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
+PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
 TELL_AFTER = 0.02  # seconds
 _TAIL_LINES = 20
 _STACK_LINES = 200
@@ -131,7 +132,7 @@ class Link:
         batch: list[Work] = []
         message = WorkBatch()
         flight, defined, load = self.flight, self._defined, self.load
-        while len(batch) < most:
+        while len(batch) < most and message.size < PACKET:
             try:
                 work = queue.popleft()
             except IndexError:
@@ -157,7 +158,7 @@ class Link:
                 work.estimate = -1.0
                 most = 1
             else:
-                seconds = max(seconds, SHORTEST)
+                seconds = max(seconds * work.count, SHORTEST)
                 if flight and load + seconds > BUDGET:
                     queue.appendleft(work)
                     break
@@ -240,6 +241,16 @@ class Link:
         for frames in self._bulk_waiting:
             router.send_multipart([self.identity, *frames])
         self._bulk_waiting.clear()
+
+    def hand_over(self, work: Work, part: Work) -> None:
+        """`part`, all that is left of `work` here, takes its place and number. How long it takes is not known."""
+        part.number, part.link, part.sent = work.number, self, work.sent
+        part.by_bulk, work.by_bulk = work.by_bulk, False
+        if work.estimate >= 0:
+            self.load -= work.estimate
+            self.unknown += 1
+        part.estimate = -1.0
+        self.flight[part.number] = part
 
     def answered(self, number: int) -> Work | None:
         """Takes a work out of flight; None where it is not there."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
 from .drone import Drone, wait_for
+from .flow import flow
 from .link import State
 from .output import Line
 from .plan import (
@@ -35,9 +34,6 @@ __all__ = ["Pool"]
 T = TypeVar("T")
 
 _names = itertools.count(1)
-
-AHEAD = 0.01  # seconds of work that `map` keeps under way for each drone, once it knows how long a call takes
-MOST_AHEAD = 4096  # calls; also bounds the results that a slow consumer leaves waiting
 
 
 class Pool(Executor):
@@ -184,62 +180,9 @@ class Pool(Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        calls = zip(*iterables) if iterables else iter(())  # noqa: B905 - the shortest ends it, as in `map`
-        end = None if timeout is None else monotonic() + timeout
-        flow = self._flow(fn, calls, end, buffersize, ordered)
-        next(flow)  # the first calls go out now, not at the first `next`
-        return flow
-
-    def _flow(
-        self, fn: Any, calls: Iterator[tuple[Any, ...]], end: float | None, buffersize: int | None, ordered: bool
-    ) -> Iterator[Any]:
-        crew = self._crew
-        under_way: dict[Promise[Any], None] = {}  # in the order of the calls
-        arrived: deque[Promise[Any]] = deque()  # unordered: those that settled
-        news: Promise[None] = Promise()
-        definition = crew.book.define(fn)
-        at_once = crew.plan.size * (crew.plan.width if definition.overlaps else 1)
-
-        def settled(promise: Promise[Any]) -> None:
-            arrived.append(promise)
-            news._settle("FINISHED", None, None)
-
-        def left() -> float | None:
-            return None if end is None else end - monotonic()
-
-        try:
-            first, exhausted = True, False
-            while True:
-                ahead = buffersize or _ahead(at_once, definition.seconds)
-                while not exhausted and len(under_way) < ahead:
-                    call = next(calls, None)
-                    if call is None:
-                        exhausted = True
-                        break
-                    promise = crew.submit(fn, call, {})
-                    under_way[promise] = None
-                    if not ordered:
-                        promise._hook(settled)
-                if first:
-                    first = False
-                    yield None
-                    continue
-                if not under_way:
-                    return
-                if ordered:
-                    next_one = next(iter(under_way))
-                else:
-                    while not arrived:
-                        news.result(left())
-                        news = Promise()
-                    next_one = arrived.popleft()
-                next_one.exception(left())
-                del under_way[next_one]
-                yield next_one.result()
-                del next_one
-        finally:
-            for promise in under_way:
-                promise.cancel()
+        results = flow(self._crew, fn, iterables, timeout, buffersize, ordered)
+        next(results)  # the first calls go out now, not at the first `next`
+        return results
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.
@@ -294,11 +237,3 @@ class Pool(Executor):
             return f"<Pool {crew.plan.name}, ended>"
         busy = sum(bool(link.flight) for link in crew.links)
         return f"<Pool {crew.plan.name}: {len(crew.links)} drones, {busy} busy, {crew.pending()} pieces of work>"
-
-
-def _ahead(at_once: int, seconds: float | None) -> int:
-    """How many calls to keep under way."""
-    least = 4 * at_once
-    if seconds is None:
-        return least
-    return max(least, min(MOST_AHEAD, int(at_once * AHEAD / max(seconds, 1e-6))))

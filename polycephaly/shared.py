@@ -93,7 +93,7 @@ class Contents:
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
     """Raises `Full`, a `MemoryError`, where it would be more than may be shared."""
-    parcel = pack_strictly(value, snapshot, store, bulky=True)
+    parcel = pack_strictly(value, snapshot, store)
     if not isinstance(parcel, Parcel):
         return Shared(parcel, [])
     segment = parcel.places[0][0]

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from .image.definitions import Hole
 from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
 from .shared import Contents, Shared
-from .wire.capture import BULKY, LARGE_BUFFER, capture, pack
+from .wire.capture import BULKY, LARGE_BUFFER, capture, join, pack
 from .wire.definitions import Book, Definition
-from .wire.loans import join
-from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
+from .wire.loans import load
+from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
+from .wire.slices import Answers, part_of
 
 if TYPE_CHECKING:
     from .crew import Crew
     from .link import Link
 
-__all__ = ["Work"]
+__all__ = ["Slice", "Work"]
 
 _numbers = itertools.count(1)
 _SMALL = frozenset((int, float, bool, type(None), complex))
@@ -44,6 +45,7 @@ class Work(Promise[Any]):
     payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
     estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
+    count = 1  # calls
     by_bulk = False
     place = 0  # among the overlapped work that was sent to its drone, from 1
     sent = 0.0  # 0.0: not yet
@@ -110,11 +112,14 @@ class Work(Promise[Any]):
         try:
             book = self.crew.book
             packed = pack(values, book.snapshot, book.store)
-            self.payload = join(self.payload, packed)
+            self.payload = join(None, (self.payload, packed), book.store)
             self.kind = CALL_FILLED
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
             self._settle(FINISHED, None, error)
+
+    read: Callable[[Any], Any] = staticmethod(load)
+    """From what came back to its value. Raises what unpickling raises."""
 
     # -- what it says of itself as a promise ----------------------------------------------------------
 
@@ -134,6 +139,32 @@ class Work(Promise[Any]):
             return Spans(queued=self.queued, sent=self.sent or None, drone=name)
         started, finished, received, there, back = self.answer
         return Spans(self.queued, self.sent, started, finished, received, there, back, name)
+
+
+class Slice(Work):
+    """Several calls of one function. Its value is `Answers`."""
+
+    kind = CALL_SLICE
+    followers: Sequence[Slice] = ()
+    """What comes after it, where it was answered before its end."""
+
+    def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
+        super().__init__(crew, crew.plan.retries)
+        self.definition = definition
+        self.payload = calls
+        self.count = count
+
+    read = staticmethod(Answers)
+
+    def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
+        """In a turn. Its first calls are `done`: the one that is being run, if there is one, and the `rest`."""
+        begun = self.count - rest
+        running, later = (
+            Slice(self.crew, self.definition, part_of(self.payload, start, stop), stop - start)
+            for start, stop in ((done, begun), (begun, self.count))
+        )
+        running.retries = later.retries = self.retries
+        return running, later
 
 
 def _with_stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

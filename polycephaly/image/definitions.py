@@ -15,7 +15,7 @@ from typing import Any
 
 from ..coroutines import is_coroutine
 from ..wire.capture import looked_up, main_namespace
-from ..wire.loans import load, load_joined
+from ..wire.loans import load, load_beside, load_joined
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 
 __all__ = ["Definition", "Hole", "define"]
@@ -58,23 +58,31 @@ class Definition:
         """Its value, or a coroutine that is still to be run."""
         raise NotImplementedError
 
+    def function(self, fresh: bool) -> Callable[..., Any]:
+        """What is called; `fresh`: unpickled once more."""
+        raise NotImplementedError
+
 
 class _Callable(Definition):
     _function: Callable[..., Any] | None = None
     _free: tuple[str, ...] = ()
 
     def begin(self, kind: int, payload: Any) -> Any:
-        function = self._function
-        if function is None:
-            function = self._open()
+        function = self.function(False)
         try:
             args, kwargs = _arguments(kind, payload)
         except BaseException as error:
             error.add_note(f"while unpickling the arguments of {getattr(function, '__qualname__', function)}")
             raise
+        return function(*args, **kwargs)
+
+    def function(self, fresh: bool) -> Callable[..., Any]:
+        function = self._function
+        if function is None or fresh:
+            function = self._open()
         if self._free:
             _graft(function, self._free)
-        return function(*args, **kwargs)
+        return function
 
     def _open(self) -> Callable[..., Any]:
         looked_up.clear()
@@ -86,7 +94,6 @@ class _Callable(Definition):
         if type(function) is FunctionType and function.__module__ == "__main__":
             self._free = tuple({*_free_names(function), *looked_up})
         self._function = function
-        self._payload = b""
         return function
 
 
@@ -136,7 +143,8 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
         args, kwargs = load(payload)
         return args, kwargs
     assert kind == CALL_FILLED
-    (args, kwargs), values = load_joined(payload)
+    _, (outer, inner) = load_joined(payload)
+    (args, kwargs), values = load_beside(*outer), load_beside(*inner)
 
     def fill(arg: Any) -> Any:
         return values[arg.index] if type(arg) is Hole else arg

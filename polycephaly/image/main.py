@@ -44,6 +44,7 @@ from ..wire.exceptions import pack_exception
 from ..wire.lane import Lane
 from ..wire.loans import Arrived, Ledger, Parcel
 from ..wire.messages import (
+    CALL_SLICE,
     CAME_BACK,
     CANCEL,
     DEFINE_CALLABLE,
@@ -60,6 +61,7 @@ from ..wire.messages import (
     RECALL,
     RETURNED,
     SHARED,
+    SPLIT,
     STOP,
     VALUE,
     WITHDRAWN,
@@ -72,13 +74,16 @@ from ..wire.messages import (
     pack_outcomes,
     unpack_work,
 )  # fmt: skip
+from ..wire.slices import pack_answers, split_head
 from .console import open_console
 from .definitions import Definition, define
 from .overlap import Overlap
+from .slices import Slice
 
 __all__ = ["hatch"]
 
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
+FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
 WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
 LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
@@ -118,6 +123,7 @@ class _Drone:
         self._outcomes: list[bytes] = []
         self._large: list[bytes] = []
         self._overlap: Overlap | None = None
+        self._slice: Slice | None = None
         self._last_done = 0
         self._flushed = 0.0
         self._stopping = False
@@ -182,32 +188,76 @@ class _Drone:
                 self._current = number
                 if number in self._missed:
                     raise KeyboardInterrupt("interrupted by the controller")
-                value = task.definition.call(task.kind, task.payload)
-                if value is not None:
-                    payload = self._capture_result(value)
-                    del value
+                if task.kind == CALL_SLICE:
+                    self._slice = Slice(number, task.payload, task.definition.function, self._capture_result)
+                    self._slice.run()
+                else:
+                    value = task.definition.call(task.kind, task.payload)
+                    if value is not None:
+                        payload = self._capture_result(value)
+                        del value
             finally:
                 self._current = 0
         except BaseException as error:
             self._current = 0
             status, payload = ERROR, self._pack(error)
         finished = monotonic()
-        large = self._note_outcome(number, status, started, finished, payload)
+        head = b""
+        if self._slice is not None:
+            status, head, payload = self._end_slice(self._slice)
+        large = self._note_outcome(number, status, started, finished, payload, head)
         self._last_done = number
-        if self._todo and (large or finished - self._flushed > FLUSH_AFTER or not self._row.keep(self._outcomes[-1])):
+        late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
+        if self._todo and (large or late or not self._row.keep(self._outcomes[-1])):
             self._flush()
             self._listen(wait=False)
 
-    def _note_outcome(self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel) -> bool:
+    def _note_outcome(
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
+    ) -> bool:
         """To be sent with the next flush. Whether it is a large one, for the socket."""
+        entry, large = self._outcome(number, status, started, finished, payload, head)
+        self._outcomes.append(entry)
+        self._large += large
+        return bool(large)
+
+    def _outcome(
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
+    ) -> tuple[bytes, list[bytes]]:
+        """Its entry in a RESULTS message, and what goes beside that."""
         if isinstance(payload, Parcel):
             status, payload = status | SHARED, payload.waybill(self._ledger)
-        large = len(payload) >= LARGE_FROM
+        if head:
+            payload = head + payload
+        large = [payload] if len(payload) >= LARGE_FROM else []
         if large:
-            self._large.append(payload)
             status, payload = status | LARGE, b""
-        self._outcomes.append(pack_outcome(number, status, started, finished, payload, self._tail.take()))
-        return large
+        return pack_outcome(number, status, started, finished, payload, self._tail.take()), large
+
+    def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
+        """What came of it, as far as the ear has not sent it."""
+        error = None if run.error is None else self._pack(run.error)
+        with self.socket_turn:
+            self._slice = None
+            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
+            rest = run.cut() if error is None else 0
+        if rest:
+            return SPLIT, split_head(len(run.done), rest, running=False), answers
+        return VALUE, b"", answers
+
+    def _cut_slice(self) -> None:
+        """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
+        run = self._slice
+        if run is None or run.was_cut:
+            return
+        rest = run.cut()
+        run.was_cut = True
+        run.sent = len(run.done)
+        if rest or run.sent:
+            answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
+            head = split_head(run.sent, rest, running=True)
+            entry, large = self._outcome(run.number, SPLIT, run.started, monotonic(), answers, head)
+            self._send(pack_outcomes([entry], large))
 
     def _begin(self, task: _Task) -> None:
         """A task that is run beside others."""
@@ -302,17 +352,18 @@ class _Drone:
                 self._sleep()
         with self.socket_turn:
             self._waiting = False
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
             self.hear_all()
 
     def _sleep(self) -> None:
         """Until there is news. Warm memory is given back when nothing comes for a while."""
-        while self._store.has_warm():
-            if self._news.poll(IDLE) or self._ledger.returned:
-                return
-            self._store.tidy()
-        self._news.poll()
+        news: list[tuple[int, int]] = []
+        while not news and self._store.has_warm():
+            news = self._news.poll(IDLE)
+            if not news:
+                self._store.tidy()
+        for fd, _ in news or self._news.poll():
+            if fd == self._bell:
+                os.eventfd_read(fd)
 
     def close(self) -> None:
         """Runs the exit handlers registered here, and delivers what is in the socket."""
@@ -437,6 +488,7 @@ class _Drone:
         if self.socket_turn.acquire(blocking=False):
             try:
                 if not self._waiting:
+                    self._cut_slice()
                     self.hear_all()
             finally:
                 self.socket_turn.release()

@@ -23,7 +23,7 @@ import copyreg
 import pickle
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer, dumps
 from types import FunctionType
 from typing import Any
@@ -34,7 +34,7 @@ import cloudpickle
 from .arena import Full, Store, place_of
 from .loans import Parcel, Place
 
-__all__ = ["ATOMS", "BULKY", "LARGE_BUFFER", "MainSnapshot", "capture", "pack", "pack_strictly"]
+__all__ = ["ATOMS", "BULKY", "LARGE_BUFFER", "MainSnapshot", "capture", "join", "pack", "pack_strictly", "stored"]
 
 LARGE_BUFFER = 64 * 1024
 """Bytes from which a buffer goes beside its pickle."""
@@ -95,13 +95,15 @@ def main_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
-def capture(value: object, snapshot: MainSnapshot) -> bytes:
+def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> bytes:
     """`value` as it is now, as bytes for an image that shares `snapshot`.
 
-    Raises whatever the value's own pickling raises.
+    Raises whatever the value's own pickling raises; if it is to be `small`, also for a large buffer in it.
     """
     try:
-        plain = dumps(value, 5)
+        plain = dumps(value, 5, buffer_callback=_only_small if small else None)
+    except _Large:
+        raise
     except Exception:  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
         plain = b"__main__"
     return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
@@ -112,37 +114,32 @@ def pack(value: object, snapshot: MainSnapshot, store: Store, bulky: bool = Fals
 
     Raises whatever the value's own pickling raises, whose code may be run twice.
     """
+    if not bulky:
+        try:
+            plain = dumps(value, 5, buffer_callback=_only_small)
+        except Exception:  # it has large buffers, or the plain pickler cannot do it
+            plain = b"__main__"
+        if b"__main__" not in plain:
+            return plain if len(plain) < LARGE_PICKLE else stored(plain, store)
     try:
-        return pack_strictly(value, snapshot, store, bulky)
+        return pack_strictly(value, snapshot, store)
     except (Full, OSError) as error:
         store.arena.warn(error)
         return capture(value, snapshot)
 
 
-def pack_strictly(value: object, snapshot: MainSnapshot, store: Store, bulky: bool = False) -> bytes | Parcel:
-    """The same; raises `Full`, or `OSError`, where there is no room."""
-    makers: tuple[Any, ...] = (_Plain, _Capture)
-    if not bulky:
-        try:
-            plain = dumps(value, 5, buffer_callback=_only_small)
-            if b"__main__" not in plain:
-                return plain if len(plain) < LARGE_PICKLE else _stored([plain], [], store)
-            makers = (_Capture,)
-        except _Large:
-            pass
-        except Exception:
-            makers = (_Capture,)
-    for maker in makers:
-        buffers: list[memoryview] = []
-        try:
-            pieces, _alive = _with(maker, value, snapshot, buffers)
-        except Exception:
-            if maker is makers[-1]:
-                raise
-            continue
-        if maker is _Capture or not any(b"__main__" in each for each in pieces if len(each) < _FRAME_MOST):
-            break
-    return _stored(pieces, buffers, store)
+def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Parcel:
+    """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but once."""
+    buffers: list[memoryview] = []
+    try:
+        pieces, _alive = _with(_Plain, value, snapshot, buffers)
+        plain = not any(b"__main__" in each for each in pieces if len(each) < _FRAME_MOST)
+    except Exception:
+        plain = False
+    if not plain:
+        buffers = []
+        pieces, _alive = _with(_Capture, value, snapshot, buffers)
+    return _put(pieces, buffers, store)
 
 
 class _Large(Exception):
@@ -184,7 +181,32 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-def _stored(pieces: list[bytes], buffers: list[memoryview], store: Store) -> bytes | Parcel:
+def stored(pickled: bytes, store: Store) -> bytes | Parcel:
+    """A pickle, in shared memory if it is large and there is room for it."""
+    try:
+        return _put([pickled], [], store)
+    except (Full, OSError) as error:
+        store.arena.warn(error)
+        return pickled
+
+
+def join(head: Any, parts: Sequence[bytes | Parcel], store: Store) -> bytes | Parcel:
+    """Several payloads as one, with something to say of them: plain data. See `load_joined`."""
+    inlines: list[tuple[bytes, int]] = []
+    places: list[Place] = []
+    for part in parts:
+        if isinstance(part, Parcel):
+            inlines.append((part.inline, len(part.places)))
+            places += part.places
+        else:
+            inlines.append((part, 0))
+    together = stored(dumps((head, inlines), 5), store)
+    if isinstance(together, Parcel):
+        return Parcel(together.inline, [*together.places, *places])
+    return Parcel(together, places) if places else together
+
+
+def _put(pieces: list[bytes], buffers: list[memoryview], store: Store) -> bytes | Parcel:
     size = sum(map(len, pieces))
     if not buffers and size < LARGE_PICKLE:
         return b"".join(pieces)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from ..coroutines import is_coroutine_function
 from .arena import Store
@@ -34,7 +35,7 @@ _numbers = itertools.count(1)  # for all books: a drone may get definitions from
 class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
-    __slots__ = ("kind", "label", "number", "payload", "seconds")
+    __slots__ = ("kind", "label", "number", "once", "pace", "payload", "seconds")
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
@@ -42,19 +43,24 @@ class Definition:
         self.payload = payload
         self.label = label
         self.seconds: float | None = None
+        self.once = False  # for one call: what it is made of may change before the next
+        self.pace: list[float | None] | None = None  # `seconds`, for the next definition of the same thing
 
     @property
     def overlaps(self) -> bool:
         """A drone may run several of these at once, as green threads."""
         return self.kind == DEFINE_OVERLAPPING
 
-    def took(self, seconds: float) -> None:
-        """Follows the measured time; a longer one is believed sooner than a shorter one."""
+    def took(self, seconds: float, calls: int) -> None:
+        """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
+        seconds /= calls
         old = self.seconds
         if old is None:
             self.seconds = seconds
         else:
-            self.seconds = old + (seconds - old) * (0.5 if seconds > old else 0.1)
+            self.seconds = old + (seconds - old) * (0.5 if seconds > old or calls >= 32 else 0.1)
+        if self.pace is not None:
+            self.pace[0] = self.seconds
 
 
 class _Entry(NamedTuple):
@@ -72,6 +78,7 @@ class Book:
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
         self._code: dict[str, Definition] = {}
+        self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, work: str | Callable[..., Any]) -> Definition:
         """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
@@ -91,7 +98,10 @@ class Book:
         definition = Definition(next(_numbers), kind, payload, label(work))
         if entry is not None:
             definition.seconds = entry.definition.seconds
-        self._remember(work, definition)
+        if not self._remember(work, definition):
+            definition.once = True
+            definition.pace = self._paces.setdefault(_kin(work), [None])
+            definition.seconds = definition.pace[0]
         return definition
 
     def _define_code(self, source: str) -> Definition:
@@ -104,19 +114,20 @@ class Book:
             self._code[source] = known
         return known
 
-    def _remember(self, work: Any, definition: Definition) -> None:
-        if not isinstance(work, (FunctionType, BuiltinFunctionType, type)):
-            return  # an instance or a bound method: its state may change at any time
+    def _remember(self, work: Any, definition: Definition) -> bool:
+        if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
+            return False  # an instance or a bound method: its state may change at any time
         try:
             witnesses = tuple(_witnesses(work, self.snapshot, set()))
         except _Mutable:
-            return
+            return False
         key, entries = id(work), self._entries
 
         def forget(_: object) -> None:
             entries.pop(key, None)
 
         entries[key] = _Entry(ref(work, forget), witnesses, definition)
+        return True
 
 
 class _Mutable(Exception):
@@ -134,8 +145,8 @@ def label(work: object) -> str:
 def _stands(witness: tuple[Any, str, Any]) -> bool:
     place, name, value = witness
     if type(place) is dict:
-        return place.get(name, _NOT_THERE) is value
-    if type(place) is FunctionType:
+        return place.get(name, _NOT_THERE) is value if name else tuple(place) == value
+    if type(place) is FunctionType or type(place) is partial:
         return getattr(place, name) is value
     try:
         return place.cell_contents is value
@@ -148,10 +159,11 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
     if id(work) in seen or _by_reference(work, snapshot):
         return
     seen.add(id(work))
-    if not isinstance(work, FunctionType):
-        raise _Mutable  # a class by value
-    if work.__dict__:
-        raise _Mutable
+    if type(work) is partial and not work.__dict__:
+        yield from _witnesses_of_partial(work, snapshot, seen)
+        return
+    if not isinstance(work, FunctionType) or work.__dict__:
+        raise _Mutable  # a class by value, or something that has attributes
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         yield work, name, getattr(work, name)
     for value in (*(work.__defaults__ or ()), *(work.__kwdefaults__ or {}).values()):
@@ -172,10 +184,21 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
         yield namespace, name, value
 
 
+def _witnesses_of_partial(work: partial[Any], snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
+    keywords = work.keywords
+    yield keywords, "", tuple(keywords)
+    for name, value in (("func", work.func), ("args", work.args)):
+        yield from _witnesses_of_value(value, snapshot, seen)
+        yield work, name, value
+    for name, value in keywords.items():
+        yield from _witnesses_of_value(value, snapshot, seen)
+        yield keywords, name, value
+
+
 def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
     if isinstance(value, (*ATOMS, ModuleType)):
         return
-    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
         yield from _witnesses(value, snapshot, seen)
     elif type(value) is tuple:
         for each in value:
@@ -192,6 +215,15 @@ def _by_reference(work: Any, snapshot: MainSnapshot) -> bool:
     for step in getattr(work, "__qualname__", "").split("."):
         found = getattr(found, step, None)
     return found is work
+
+
+def _kin(work: Any) -> Any:
+    """What calls of it have in common with those of other objects: probably the time that they take."""
+    if isinstance(work, partial):
+        return _kin(work.func)
+    if isinstance(work, FunctionType):
+        return work.__code__
+    return getattr(work, "__func__", None) or type(work)
 
 
 def _names(code: CodeType) -> Iterator[str]:

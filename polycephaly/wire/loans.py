@@ -20,14 +20,14 @@ import itertools
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
-from pickle import dumps, loads
+from pickle import loads
 from struct import Struct
 from typing import Any
 
 from .arena import Arena, Keep, Segment, view
 from .messages import Malformed
 
-__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "join", "load", "load_beside", "load_joined"]
+__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined"]
 
 _COUNTS = Struct("<HI")
 _LOAN = Struct("<QQQ")
@@ -147,16 +147,17 @@ class Arrived:
     def __len__(self) -> int:
         return len(self._inline) + sum(place[2] for place in self._places)
 
-    def views(self) -> list[memoryview]:
+    def content(self) -> tuple[bytes, list[memoryview]]:
+        """The pickle, or nothing where it is in the first place; and the places."""
         ranges = [view(loan) for loan in self._loans]
-        return [ranges[which][start : start + length] for which, start, length in self._places]
+        return self._inline, [ranges[which][start : start + length] for which, start, length in self._places]
 
 
 def load(payload: Any) -> Any:
     """The value of a payload as it came: bytes, or `Arrived`."""
     if type(payload) is not Arrived:
         return loads(payload)
-    return load_beside(payload._inline, payload.views())
+    return load_beside(*payload.content())
 
 
 def load_beside(inline: bytes, views: list[Any]) -> Any:
@@ -166,21 +167,16 @@ def load_beside(inline: bytes, views: list[Any]) -> Any:
     return loads(views[0], buffers=views[1:])
 
 
-# Two pickles in one payload: a call's arguments, and the values of the promises among them.
-
-
-def join(first: bytes | Parcel, second: bytes | Parcel) -> bytes | Parcel:
-    inlines = [each.inline if isinstance(each, Parcel) else each for each in (first, second)]
-    places = [list(each.places) if isinstance(each, Parcel) else [] for each in (first, second)]
-    inline = dumps((inlines[0], len(places[0]), inlines[1]), 5)
-    together = places[0] + places[1]
-    return Parcel(inline, together) if together else inline
-
-
-def load_joined(payload: Any) -> tuple[Any, Any]:
+def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
+    """The head, and the parts, of what `join` made: each to be given to `load_beside`."""
     if type(payload) is Arrived:
-        inline, views = payload._inline, payload.views()
+        inline, views = payload.content()
     else:
         inline, views = payload, []
-    first, count, second = loads(inline)
-    return load_beside(first, views[:count]), load_beside(second, views[count:])
+    at = 0 if inline else 1
+    head, inlines = loads(inline or views[0])
+    parts = []
+    for part, count in inlines:
+        parts.append((part, views[at : at + count]))
+        at += count
+    return head, parts

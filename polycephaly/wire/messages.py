@@ -38,9 +38,11 @@ PROTOCOL = 1
 HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b"C", b"B", b"Y", b"O", b"S"
 
 # What a WORK item asks for.
-DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET, CALL, CALL_KEYWORDS, CALL_FILLED, CAME_BACK = range(1, 9)
+DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET, CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CAME_BACK = (
+    range(1, 10)
+)
 # How a RESULTS item ended.
-VALUE, ERROR, WITHDRAWN, LOAN_OVER = range(1, 5)
+VALUE, ERROR, WITHDRAWN, SPLIT, LOAN_OVER = range(1, 6)
 # CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
 
 LARGE = 0x80
@@ -88,9 +90,10 @@ def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
 class WorkBatch:
     """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the garbage collector."""
 
-    __slots__ = ("_body", "_head", "_large")
+    __slots__ = ("_body", "_head", "_large", "size")
 
     def __init__(self) -> None:
+        self.size = 0  # bytes of payload so far
         self._head = [WORK]
         self._body: list[bytes] = []
         self._large: list[bytes] = []
@@ -102,6 +105,7 @@ class WorkBatch:
         else:
             kind |= LARGE
             self._large.append(payload)
+        self.size += size
         self._head.append(_ITEM.pack(number, kind, definition, size))
 
     def frames(self) -> list[bytes]:

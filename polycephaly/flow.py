@@ -1,0 +1,290 @@
+"""`map`: a stream of calls.
+
+    iterables ──take──> rows ──> Slice: a millisecond of calls in one piece of work ──> drone ──> answers, in order
+                 └──> what is large, or a promise, and all of unknown length: a call by itself ──> drone ──┘
+
+How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece of work is shared
+by many short calls, and long ones go one by one. A slice that turns out to take longer is cut by its drone
+(image/slices.py): it is answered with what there is, and its *followers* take its place in the order: the call that is
+being run, and the rest, which any drone may run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from operator import length_hint
+from pickle import dumps
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from .promises import FINISHED, Promise
+from .shared import Shared
+from .wire.capture import BULKY, capture
+from .wire.exceptions import unpack_exception
+from .wire.slices import ITEMS, PICKLED, ROWS, TOGETHER, Answers, pack_calls
+from .work import Slice, Work
+
+if TYPE_CHECKING:
+    from .crew import Crew
+
+__all__ = ["flow"]
+
+AHEAD = 0.01
+"""Seconds of work that are kept under way for each drone, once it is known how long a call takes."""
+MOST_AHEAD = 8192
+"""Calls under way; also bounds the results that a slow consumer leaves waiting."""
+SLICE = 0.001
+"""Seconds of work in a slice."""
+ROWS_MOST = 1024
+BYTES_MOST = 16 * 1024
+"""Of a slice's rows: then several fit into a message."""
+
+_SMALL = TOGETHER - {str, bytes}
+_PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
+"""To take from these runs no code of users, so several rows are taken at the same moment."""
+
+
+def flow(
+    crew: Crew,
+    fn: Callable[..., Any],
+    iterables: Sequence[Iterable[Any]],
+    timeout: float | None,
+    buffersize: int | None,
+    ordered: bool,
+) -> Iterator[Any]:
+    """The results. What it gives first is nothing: by then the first calls are on their way."""
+    end = None if timeout is None else monotonic() + timeout
+    stream = (_Ordered if ordered else _Unordered)(_Source(crew, fn, iterables), buffersize)
+    try:
+        stream.fill()
+        yield None
+        while True:
+            stream.fill()
+            works = stream.take(end)
+            if not works:
+                break
+            if not isinstance(works[0], Slice):
+                yield works.pop().result()  # so that nothing here holds the value
+                continue
+            answers: Answers = works.pop().result()
+            if answers.plain:
+                yield from answers.values
+            else:
+                for index in range(len(answers)):
+                    yield answers.value(index)
+            if answers.error is not None:
+                error = unpack_exception(answers.error)
+                crew.explain(error)
+                raise error
+        if stream.source.error is not None:
+            raise stream.source.error
+    finally:
+        stream.cancel()
+
+
+class _Ordered:
+    """The works of a stream, in the order of the calls."""
+
+    def __init__(self, source: _Source, buffersize: int | None) -> None:
+        self.source = source
+        self._buffersize = buffersize
+        self._under_way = 0  # calls
+        self._works: deque[Work] = deque()
+
+    def fill(self) -> None:
+        """Has as many calls under way as there should be."""
+        most = self._buffersize or self.source.ahead()
+        while self._under_way < most:
+            rows = most - self._under_way if self._buffersize is None else 1 + self._buffersize // 32
+            work = self.source.take(min(rows, most - self._under_way))
+            if work is None:
+                return
+            self._under_way += work.count
+            self._add(work)
+
+    def take(self, end: float | None) -> list[Work]:
+        """The next one that is settled, alone in a list; an empty one after the last."""
+        if not self._works:
+            return []
+        work = self._works[0]
+        work.exception(_left(end))
+        self._works.popleft()
+        self._under_way -= work.count
+        if isinstance(work, Slice):
+            self._works.extendleft(reversed(work.followers))
+            self._under_way += sum(each.count for each in work.followers)
+        return [work]
+
+    def cancel(self) -> None:
+        _cancel(self._works)
+
+    def _add(self, work: Work) -> None:
+        self._works.append(work)
+
+
+class _Unordered(_Ordered):
+    """As they come."""
+
+    def __init__(self, source: _Source, buffersize: int | None) -> None:
+        super().__init__(source, buffersize)
+        self._arrived: deque[Work] = deque()
+        self._news: Promise[None] = Promise()
+
+    def take(self, end: float | None) -> list[Work]:
+        while not self._arrived:
+            if not self._works:
+                return []
+            self._news.result(_left(end))
+            self._news = Promise()
+        work = self._arrived.popleft()
+        self._works.remove(work)
+        self._under_way -= work.count
+        if isinstance(work, Slice):
+            for each in work.followers:
+                self._under_way += each.count
+                self._add(each)
+        return [work]
+
+    def _add(self, work: Work) -> None:
+        super()._add(work)
+        work._hook(self._settled)
+
+    def _settled(self, work: Promise[Any]) -> None:
+        assert isinstance(work, Work)
+        self._arrived.append(work)
+        self._news._settle(FINISHED, None, None)
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else end - monotonic()
+
+
+def _cancel(works: Iterable[Work]) -> None:
+    """Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said
+    what follows it, and here it is the other way round, so one of the two sees both."""
+    for work in works:
+        work.cancel()
+        if isinstance(work, Slice):
+            _cancel(work.followers)
+
+
+class _Source:
+    """Where the calls come from. `error` is what ended the input, if not its end."""
+
+    def __init__(self, crew: Crew, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]) -> None:
+        self.error: Exception | None = None
+        self._crew = crew
+        self._fn = fn
+        self._single = len(iterables) == 1
+        self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self._rows: Iterator[Any] = iter(iterables[0]) if self._single else zip(*iterables, strict=False)
+        if not iterables:
+            self._rows = iter(())
+        self._exhausted = False
+        self._next: Work | None = None
+        self._row_bytes = 1.0
+        plan = crew.plan
+        self._one_by_one = plan.timeout is not None or plan.max_tasks is not None
+        self._definition = crew.book.define(fn)
+
+    def ahead(self) -> int:
+        """How many calls are to be kept under way."""
+        plan, seconds = self._crew.plan, self._definition.seconds
+        at_once = plan.size * (plan.width if self._definition.overlaps else 1)
+        least = 4 * at_once
+        if seconds is None:
+            return least
+        return max(least, min(MOST_AHEAD, int(at_once * AHEAD / max(seconds, 1e-7))))
+
+    def take(self, most: int) -> Work | None:
+        """The next piece of work, on its way, of at most so many calls; None when there is none."""
+        work, self._next = self._next, None
+        if work is None and not self._exhausted:
+            self._definition = self._crew.book.define(self._fn)
+            work = self._gather(min(most, self._best()))
+        return work
+
+    def _best(self) -> int:
+        """Rows in a slice."""
+        seconds = self._definition.seconds
+        if seconds is None or self._one_by_one or self._definition.overlaps:
+            return 1
+        best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
+        left = length_hint(self._rows, 0)
+        if left:  # so that the last ones are divided among the drones
+            best = min(best, -(-left // self._crew.plan.size))
+        return max(1, best)
+
+    def _gather(self, most: int) -> Work | None:
+        form = ITEMS if self._single else ROWS
+        rows: list[Any] = []
+        size = 0
+        work: Work | None
+        source: Iterator[Any] = islice(self._rows, most)
+        if self._at_once and most > 1:
+            rows = list(source)
+            if self._travel_together(rows):
+                return self._slice(form, rows)
+            self._at_once = False  # nor will the next ones
+            self._rows = chain(rows, self._rows)
+            rows, source = [], islice(self._rows, most)
+        try:
+            for row in source:
+                args = (row,) if self._single else row
+                if most > 1 and form != PICKLED and self._travel_together([row]):
+                    rows.append(row)
+                    continue
+                pickled = self._pickled(args) if most > 1 else None
+                if pickled is None:
+                    self._next = self._crew.submit(self._fn, args, {})
+                    break
+                if form != PICKLED:
+                    rows = [dumps((row,) if self._single else row, 5) for row in rows]
+                    form = PICKLED
+                rows.append(pickled)
+                size += len(pickled)
+                if size > BYTES_MOST:
+                    break
+            else:
+                self._exhausted = len(rows) < most
+        except Exception as error:
+            self.error = error
+            self._exhausted = True
+        if rows:
+            return self._slice(form, rows)
+        work, self._next = self._next, None
+        return work
+
+    def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
+        """A call's arguments, unless it has to go by itself."""
+        for arg in args:
+            if isinstance(arg, (Promise, Shared)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
+                return None
+        try:
+            pickled = capture(args, self._crew.book.snapshot, small=True)
+        except Exception:  # too large, or it cannot be pickled: then the call's promise says why
+            return None
+        return pickled if len(pickled) <= BYTES_MOST else None
+
+    def _travel_together(self, rows: list[Any]) -> bool:
+        """Are all arguments of these rows small and immutable?"""
+        args = rows if self._single else list(chain.from_iterable(rows))
+        kinds = set(map(type, args))
+        if tuple in kinds:
+            args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
+            kinds = set(map(type, args))
+        if kinds <= _SMALL:
+            return True
+        return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
+
+    def _slice(self, form: int, rows: list[Any]) -> Work | None:
+        if not rows:
+            self._exhausted = True
+            return None
+        calls = pack_calls(form, self._definition.once, rows)
+        self._row_bytes = max(1.0, len(calls) / len(rows))
+        work = Slice(self._crew, self._definition, calls, len(rows))
+        self._crew.start(work)
+        return work

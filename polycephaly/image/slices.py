@@ -1,0 +1,112 @@
+"""A slice of a `map`, as a drone runs it.
+
+    calls ──main thread: popleft, call──> done ──> the outcome
+      └──the ear: pop, from the end──> given back, when it takes longer than it should
+
+A slice is made for a millisecond of work, by what such calls have taken. Where one takes longer than the ear's window,
+the ear *cuts* it: gives back what has not been begun, so that others can run it, and sends the answers that there are.
+The main thread goes on with the call that it runs, and answers that one by itself.
+
+`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back. What the ear sends
+and what the main thread sends in the end is divided by `sent`, which is changed and read under the socket's turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pickle import loads
+from time import monotonic
+from typing import Any
+
+from ..coroutines import is_coroutine
+from ..wire.slices import ITEMS, ROWS, TOGETHER, Packed, unpack_calls
+
+__all__ = ["Slice"]
+
+_SMALL = TOGETHER - {str, bytes}
+ANSWERS_MOST = 256 * 1024
+"""Bytes of answers after which a slice ends, and gives back the rest."""
+
+
+class Slice:
+    """`open_function` gives the function; each time a fresh one, if that is asked for."""
+
+    def __init__(
+        self, number: int, payload: Any, open_function: Callable[[bool], Callable[..., Any]], pack: Callable[[Any], Any]
+    ) -> None:
+        self.number = number
+        self.done: list[Any] = []
+        self.sent = 0  # of `done`
+        self.packed = False  # some of `done` are `Packed`
+        self.was_cut = False
+        self.started = monotonic()
+        self.error: BaseException | None = None
+        self._form, self._fresh, rows = unpack_calls(payload)
+        self.calls: deque[Any] = deque(rows)
+        self._open = open_function
+        self._pack = pack
+        self._bytes = 0
+
+    def run(self) -> None:
+        """Runs the calls, to the first that fails. What is left in `calls` then was not begun."""
+        form, fresh = self._form, self._fresh
+        take, note = self.calls.popleft, self.done.append
+        try:
+            function = self._open(fresh)
+            while True:
+                try:
+                    call = take()
+                except IndexError:
+                    return
+                if form == ITEMS:
+                    value = function(call)
+                elif form == ROWS:
+                    value = function(*call)
+                else:
+                    value = function(*_arguments(call, function))
+                if type(value) in _SMALL:
+                    note(value)
+                else:
+                    note(self._packed(value))
+                    del value
+                    if self._bytes > ANSWERS_MOST:
+                        return
+                if fresh:
+                    function = self._open(fresh)
+        except BaseException as error:
+            self.error = error
+
+    def _packed(self, value: Any) -> Any:
+        if is_coroutine(value):
+            from ..green import run
+
+            value = run(value)
+        if type(value) is tuple and len(value) < 16 and _SMALL.issuperset(map(type, value)):
+            return value
+        if type(value) in TOGETHER:
+            self._bytes += len(value) if isinstance(value, (str, bytes)) else 0
+            if self._bytes < ANSWERS_MOST:
+                return value
+        self.packed = True
+        packed = self._pack(value)
+        self._bytes += len(packed)
+        return Packed(packed)
+
+    def cut(self) -> int:
+        """From another thread: how many calls were taken away at the end."""
+        taken = 0
+        with suppress(IndexError):
+            while True:
+                self.calls.pop()
+                taken += 1
+        return taken
+
+
+def _arguments(pickled: bytes, function: Any) -> Any:
+    try:
+        return loads(pickled)
+    except BaseException as error:
+        error.add_note(f"while unpickling the arguments of {getattr(function, '__qualname__', function)}")
+        raise

@@ -1,0 +1,100 @@
+"""How `map` travels: many calls of one function in one piece of work, and many answers in one outcome.
+
+    calls    range | pickle of (form, fresh, rows)      the range says which of the rows are to be called, so that what
+                                                        is left of a slice is the same bytes with another range
+    answers  pickle of (values, which, error), and the values that are pickled one by one: for each index in `which`
+    split    done, rest, running | answers              an answer before the end: so many calls are done, so many were
+                                                        not begun and will not be; is one being run now?
+
+Nothing in a slice may show that it is one. Values that cannot change are pickled together. All others are pickled one
+by one, arguments as they are taken from their iterator and results as they are returned: else two calls would share an
+object, or see what a later one made of it.
+"""
+
+from __future__ import annotations
+
+from pickle import dumps, loads
+from struct import Struct
+from typing import Any, NamedTuple
+
+from .arena import Store
+from .capture import ATOMS, join
+from .loans import Parcel, load_beside, load_joined
+from .messages import Malformed
+
+__all__ = [
+    "ITEMS", "PICKLED", "ROWS", "TOGETHER", "Answers", "Packed", "pack_answers", "pack_calls", "part_of", "split_head",
+    "unpack_calls", "unpack_split",
+]  # fmt: skip
+
+ITEMS, ROWS, PICKLED = range(3)
+"""Forms of rows: an only argument, a tuple of arguments, or the pickle of such a tuple."""
+
+TOGETHER = frozenset(ATOMS)
+"""Types of values that are pickled together."""
+
+_RANGE = Struct("<II")
+_SPLIT = Struct("<II?")
+
+
+def pack_calls(form: int, fresh: bool, rows: list[Any]) -> bytes:
+    """`fresh`: each call is to have a function object of its own."""
+    return _RANGE.pack(0, len(rows)) + dumps((form, fresh, rows), 5)
+
+
+def part_of(calls: bytes, start: int, stop: int) -> bytes:
+    """Of packed calls, those from `start` to `stop`, counted within what its range says."""
+    first, _ = _RANGE.unpack_from(calls)
+    return _RANGE.pack(first + start, first + stop) + calls[_RANGE.size :]
+
+
+def unpack_calls(calls: Any) -> tuple[int, bool, list[Any]]:
+    first, last = _RANGE.unpack_from(calls)
+    form, fresh, rows = loads(memoryview(calls)[_RANGE.size :])
+    return form, fresh, rows[first:last]
+
+
+class Packed(NamedTuple):
+    """A value that was pickled by itself."""
+
+    payload: bytes | Parcel
+
+
+def pack_answers(done: list[Any], packed: bool, error: bytes | None, store: Store) -> bytes | Parcel:
+    """`done`: values, and if `packed` some that are `Packed`; and the error of the call after them, if there is one."""
+    which = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
+    values = [None if type(value) is Packed else value for value in done] if packed else done
+    return join((values, which, error), [done[index].payload for index in which], store)
+
+
+class Answers:
+    """What came of a slice: as much of it as was done."""
+
+    def __init__(self, payload: Any) -> None:
+        (self.values, which, self.error), parts = load_joined(payload)
+        self._parts = dict(zip(which, parts, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def plain(self) -> bool:
+        """All values are there, and `value` need not be asked."""
+        return not self._parts
+
+    def value(self, index: int) -> Any:
+        """Once each. Raises what its unpickling raises."""
+        part = self._parts.pop(index, None)
+        return self.values[index] if part is None else load_beside(*part)
+
+
+def split_head(done: int, rest: int, running: bool) -> bytes:
+    return _SPLIT.pack(done, rest, running)
+
+
+def unpack_split(payload: Any) -> tuple[int, int, bool, Any]:
+    """The head, and the answers, packed."""
+    if len(payload) <= _SPLIT.size:
+        raise Malformed(f"a split of {len(payload)} bytes")
+    done, rest, running = _SPLIT.unpack_from(payload)
+    return done, rest, running, payload[_SPLIT.size :]
