@@ -23,7 +23,7 @@ from .promises import FINISHED, Promise
 from .shared import Shared
 from .wire.capture import BULKY, capture
 from .wire.exceptions import unpack_exception
-from .wire.slices import ITEMS, PICKLED, ROWS, TOGETHER, Answers, pack_calls
+from .wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, Answers, pack_calls
 from .work import Slice, Work
 
 if TYPE_CHECKING:
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["flow"]
 
-AHEAD = 0.01
-"""Seconds of work that are kept under way for each drone, once it is known how long a call takes."""
+AHEAD = 1.0
+"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
+up those after it, whose results wait for it, the others are not to run dry."""
 MOST_AHEAD = 8192
 """Calls under way; also bounds the results that a slow consumer leaves waiting."""
+BYTES_AHEAD = 64 << 20
+"""The same in bytes of arguments and results."""
 SLICE = 0.001
 """Seconds of work in a slice."""
 ROWS_MOST = 1024
 BYTES_MOST = 16 * 1024
 """Of a slice's rows: then several fit into a message."""
 
-_SMALL = TOGETHER - {str, bytes}
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """To take from these runs no code of users, so several rows are taken at the same moment."""
 
@@ -112,6 +114,7 @@ class _Ordered:
         work.exception(_left(end))
         self._works.popleft()
         self._under_way -= work.count
+        self.source.learn(work)
         if isinstance(work, Slice):
             self._works.extendleft(reversed(work.followers))
             self._under_way += sum(each.count for each in work.followers)
@@ -141,6 +144,7 @@ class _Unordered(_Ordered):
         work = self._arrived.popleft()
         self._works.remove(work)
         self._under_way -= work.count
+        self.source.learn(work)
         if isinstance(work, Slice):
             for each in work.followers:
                 self._under_way += each.count
@@ -185,6 +189,7 @@ class _Source:
         self._exhausted = False
         self._next: Work | None = None
         self._row_bytes = 1.0
+        self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
         plan = crew.plan
         self._one_by_one = plan.timeout is not None or plan.max_tasks is not None
         self._definition = crew.book.define(fn)
@@ -193,10 +198,21 @@ class _Source:
         """How many calls are to be kept under way."""
         plan, seconds = self._crew.plan, self._definition.seconds
         at_once = plan.size * (plan.width if self._definition.overlaps else 1)
-        least = 4 * at_once
         if seconds is None:
-            return least
-        return max(least, min(MOST_AHEAD, int(at_once * AHEAD / max(seconds, 1e-7))))
+            return 4 * at_once
+        most: float = MOST_AHEAD
+        if self._calls:
+            seconds = self._seconds / self._calls
+            most = min(most, BYTES_AHEAD * self._calls / (self._bytes + 1))
+        return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
+
+    def learn(self, work: Work) -> None:
+        """From what came of it."""
+        if work.answer is not None:
+            started, finished, _, there, back = work.answer
+            self._seconds += finished - started
+            self._bytes += there + back
+            self._calls += work.count
 
     def take(self, most: int) -> Work | None:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
@@ -230,32 +246,34 @@ class _Source:
             self._at_once = False  # nor will the next ones
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, most)
-        try:
-            for row in source:
-                args = (row,) if self._single else row
-                if most > 1 and form != PICKLED and self._travel_together([row]):
-                    rows.append(row)
-                    continue
-                pickled = self._pickled(args) if most > 1 else None
-                if pickled is None:
-                    self._next = self._crew.submit(self._fn, args, {})
-                    break
-                if form != PICKLED:
-                    rows = [dumps((row,) if self._single else row, 5) for row in rows]
-                    form = PICKLED
-                rows.append(pickled)
-                size += len(pickled)
-                if size > BYTES_MOST:
-                    break
-            else:
-                self._exhausted = len(rows) < most
-        except Exception as error:
-            self.error = error
-            self._exhausted = True
+        for row in self._taken(source):
+            if form != PICKLED and most > 1 and (type(row) in SMALL or self._travel_together([row])):
+                rows.append(row)
+                continue
+            args = (row,) if self._single else row
+            pickled = self._pickled(args) if most > 1 else None
+            if pickled is None:
+                self._next = self._crew.submit(self._fn, args, {})
+                break
+            if form != PICKLED:
+                rows = [dumps((row,) if self._single else row, 5) for row in rows]
+                form = PICKLED
+            rows.append(pickled)
+            size += len(pickled)
+            if size > BYTES_MOST:
+                break
+        else:
+            self._exhausted = len(rows) < most
         if rows:
             return self._slice(form, rows)
         work, self._next = self._next, None
         return work
+
+    def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from source
+        except Exception as error:  # of the input: to be raised in its place
+            self.error = error
 
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
         """A call's arguments, unless it has to go by itself."""
@@ -275,7 +293,7 @@ class _Source:
         if tuple in kinds:
             args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
             kinds = set(map(type, args))
-        if kinds <= _SMALL:
+        if kinds <= SMALL:
             return True
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from pickle import dumps
+from typing import TYPE_CHECKING, Any
 
 from .launch import lifeline
 from .launch.launcher import Launcher
@@ -132,7 +133,11 @@ class Link:
         batch: list[Work] = []
         message = WorkBatch()
         flight, defined, load = self.flight, self._defined, self.load
-        while len(batch) < most and message.size < PACKET:
+        numbers: list[int] = []  # of a run of calls of one function that travel together
+        calls: list[tuple[Any, ...]] = []
+        run_of: Any = None
+        size = 0
+        while len(batch) < most and size + message.size < PACKET:
             try:
                 work = queue.popleft()
             except IndexError:
@@ -164,22 +169,42 @@ class Link:
                     break
                 load += seconds
                 work.estimate = seconds
-            if definition.number not in defined:
-                self._define(definition, message)
-            payload = work.payload
-            if type(payload) is Parcel:
-                message.add(work.number, work.kind | SHARED, definition.number, payload.waybill(self.ledger))
+            if definition is not run_of:
+                if numbers:
+                    message.add_calls(run_of.number, numbers, calls)
+                    numbers, calls = [], []
+                run_of = definition
+                if definition.number not in defined:
+                    self._define(definition, message)
+            number = work.number
+            if work.args is not None and not definition.overlaps:
+                numbers.append(number)
+                calls.append(work.args)
+                size += work.weight
             else:
-                message.add(work.number, work.kind, definition.number, payload)
-            flight[work.number] = work
+                if numbers:
+                    message.add_calls(definition.number, numbers, calls)
+                    numbers, calls = [], []
+                self._add(work, message)
+            flight[number] = work
             work.link = self
             work.sent = now
             batch.append(work)
+        if numbers:
+            message.add_calls(run_of.number, numbers, calls)
         self.load = load
         self.last_heard = now
         if batch and self.ledger.returned:
             self._add_returned(message)
         return batch, message.frames()
+
+    def _add(self, work: Work, message: WorkBatch) -> None:
+        payload, kind = work.payload, work.kind
+        if work.args is not None:
+            payload = dumps(work.args, 5) if work.args else b""
+        elif isinstance(payload, Parcel):
+            payload, kind = payload.waybill(self.ledger), kind | SHARED
+        message.add(work.number, kind, work.definition.number, payload)
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
         defined, size = self._defined, len(definition.payload)
@@ -251,6 +276,21 @@ class Link:
             self.unknown += 1
         part.estimate = -1.0
         self.flight[part.number] = part
+
+    def answered_all(self, numbers: list[int]) -> list[Work | None]:
+        """The same for many."""
+        if self._bulk_unanswered or self.overlapping:
+            return [self.answered(number) for number in numbers]
+        flight, load, unknown = self.flight, self.load, self.unknown
+        works = [flight.pop(number, None) for number in numbers]
+        for work in works:
+            if work is not None:
+                if work.estimate < 0:
+                    unknown -= 1
+                else:
+                    load -= work.estimate
+        self.load, self.unknown = load if flight else 0.0, unknown
+        return works
 
     def answered(self, number: int) -> Work | None:
         """Takes a work out of flight; None where it is not there."""

@@ -98,7 +98,7 @@ class Roster:
 
         def once_more() -> Work:
             work = Work(self._crew, 0)
-            work.definition, work.kind, work.payload = definition, first.kind, first.payload
+            work.definition, work.args, work.kind, work.payload = definition, first.args, first.kind, first.payload
             return work
 
         return once_more

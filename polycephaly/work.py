@@ -12,17 +12,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
+from pickle import dumps
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .image.definitions import Hole
 from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
 from .shared import Contents, Shared
-from .wire.capture import BULKY, LARGE_BUFFER, capture, join, pack
+from .wire.capture import LARGE_BUFFER, capture, join, pack
 from .wire.definitions import Book, Definition
 from .wire.loans import load
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
-from .wire.slices import Answers, part_of
+from .wire.slices import SHORT, SMALL, Answers, part_of
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Slice", "Work"]
 
 _numbers = itertools.count(1)
-_SMALL = frozenset((int, float, bool, type(None), complex))
-"""Types of arguments at which nothing has to be looked."""
 
 
 class Work(Promise[Any]):
@@ -42,6 +41,8 @@ class Work(Promise[Any]):
     target: Link | None = None  # the only drone it may run on, if there is one
     link: Link | None = None  # the drone it was sent to
     kind = CALL
+    args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others
+    weight = 16  # bytes of these, about
     payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
     estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
@@ -65,17 +66,27 @@ class Work(Promise[Any]):
         """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
         self.definition = definition
         inputs: Sequence[Promise[Any]] = ()
-        bulky = shared = False
+        together, bulky, shared = not kwargs, False, False
         for arg in (*args, *kwargs.values()) if kwargs else args:
             kind = type(arg)
-            if kind in _SMALL:
+            if kind in SMALL:
                 continue
-            if kind in BULKY:
-                bulky = bulky or len(arg) >= LARGE_BUFFER
-            elif isinstance(arg, Promise):
+            if kind is str or kind is bytes:
+                size = len(arg)
+                self.weight += size
+                together = together and size < SHORT
+                bulky = bulky or size >= LARGE_BUFFER
+                continue
+            together = False
+            if isinstance(arg, Promise):
                 inputs = [*inputs, arg]
             elif kind is Shared:
                 shared = True
+            elif kind is bytearray:
+                bulky = bulky or len(arg) >= LARGE_BUFFER
+        if together:
+            self.args = args
+            return inputs
         if inputs or shared:
             args, kwargs = _with_stand_ins(args, kwargs)
         try:
@@ -138,6 +149,9 @@ class Work(Promise[Any]):
         if self.answer is None:
             return Spans(queued=self.queued, sent=self.sent or None, drone=name)
         started, finished, received, there, back = self.answer
+        if self.args is not None:  # they went together with others: so many bytes is what it would be by itself
+            there = len(dumps(self.args, 5))
+            back = back or len(dumps(self._result, 5))
         return Spans(self.queued, self.sent, started, finished, received, there, back, name)
 
 

@@ -20,27 +20,27 @@ class Tail:
     """The end of what one piece of work printed."""
 
     def __init__(self) -> None:
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
         self._size = 0
 
     def add(self, text: str) -> None:
-        self._pieces.append(text[-TAIL:])
+        self.pieces.append(text[-TAIL:])
         self._size += len(text)
         if self._size > 4 * TAIL:
-            self._pieces = ["".join(self._pieces)[-TAIL:]]
+            self.pieces = ["".join(self.pieces)[-TAIL:]]
             self._size = TAIL
 
     def take(self) -> bytes:
         """What was added since the last call; the streams are flushed, so that it is out before the result."""
-        if not self._pieces:
+        if not self.pieces:
             return b""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (AttributeError, OSError, ValueError):  # the work closed it, or put something else there
                 pass
-        text = "".join(self._pieces)[-TAIL:]
-        self._pieces.clear()
+        text = "".join(self.pieces)[-TAIL:]
+        self.pieces.clear()
         self._size = 0
         return text.encode("utf-8", "replace")
 

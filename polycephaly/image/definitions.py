@@ -17,6 +17,7 @@ from ..coroutines import is_coroutine
 from ..wire.capture import looked_up, main_namespace
 from ..wire.loans import load, load_beside, load_joined
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
+from ..wire.slices import TOGETHER
 
 __all__ = ["Definition", "Hole", "define"]
 
@@ -47,12 +48,11 @@ class Definition:
 
     def call(self, kind: int, payload: Any) -> Any:
         """Its value; a coroutine is run to its end, as a green thread."""
-        value = self.begin(kind, payload)
-        if is_coroutine(value):
-            from ..green import run
+        return _finished(self.begin(kind, payload))
 
-            return run(value)
-        return value
+    def call_with(self, args: tuple[Any, ...]) -> Any:
+        """The same, of arguments that are here already."""
+        raise NotImplementedError
 
     def begin(self, kind: int, payload: Any) -> Any:
         """Its value, or a coroutine that is still to be run."""
@@ -76,6 +76,13 @@ class _Callable(Definition):
             raise
         return function(*args, **kwargs)
 
+    def call_with(self, args: tuple[Any, ...]) -> Any:
+        function = self._function
+        if function is None or self._free:
+            function = self.function(False)
+        value = function(*args)
+        return value if type(value) in TOGETHER else _finished(value)
+
     def function(self, fresh: bool) -> Callable[..., Any]:
         function = self._function
         if function is None or fresh:
@@ -97,6 +104,14 @@ class _Callable(Definition):
         return function
 
 
+def _finished(value: Any) -> Any:
+    if is_coroutine(value):
+        from ..green import run
+
+        return run(value)
+    return value
+
+
 class _Code(Definition):
     _body: CodeType | None = None
     _last: CodeType | None = None
@@ -107,6 +122,9 @@ class _Code(Definition):
         namespace = main_namespace()
         exec(self._body, namespace)  # type: ignore[arg-type]
         return None if self._last is None else eval(self._last, namespace)
+
+    def call_with(self, args: tuple[Any, ...]) -> Any:
+        return self.call(CALL, b"")
 
     def _compile(self) -> None:
         source = self._payload.decode("utf-8", "surrogatepass")

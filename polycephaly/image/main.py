@@ -27,7 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pickle import dumps
+from pickle import dumps, loads
 from queue import SimpleQueue
 from time import monotonic, sleep
 from typing import Any
@@ -45,6 +45,7 @@ from ..wire.lane import Lane
 from ..wire.loans import Arrived, Ledger, Parcel
 from ..wire.messages import (
     CALL_SLICE,
+    CALLS,
     CAME_BACK,
     CANCEL,
     DEFINE_CALLABLE,
@@ -72,9 +73,10 @@ from ..wire.messages import (
     pack_numbers,
     pack_outcome,
     pack_outcomes,
+    pack_values,
     unpack_work,
 )  # fmt: skip
-from ..wire.slices import pack_answers, split_head
+from ..wire.slices import SHORT, SMALL, pack_answers, split_head
 from .console import open_console
 from .definitions import Definition, define
 from .overlap import Overlap
@@ -110,6 +112,17 @@ class _Task:
         self.payload = payload
 
 
+class _Calls:
+    """Several tasks of one definition, which came together. The main thread takes them from the left, the ear what it
+    gives back from the right or the middle."""
+
+    __slots__ = ("definition", "queue")
+
+    def __init__(self, definition: Definition, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
+        self.definition = definition
+        self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
+
+
 class _Drone:
     def __init__(
         self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
@@ -119,7 +132,9 @@ class _Drone:
         self._snapshot = snapshot
         self._row = page.row(order.slot)
         self._definitions: dict[int, Definition] = {}
-        self._todo: deque[_Task] = deque()
+        self._todo: deque[_Task | _Calls] = deque()
+        self._calls: _Calls | None = None  # being run
+        self._values = _Values()
         self._outcomes: list[bytes] = []
         self._large: list[bytes] = []
         self._overlap: Overlap | None = None
@@ -171,11 +186,67 @@ class _Drone:
     def _may_end(self) -> bool:
         return self._stopping and not self._todo and not (self._overlap is not None and self._overlap.running)
 
-    def _run(self, task: _Task) -> None:
-        if task.definition.overlaps:
+    def _run(self, task: _Task | _Calls) -> None:
+        if isinstance(task, _Calls):
+            self._calls = task
+            try:
+                self._do_calls(task)
+            finally:
+                self._calls = None
+        elif task.definition.overlaps:
             self._begin(task)
         else:
             self._do(task)
+
+    def _do_calls(self, calls: _Calls) -> None:
+        """What `_do` does, for many; values that are small and immutable are sent together."""
+        take, call, start, keep = calls.queue.popleft, calls.definition.call_with, self._row.start, self._row.keep
+        note, tail = self._values.note, self._tail
+        finished = monotonic()
+        while True:
+            try:
+                number, args = take()
+            except IndexError:
+                return
+            start(number)
+            started = finished
+            try:
+                try:
+                    self._current = number
+                    if number in self._missed:
+                        raise KeyboardInterrupt("interrupted by the controller")
+                    value = call(args)
+                    kind = type(value)
+                    together = kind in SMALL or ((kind is str or kind is bytes) and len(value) < SHORT)
+                    payload: bytes | Parcel = b""
+                    if not together:
+                        payload = self._capture_result(value)
+                        value = None
+                finally:
+                    self._current = 0
+            except BaseException as error:
+                self._current = 0
+                together, value, payload = False, None, self._pack(error)
+                finished = monotonic()
+                large = self._note_outcome(number, ERROR, started, finished, payload)
+                kept = keep(self._outcomes[-1])
+            else:
+                finished = monotonic()
+                if together and not tail.pieces:
+                    large = False
+                    note(number, started, finished, value)
+                    pickled = b"" if value is None else dumps(value, 5)
+                    kept = keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
+                else:
+                    if together and value is not None:
+                        payload = dumps(value, 5)
+                    large = self._note_outcome(number, VALUE, started, finished, payload)
+                    kept = keep(self._outcomes[-1])
+            self._last_done = number
+            if large or not kept or finished - self._flushed > FLUSH_AFTER:
+                self._flush()
+                self._listen(wait=False)
+                finished = monotonic()
 
     def _do(self, task: _Task) -> None:
         number = task.number
@@ -316,6 +387,8 @@ class _Drone:
     def _flush(self) -> None:
         if self._ledger.returned:
             self._note_returned()
+        if self._values.numbers:
+            self._outcomes.append(self._values.take())
         if self._outcomes:
             with self.socket_turn:
                 self._send(pack_outcomes(self._outcomes, self._large))
@@ -425,32 +498,48 @@ class _Drone:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)
+            elif kind == CALLS and definition in definitions:
+                todo.append(_Calls(definitions[definition], *loads(payload)))
             elif kind == CAME_BACK:
                 self._ledger.came_back(number)
             elif definition in definitions:
                 todo.append(_Task(number, kind, definitions[definition], payload))
             else:
                 error = self._pack(RuntimeError(f"a bug in polycephaly: definition {definition} is not known here"))
-                self._send(pack_outcomes([pack_outcome(number, ERROR, 0.0, 0.0, error, b"")]))
+                unknown = loads(payload)[0] if kind == CALLS else [number]
+                self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
 
     def _hear_recall(self, frames: list[bytes]) -> None:
-        returned = []
+        returned: list[int] = []
         with suppress(IndexError):
             while True:
-                returned.append(self._todo.pop().number)
+                task = self._todo.pop()
+                if isinstance(task, _Calls):
+                    _take_from_end(task, returned)
+                else:
+                    returned.append(task.number)
+        if self._calls is not None:
+            _take_from_end(self._calls, returned)
         self._send(pack_numbers(RETURNED, returned[::-1]))
 
     def _hear_cancel(self, frames: list[bytes]) -> None:
         targets = set(numbers(frames))
         withdrawn = []
-        for task in list(self._todo):
-            if task.number in targets:
-                with suppress(ValueError):  # the main thread has just begun it
+        tasks = list(self._todo)
+        if self._calls is not None:
+            tasks.append(self._calls)
+        for task in tasks:
+            with suppress(ValueError):  # the main thread has just begun it
+                if isinstance(task, _Calls):
+                    for call in [each for each in list(task.queue) if each[0] in targets]:
+                        task.queue.remove(call)
+                        withdrawn.append(call[0])
+                elif task.number in targets:
                     self._todo.remove(task)
-                    withdrawn.append(pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b""))
-                    targets.discard(task.number)
+                    withdrawn.append(task.number)
+        targets -= set(withdrawn)
         if withdrawn:
-            self._send(pack_outcomes(withdrawn))
+            self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
         current = self._current
         self._missed = targets - {0, current}  # one of these may be just between `todo` and `_current`
         if self._overlap is not None:
@@ -482,7 +571,8 @@ class _Drone:
 
     @property
     def current(self) -> int:
-        return self._current
+        """What is run; 0: nothing; negative: it is between two tasks that came together."""
+        return self._current or (-1 if self._calls is not None else 0)
 
     def hear_if_free(self) -> None:
         if self.socket_turn.acquire(blocking=False):
@@ -496,6 +586,34 @@ class _Drone:
     @property
     def news_fd(self) -> int:
         return self._news.fileno()
+
+
+def _take_from_end(calls: _Calls, taken: list[int]) -> None:
+    with suppress(IndexError):
+        while True:
+            taken.append(calls.queue.pop()[0])
+
+
+class _Values:
+    """Outcomes of tasks that are sent together."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._started: list[float] = []
+        self._finished: list[float] = []
+        self._values: list[Any] = []
+
+    def note(self, number: int, started: float, finished: float, value: Any) -> None:
+        self.numbers.append(number)
+        self._started.append(started)
+        self._finished.append(finished)
+        self._values.append(value)
+
+    def take(self) -> bytes:
+        entry = pack_values(self.numbers, self._started, self._finished, self._values)
+        for column in (self.numbers, self._started, self._finished, self._values):
+            column.clear()
+        return entry
 
 
 class _Ear:

@@ -21,11 +21,10 @@ from time import monotonic
 from typing import Any
 
 from ..coroutines import is_coroutine
-from ..wire.slices import ITEMS, ROWS, TOGETHER, Packed, unpack_calls
+from ..wire.slices import ITEMS, ROWS, SMALL, TOGETHER, Packed, unpack_calls
 
 __all__ = ["Slice"]
 
-_SMALL = TOGETHER - {str, bytes}
 ANSWERS_MOST = 256 * 1024
 """Bytes of answers after which a slice ends, and gives back the rest."""
 
@@ -66,7 +65,7 @@ class Slice:
                     value = function(*call)
                 else:
                     value = function(*_arguments(call, function))
-                if type(value) in _SMALL:
+                if type(value) in SMALL:
                     note(value)
                 else:
                     note(self._packed(value))
@@ -83,7 +82,7 @@ class Slice:
             from ..green import run
 
             value = run(value)
-        if type(value) is tuple and len(value) < 16 and _SMALL.issuperset(map(type, value)):
+        if type(value) is tuple and len(value) < 16 and SMALL.issuperset(map(type, value)):
             return value
         if type(value) in TOGETHER:
             self._bytes += len(value) if isinstance(value, (str, bytes)) else 0

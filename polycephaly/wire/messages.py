@@ -24,13 +24,14 @@ Frames are checked for shape and size before anything in them is used; `Malforme
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pickle import dumps
 from struct import Struct, error, unpack
 from struct import pack as struct_pack
 from typing import Any
 
 __all__ = [
     "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_numbers", "pack_outcome",
-    "pack_outcomes", "unpack_outcomes", "unpack_work",
+    "pack_outcomes", "pack_values", "unpack_outcomes", "unpack_work",
 ]  # fmt: skip
 
 PROTOCOL = 1
@@ -38,11 +39,12 @@ PROTOCOL = 1
 HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b"C", b"B", b"Y", b"O", b"S"
 
 # What a WORK item asks for.
-DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET, CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CAME_BACK = (
-    range(1, 10)
-)
+DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
+CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK = range(5, 11)
 # How a RESULTS item ended.
-VALUE, ERROR, WITHDRAWN, SPLIT, LOAN_OVER = range(1, 6)
+VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER = range(1, 7)
+# CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
+# pickles of (numbers, arguments) and of (numbers, times of start, times of end, values).
 # CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
 
 LARGE = 0x80
@@ -108,6 +110,9 @@ class WorkBatch:
         self.size += size
         self._head.append(_ITEM.pack(number, kind, definition, size))
 
+    def add_calls(self, definition: int, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
+        self.add(0, CALLS, definition, dumps((numbers, calls), 5))
+
     def frames(self) -> list[bytes]:
         return [b"".join(self._head), b"".join(self._body), *self._large]
 
@@ -148,6 +153,12 @@ def pack_outcome(number: int, status: int, started: float, finished: float, payl
 def pack_outcomes(entries: Sequence[bytes], large: Sequence[bytes] = ()) -> list[bytes]:
     """Frames of a RESULTS batch. An entry whose status says LARGE takes its payload from `large`, in order."""
     return [RESULTS, b"".join(entries), *large]
+
+
+def pack_values(numbers: list[int], started: list[float], finished: list[float], values: list[Any]) -> bytes:
+    """One entry of a RESULTS body for many works."""
+    payload = dumps((numbers, started, finished, values), 5)
+    return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
 
 
 def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:

@@ -23,8 +23,8 @@ from .loans import Parcel, load_beside, load_joined
 from .messages import Malformed
 
 __all__ = [
-    "ITEMS", "PICKLED", "ROWS", "TOGETHER", "Answers", "Packed", "pack_answers", "pack_calls", "part_of", "split_head",
-    "unpack_calls", "unpack_split",
+    "ITEMS", "PICKLED", "ROWS", "SHORT", "SMALL", "TOGETHER", "Answers", "Packed", "pack_answers", "pack_calls",
+    "part_of", "split_head", "unpack_calls", "unpack_split",
 ]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
@@ -32,6 +32,10 @@ ITEMS, ROWS, PICKLED = range(3)
 
 TOGETHER = frozenset(ATOMS)
 """Types of values that are pickled together."""
+SMALL = TOGETHER - {str, bytes}
+"""Of these, at which size nothing has to be looked."""
+SHORT = 256
+"""Length of a str or bytes from which one call's goes by itself."""
 
 _RANGE = Struct("<II")
 _SPLIT = Struct("<II?")
