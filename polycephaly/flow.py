@@ -12,7 +12,7 @@ being run, and the rest, which any drone may run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import length_hint
 from pickle import dumps
@@ -29,7 +29,7 @@ from .work import Slice, Work
 if TYPE_CHECKING:
     from .crew import Crew
 
-__all__ = ["flow"]
+__all__ = ["results"]
 
 AHEAD = 1.0
 """Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
@@ -40,7 +40,7 @@ BYTES_AHEAD = 64 << 20
 """The same in bytes of arguments and results."""
 SLICE = 0.001
 """Seconds of work in a slice."""
-ROWS_MOST = 1024
+ROWS_MOST = 2048
 BYTES_MOST = 16 * 1024
 """Of a slice's rows: then several fit into a message."""
 
@@ -48,7 +48,17 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """To take from these runs no code of users, so several rows are taken at the same moment."""
 
 
-def flow(
+class Results(chain[Any]):
+    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code."""
+
+    _flow: Generator[Iterable[Any], None, None]
+
+    def close(self) -> None:
+        """Cancels what is under way. Twice is no error."""
+        self._flow.close()
+
+
+def results(
     crew: Crew,
     fn: Callable[..., Any],
     iterables: Sequence[Iterable[Any]],
@@ -56,33 +66,43 @@ def flow(
     buffersize: int | None,
     ordered: bool,
 ) -> Iterator[Any]:
-    """The results. What it gives first is nothing: by then the first calls are on their way."""
+    """Sends the first calls, and gives the results of all."""
     end = None if timeout is None else monotonic() + timeout
-    stream = (_Ordered if ordered else _Unordered)(_Source(crew, fn, iterables), buffersize)
+    flow = _flow((_Ordered if ordered else _Unordered)(_Source(crew, fn, iterables), buffersize), end)
+    next(flow)
+    made = Results.from_iterable(flow)
+    made._flow = flow  # type: ignore[attr-defined]
+    return made
+
+
+def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None, None]:
+    """Some results at a time; first of all none, when the first calls are on their way."""
+    values: list[Any] = []
     try:
         stream.fill()
-        yield None
+        yield values
         while True:
             stream.fill()
             works = stream.take(end)
             if not works:
                 break
             if not isinstance(works[0], Slice):
-                yield works.pop().result()  # so that nothing here holds the value
+                yield (works.pop().result() for _ in (0,))  # so that nothing here holds the value
                 continue
             answers: Answers = works.pop().result()
             if answers.plain:
-                yield from answers.values
+                values = answers.values
+                yield values
             else:
-                for index in range(len(answers)):
-                    yield answers.value(index)
+                yield map(answers.value, range(len(answers)))
             if answers.error is not None:
                 error = unpack_exception(answers.error)
-                crew.explain(error)
+                stream.source.explain(error)
                 raise error
         if stream.source.error is not None:
             raise stream.source.error
     finally:
+        values.clear()  # closed in the middle of these: they are not given
         stream.cancel()
 
 
@@ -98,9 +118,14 @@ class _Ordered:
     def fill(self) -> None:
         """Has as many calls under way as there should be."""
         most = self._buffersize or self.source.ahead()
-        while self._under_way < most:
-            rows = most - self._under_way if self._buffersize is None else 1 + self._buffersize // 32
-            work = self.source.take(min(rows, most - self._under_way))
+        works = self.source.works_ahead()
+        while self._under_way < most and len(self._works) < works:
+            best, room = self.source.best(), most - self._under_way
+            if self._buffersize is not None:
+                best = min(best, 1 + most // 32)
+            elif room < best and len(self._works) > 1:
+                return  # rather a whole slice later than a small one now, which would leave room for as small a one
+            work = self.source.take(min(best, room))
             if work is None:
                 return
             self._under_way += work.count
@@ -183,12 +208,14 @@ class _Source:
         self._fn = fn
         self._single = len(iterables) == 1
         self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self._range = iterables[0] if self._single and type(iterables[0]) is range else None
         self._rows: Iterator[Any] = iter(iterables[0]) if self._single else zip(*iterables, strict=False)
         if not iterables:
             self._rows = iter(())
         self._exhausted = False
         self._next: Work | None = None
         self._row_bytes = 1.0
+        self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
         plan = crew.plan
         self._one_by_one = plan.timeout is not None or plan.max_tasks is not None
@@ -206,8 +233,13 @@ class _Source:
             most = min(most, BYTES_AHEAD * self._calls / (self._bytes + 1))
         return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
 
+    def works_ahead(self) -> int:
+        """In how many pieces. Few at first: the first calls may tell little of how long the others take."""
+        return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
+
     def learn(self, work: Work) -> None:
         """From what came of it."""
+        self._answered += 1
         if work.answer is not None:
             started, finished, _, there, back = work.answer
             self._seconds += finished - started
@@ -219,22 +251,27 @@ class _Source:
         work, self._next = self._next, None
         if work is None and not self._exhausted:
             self._definition = self._crew.book.define(self._fn)
-            work = self._gather(min(most, self._best()))
+            work = self._gather(most)
         return work
 
-    def _best(self) -> int:
+    def best(self) -> int:
         """Rows in a slice."""
         seconds = self._definition.seconds
         if seconds is None or self._one_by_one or self._definition.overlaps:
             return 1
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
-        left = length_hint(self._rows, 0)
+        left = length_hint(self._rows, 0) if self._range is None else len(self._range)
         if left:  # so that the last ones are divided among the drones
             best = min(best, -(-left // self._crew.plan.size))
         return max(1, best)
 
     def _gather(self, most: int) -> Work | None:
         form = ITEMS if self._single else ROWS
+        if self._range is not None:
+            part, self._range = self._range[:most], self._range[most:]
+            if most > 1:
+                return self._slice(form, part)
+            self._rows = iter(part)
         rows: list[Any] = []
         size = 0
         work: Work | None
@@ -297,7 +334,10 @@ class _Source:
             return True
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 
-    def _slice(self, form: int, rows: list[Any]) -> Work | None:
+    def explain(self, error: BaseException) -> None:
+        self._crew.explain(error)
+
+    def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
         if not rows:
             self._exhausted = True
             return None

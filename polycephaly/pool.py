@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
 from .drone import Drone, wait_for
-from .flow import flow
+from .flow import results
 from .link import State
 from .output import Line
 from .plan import (
@@ -180,9 +180,7 @@ class Pool(Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        results = flow(self._crew, fn, iterables, timeout, buffersize, ordered)
-        next(results)  # the first calls go out now, not at the first `next`
-        return results
+        return results(self._crew, fn, iterables, timeout, buffersize, ordered)
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any
 
 from ..coroutines import is_coroutine
-from ..wire.slices import ITEMS, ROWS, SMALL, TOGETHER, Packed, unpack_calls
+from ..wire.slices import ITEMS, PICKLED, SMALL, TOGETHER, Packed, unpack_calls
 
 __all__ = ["Slice"]
 
@@ -50,32 +50,52 @@ class Slice:
 
     def run(self) -> None:
         """Runs the calls, to the first that fails. What is left in `calls` then was not begun."""
-        form, fresh = self._form, self._fresh
-        take, note = self.calls.popleft, self.done.append
         try:
-            function = self._open(fresh)
-            while True:
-                try:
-                    call = take()
-                except IndexError:
-                    return
-                if form == ITEMS:
-                    value = function(call)
-                elif form == ROWS:
-                    value = function(*call)
-                else:
-                    value = function(*_arguments(call, function))
-                if type(value) in SMALL:
-                    note(value)
-                else:
-                    note(self._packed(value))
-                    del value
-                    if self._bytes > ANSWERS_MOST:
-                        return
-                if fresh:
-                    function = self._open(fresh)
+            if self._form == ITEMS and not self._fresh:
+                self._run_items(self._open(False))
+            else:
+                self._run_rows()
         except BaseException as error:
             self.error = error
+
+    def _run_items(self, function: Callable[..., Any]) -> None:
+        take, note = self.calls.popleft, self.done.append
+        while True:
+            try:
+                item = take()
+            except IndexError:
+                return
+            value = function(item)
+            if type(value) in SMALL:
+                note(value)
+            elif self._note_other(value):
+                return
+
+    def _run_rows(self) -> None:
+        function = self._open(False)
+        while True:
+            try:
+                row = self.calls.popleft()
+            except IndexError:
+                return
+            if self._form == ITEMS:
+                row = (row,)
+            elif self._form == PICKLED:
+                row = _arguments(row, function)
+            value = function(*row)
+            del row
+            if type(value) in SMALL:
+                self.done.append(value)
+            elif self._note_other(value):
+                return
+            del value
+            if self._fresh:
+                function = self._open(True)
+
+    def _note_other(self, value: Any) -> bool:
+        """Whether there are so many answers now that the slice is to end."""
+        self.done.append(self._packed(value))
+        return self._bytes > ANSWERS_MOST
 
     def _packed(self, value: Any) -> Any:
         if is_coroutine(value):

@@ -29,13 +29,15 @@ __all__ = ["Book", "Definition"]
 
 _NOT_THERE = object()
 _KEPT_CODE = 1024
+_COLD = 16
+"""So many reports of a shorter time are believed as they are: the first calls tell what it takes to warm up."""
 _numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
 
 
 class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
-    __slots__ = ("kind", "label", "number", "once", "pace", "payload", "seconds")
+    __slots__ = ("kind", "label", "number", "once", "pace", "payload", "reports", "seconds")
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
@@ -43,6 +45,7 @@ class Definition:
         self.payload = payload
         self.label = label
         self.seconds: float | None = None
+        self.reports = 0  # of its time
         self.once = False  # for one call: what it is made of may change before the next
         self.pace: list[float | None] | None = None  # `seconds`, for the next definition of the same thing
 
@@ -55,10 +58,11 @@ class Definition:
         """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
         seconds /= calls
         old = self.seconds
-        if old is None:
+        self.reports += 1
+        if old is None or (seconds < old and self.reports <= _COLD):
             self.seconds = seconds
         else:
-            self.seconds = old + (seconds - old) * (0.5 if seconds > old or calls >= 32 else 0.1)
+            self.seconds = old + (seconds - old) * (0.5 if seconds > old or calls >= 32 else 0.3)
         if self.pace is not None:
             self.pace[0] = self.seconds
 

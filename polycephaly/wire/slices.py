@@ -13,6 +13,7 @@ object, or see what a later one made of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pickle import dumps, loads
 from struct import Struct
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ _RANGE = Struct("<II")
 _SPLIT = Struct("<II?")
 
 
-def pack_calls(form: int, fresh: bool, rows: list[Any]) -> bytes:
+def pack_calls(form: int, fresh: bool, rows: Sequence[Any]) -> bytes:
     """`fresh`: each call is to have a function object of its own."""
     return _RANGE.pack(0, len(rows)) + dumps((form, fresh, rows), 5)
 
@@ -52,7 +53,7 @@ def part_of(calls: bytes, start: int, stop: int) -> bytes:
     return _RANGE.pack(first + start, first + stop) + calls[_RANGE.size :]
 
 
-def unpack_calls(calls: Any) -> tuple[int, bool, list[Any]]:
+def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
     first, last = _RANGE.unpack_from(calls)
     form, fresh, rows = loads(memoryview(calls)[_RANGE.size :])
     return form, fresh, rows[first:last]
