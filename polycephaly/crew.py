@@ -45,6 +45,7 @@ log = logging.getLogger("polycephaly")
 
 GRACE = 1.0  # seconds between an interrupt and a kill
 _BATCH = 2048
+CATCH_UP = 1024  # calls, after which a caller that submits many of them sees to the drones in between
 
 
 class Crew:
@@ -53,6 +54,7 @@ class Crew:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.output = plan.output
+        self._retries = plan.retries
         self.queue: deque[Work] = deque()
         self.hungry = False  # a drone is idle: whoever adds work sees to it
         self.pinned_waiting = False
@@ -96,7 +98,9 @@ class Crew:
             self.check_open()
         if target is not None and target.state >= State.RETIRING:
             raise target.farewell().with_traceback(None)
-        work = Work(self, self.plan.retries)
+        work = Work(self)
+        if self._retries:
+            work.retries = self._retries
         if target is not None:
             work.target = target
         try:
@@ -129,6 +133,8 @@ class Crew:
         self.queue.append(work)
         if self.hungry:
             self.hub.serve(self)
+        elif not work.number % CATCH_UP:
+            self.hub.catch_up(self)
         if self.over:
             self._reject_all(self.queue, self.refusal)
 

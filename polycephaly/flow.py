@@ -87,6 +87,8 @@ def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None,
             if not works:
                 break
             if not isinstance(works[0], Slice):
+                if works[0].exception() is not None:
+                    works.pop().result()  # which raises it
                 yield (works.pop().result() for _ in (0,))  # so that nothing here holds the value
                 continue
             answers: Answers = works.pop().result()
@@ -94,7 +96,9 @@ def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None,
                 values = answers.values
                 yield values
             else:
-                yield map(answers.value, range(len(answers)))
+                yield answers
+            if answers.failed:
+                break
             if answers.error is not None:
                 error = unpack_exception(answers.error)
                 stream.source.explain(error)

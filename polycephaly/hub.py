@@ -209,6 +209,21 @@ class Hub:
                 if self._deliveries:
                     self.wake()
 
+    def catch_up(self, crew: Crew) -> None:
+        """A caller submits much, and leaves no other thread the interpreter: sends and hears in between. What was
+        heard is settled by the hub's thread, since here it is not waited for."""
+        if can_be_raised():
+            with Shield():
+                if self._turn.acquire(timeout=TICK):  # who has it may be waiting for the interpreter, which we have
+                    try:
+                        self._read_lanes(self._lanes.poll(0))
+                        crew.dispatch(monotonic())
+                        crew.after_turn()
+                    finally:
+                        self._turn.release()
+                if self._deliveries:
+                    self.wake()
+
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where another
         thread does so, or this one cannot: then its caller waits for a lock."""

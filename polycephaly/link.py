@@ -132,22 +132,28 @@ class Link:
         """
         batch: list[Work] = []
         message = WorkBatch()
-        flight, defined, load = self.flight, self._defined, self.load
-        numbers: list[int] = []  # of a run of calls of one function that travel together
+        flight, load = self.flight, self.load
+        definition: Any = None  # of the run of calls that travel together
+        seconds: float | None = None
+        overlaps = False
+        numbers: list[int] = []
         calls: list[tuple[Any, ...]] = []
-        run_of: Any = None
         size = 0
-        while len(batch) < most and size + message.size < PACKET:
+        while len(batch) < most and size < PACKET:
             try:
                 work = queue.popleft()
             except IndexError:
                 break
             if work._state != PENDING:
                 continue
-            definition = work.definition
-            seconds = definition.seconds
-            if definition.overlaps or self.overlapping:
-                alike = definition.overlaps and self.overlapping == len(flight)
+            if work.definition is not definition:
+                if numbers:
+                    message.add_calls(definition.number, numbers, calls)
+                    numbers, calls = [], []
+                definition = work.definition
+                seconds, overlaps = definition.seconds, definition.overlaps
+            if overlaps or self.overlapping:
+                alike = overlaps and self.overlapping == len(flight)
                 if not alike or self.overlapping >= self.crew.plan.width:
                     queue.appendleft(work)
                     break
@@ -163,21 +169,18 @@ class Link:
                 work.estimate = -1.0
                 most = 1
             else:
-                seconds = max(seconds * work.count, SHORTEST)
-                if flight and load + seconds > BUDGET:
+                takes = seconds * work.count
+                if takes < SHORTEST:
+                    takes = SHORTEST
+                if load + takes > BUDGET and flight:
                     queue.appendleft(work)
                     break
-                load += seconds
-                work.estimate = seconds
-            if definition is not run_of:
-                if numbers:
-                    message.add_calls(run_of.number, numbers, calls)
-                    numbers, calls = [], []
-                run_of = definition
-                if definition.number not in defined:
-                    self._define(definition, message)
+                load += takes
+                work.estimate = takes
+            if definition.number not in self._defined:
+                self._define(definition, message)
             number = work.number
-            if work.args is not None and not definition.overlaps:
+            if work.args is not None and not overlaps:
                 numbers.append(number)
                 calls.append(work.args)
                 size += work.weight
@@ -185,26 +188,28 @@ class Link:
                 if numbers:
                     message.add_calls(definition.number, numbers, calls)
                     numbers, calls = [], []
-                self._add(work, message)
+                size += self._add(work, message)
             flight[number] = work
             work.link = self
             work.sent = now
             batch.append(work)
         if numbers:
-            message.add_calls(run_of.number, numbers, calls)
+            message.add_calls(definition.number, numbers, calls)
         self.load = load
         self.last_heard = now
         if batch and self.ledger.returned:
             self._add_returned(message)
         return batch, message.frames()
 
-    def _add(self, work: Work, message: WorkBatch) -> None:
+    def _add(self, work: Work, message: WorkBatch) -> int:
+        """Work that goes by itself. Its size in the message."""
         payload, kind = work.payload, work.kind
         if work.args is not None:
             payload = dumps(work.args, 5) if work.args else b""
         elif isinstance(payload, Parcel):
             payload, kind = payload.waybill(self.ledger), kind | SHARED
         message.add(work.number, kind, work.definition.number, payload)
+        return len(payload)
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
         defined, size = self._defined, len(definition.payload)

@@ -138,7 +138,8 @@ class Pool(Executor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""
-        check_work(fn, args, kwargs)
+        if not callable(fn):
+            check_work(fn, args, kwargs)
         return self._crew.submit(fn, args, kwargs)
 
     def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:

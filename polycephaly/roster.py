@@ -93,11 +93,11 @@ class Roster:
         if initializer is None:
             return None
         definition = self.book.define(initializer)
-        first = Work(self._crew, 0)
+        first = Work(self._crew)
         first.capture(definition, self._plan.initargs, {}, self.book)
 
         def once_more() -> Work:
-            work = Work(self._crew, 0)
+            work = Work(self._crew)
             work.definition, work.args, work.kind, work.payload = definition, first.args, first.kind, first.payload
             return work
 

@@ -53,11 +53,12 @@ class Work(Promise[Any]):
     definition: Definition
     answer: tuple[float, float, float, int, int] | None = None  # started, finished, received; bytes there, back
 
-    def __init__(self, crew: Crew, retries: int) -> None:
+    retries = 0
+
+    def __init__(self, crew: Crew) -> None:
         self._open = None  # as Promise.__init__ does
         self.number = next(_numbers)
         self.crew = crew
-        self.retries = retries
         self.queued = monotonic()
 
     def capture(
@@ -163,7 +164,8 @@ class Slice(Work):
     """What comes after it, where it was answered before its end."""
 
     def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
-        super().__init__(crew, crew.plan.retries)
+        super().__init__(crew)
+        self.retries = crew.plan.retries
         self.definition = definition
         self.payload = calls
         self.count = count

@@ -37,22 +37,18 @@ _numbers = itertools.count(1)  # for all books: a drone may get definitions from
 class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
-    __slots__ = ("kind", "label", "number", "once", "pace", "payload", "reports", "seconds")
+    __slots__ = ("kind", "label", "number", "once", "overlaps", "pace", "payload", "reports", "seconds")
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
         self.kind = kind
+        self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
         self.payload = payload
         self.label = label
         self.seconds: float | None = None
         self.reports = 0  # of its time
         self.once = False  # for one call: what it is made of may change before the next
         self.pace: list[float | None] | None = None  # `seconds`, for the next definition of the same thing
-
-    @property
-    def overlaps(self) -> bool:
-        """A drone may run several of these at once, as green threads."""
-        return self.kind == DEFINE_OVERLAPPING
 
     def took(self, seconds: float, calls: int) -> None:
         """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
@@ -81,17 +77,23 @@ class Book:
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
+        self._last: tuple[Any, Any] = (self, None)  # a function without witnesses, and its definition
         self._code: dict[str, Definition] = {}
         self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, work: str | Callable[..., Any]) -> Definition:
         """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
+        if work is self._last[0]:
+            last: Definition = self._last[1]
+            return last
         if isinstance(work, str):
             return self._define_code(work)
         entry = self._entries.get(id(work))
         if entry is not None:
             function, witnesses, definition = entry
             if function() is work and (not witnesses or all(map(_stands, witnesses))):
+                if not witnesses:
+                    self._last = work, definition
                 return definition
         try:
             payload = pack(work, self.snapshot, self.store)

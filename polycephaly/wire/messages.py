@@ -92,10 +92,9 @@ def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
 class WorkBatch:
     """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the garbage collector."""
 
-    __slots__ = ("_body", "_head", "_large", "size")
+    __slots__ = ("_body", "_head", "_large")
 
     def __init__(self) -> None:
-        self.size = 0  # bytes of payload so far
         self._head = [WORK]
         self._body: list[bytes] = []
         self._large: list[bytes] = []
@@ -107,11 +106,14 @@ class WorkBatch:
         else:
             kind |= LARGE
             self._large.append(payload)
-        self.size += size
         self._head.append(_ITEM.pack(number, kind, definition, size))
 
     def add_calls(self, definition: int, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
-        self.add(0, CALLS, definition, dumps((numbers, calls), 5))
+        """A run of calls that travel together; one alone goes as any other."""
+        if len(numbers) == 1:
+            self.add(numbers[0], CALL, definition, dumps(calls[0], 5) if calls[0] else b"")
+        else:
+            self.add(0, CALLS, definition, dumps((numbers, calls), 5))
 
     def frames(self) -> list[bytes]:
         return [b"".join(self._head), b"".join(self._body), *self._large]

@@ -13,7 +13,7 @@ object, or see what a later one made of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pickle import dumps, loads
 from struct import Struct
 from typing import Any, NamedTuple
@@ -77,6 +77,7 @@ class Answers:
 
     def __init__(self, payload: Any) -> None:
         (self.values, which, self.error), parts = load_joined(payload)
+        self.failed = False
         self._parts = dict(zip(which, parts, strict=True))
 
     def __len__(self) -> int:
@@ -84,13 +85,19 @@ class Answers:
 
     @property
     def plain(self) -> bool:
-        """All values are there, and `value` need not be asked."""
+        """`values` are all."""
         return not self._parts
 
-    def value(self, index: int) -> Any:
-        """Once each. Raises what its unpickling raises."""
-        part = self._parts.pop(index, None)
-        return self.values[index] if part is None else load_beside(*part)
+    def __iter__(self) -> Iterator[Any]:
+        """Each once: what was pickled by itself is unpickled as it is given. Raises what that raises, and ends then."""
+        for index, value in enumerate(self.values):
+            part = self._parts.pop(index, None)
+            if part is None:
+                yield value
+            else:
+                self.failed = True
+                yield load_beside(*part)
+                self.failed = False
 
 
 def split_head(done: int, rest: int, running: bool) -> bytes:
