@@ -1,0 +1,86 @@
+"""What is printed: one table, with a ratio wherever there is somebody to compare with."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from .peers import OURS, PEERS
+from .suite import SUITE, Figures, Mark, Row, Sizes
+
+Run = dict[str, dict[str, Figures]]
+"""The figures of one run, by measurement and peer; there is none where it failed or was left out."""
+
+HEAD = ("measurement", "ours", "peer", "peer's figure", "ratio", "mark", "")
+
+
+def number(figure: float) -> str:
+    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.1f}" if abs(figure) >= 10 else f"{figure:.2f}"
+
+
+def spread(figures: list[float]) -> str:
+    if not figures:
+        return "failed"
+    if len(figures) == 1:
+        return number(figures[0])
+    return f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
+
+
+def verdict(mark: Mark, figures: list[float]) -> tuple[str, str]:
+    return str(mark), "holds" if figures and mark.holds(statistics.median(figures)) else "missed"
+
+
+def lines(runs: list[Run], sizes: Sizes) -> Iterator[tuple[str, ...]]:
+    for name, measurement in SUITE.items():
+        taken = [run[name] for run in runs if name in run]
+        if not any(OURS in each for each in taken):
+            continue
+        asked = getattr(sizes, measurement.counts) if measurement.counts else 0
+        for row in measurement.rows:
+            yield from _of_row(row, row.heading(sizes), taken, measurement.peers, asked)
+
+
+def _of_row(
+    row: Row, title: str, taken: list[dict[str, Figures]], peers: tuple[str, ...], asked: int
+) -> Iterator[tuple[str, ...]]:
+    def figures(peer: str) -> list[float]:
+        """One for each run, nan where there is none."""
+        return [each.get(peer, {}).get(row.figure, math.nan) for each in taken]
+
+    ours = figures(OURS)
+    beside = [] if row.alone else [peer for peer in peers if known(figures(peer))]
+    own = verdict(row.marks[OURS], known(ours)) if OURS in row.marks else ("", "")
+    first = (title, spread(known(ours)))
+    if own[0] or not beside:
+        yield (*first, "", "", "", *own)
+        first = ("", "")
+    for peer in beside:
+        theirs = figures(peer)
+        mark = row.marks.get(peer)
+        if mark is not None and mark.kind == "of it":
+            ratios, unit = [a / b for a, b in zip(ours, theirs, strict=True)], "of it"
+        else:
+            ratios, unit = [b / a for a, b in zip(ours, theirs, strict=True)], "times ours"
+        fewer = f", {PEERS[peer].most:,} of them" if PEERS[peer].most < asked else ""
+        yield (
+            *first,
+            PEERS[peer].title + fewer,
+            spread(known(theirs)),
+            f"{spread(known(ratios))} {unit}",
+            *(verdict(mark, known(ratios)) if mark is not None else ("", "")),
+        )
+        first = ("", "")
+
+
+def known(figures: list[float]) -> list[float]:
+    return [figure for figure in figures if not math.isnan(figure)]
+
+
+def table(runs: list[Run], sizes: Sizes) -> str:
+    rows = [HEAD, *lines(runs, sizes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    )

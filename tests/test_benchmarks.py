@@ -1,0 +1,58 @@
+"""The benchmarks in their short form: they run, and take every figure. How large it is, is not tested."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WITH_NUMPY = {"array", "share"}
+OF_A_PEER = {"gather", "main_function", "trip", "map", "mixed", "array", "first", "image"}
+OF_OURS = OF_A_PEER | {"main_lambda", "share", "start", "imports"}
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *args],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_every_measurement_gives_its_figures(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    done = run("--quick", "--peers", "multiprocessing", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    everything: dict[str, Any] = json.loads(file.read_text())
+    assert everything["machine"]["python"] == sys.version.split()[0]
+
+    (figures,) = everything["runs"]
+    notes = everything["notes"]
+    skipped = {note.partition(",")[0] for note in notes}
+    assert all(": skipped, " in note for note in notes) and skipped <= WITH_NUMPY, (
+        notes
+    )  # no numpy, or no memory for it
+    assert {name for name, of in figures.items() if "polycephaly" in of} == OF_OURS - skipped
+    assert {name for name, of in figures.items() if "multiprocessing" in of} == OF_A_PEER - skipped
+    assert set(figures["trip"]) == {"polycephaly", "multiprocessing", "zeromq", "seqpacket"}
+    differences = {"package_ms", "pool_ms", "growth_mib"}  # may be nothing at sizes so small
+    for name, of in figures.items():
+        for peer, taken in of.items():
+            for figure, value in taken.items():
+                assert math.isfinite(value), (name, peer, figure)
+                assert value > 0 or figure in differences, (name, peer, figure)
+
+    assert "round trip, us" in done.stdout
+    assert "times ours" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--only", "--peers"])
+def test_what_is_not_there_is_told(option: str) -> None:
+    done = run(option, "nothing")
+    assert done.returncode == 2
+    assert "'nothing'; there are" in done.stderr
