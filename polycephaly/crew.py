@@ -37,6 +37,7 @@ from .roster import Roster, because
 from .wire.capture import main_namespace
 from .wire.definitions import Book
 from .wire.messages import CANCEL, RECALL, pack_numbers
+from .wire.slices import SMALL
 from .work import Slice, Work
 
 __all__ = ["Crew"]
@@ -45,7 +46,7 @@ log = logging.getLogger("polycephaly")
 
 GRACE = 1.0  # seconds between an interrupt and a kill
 _BATCH = 2048
-CATCH_UP = 1024  # calls, after which a caller that submits many of them sees to the drones in between
+CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
 
 
 class Crew:
@@ -105,7 +106,16 @@ class Crew:
             work.target = target
         try:
             book = self.roster.book
-            inputs = work.capture(book.define(what), args, kwargs, book)
+            definition = book.define(what)
+            for arg in args:
+                if type(arg) not in SMALL:
+                    break
+            else:
+                if not kwargs:  # what `capture` would find out, without the call
+                    work.definition, work.args = definition, args
+                    self._enqueue(work)
+                    return work
+            inputs = work.capture(definition, args, kwargs, book)
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
@@ -133,7 +143,7 @@ class Crew:
         self.queue.append(work)
         if self.hungry:
             self.hub.serve(self)
-        elif not work.number % CATCH_UP:
+        elif not work.number & CATCH_UP:
             self.hub.catch_up(self)
         if self.over:
             self._reject_all(self.queue, self.refusal)
@@ -307,7 +317,7 @@ class Crew:
                 self.hub.deliver(work.cancel)
             return
         for work in reversed(works):
-            work.link, work.by_bulk = None, False
+            work.sending = None
             if work.target is None:
                 self.queue.appendleft(work)
             else:
@@ -367,7 +377,7 @@ class Crew:
                 continue
             if again and work.retries > 0 and work.target is None and not self._abandoned:
                 work.retries -= 1
-                work.link, work.by_bulk = None, False
+                work.sending = None
                 self.queue.appendleft(work)
             else:
                 work.payload = b""

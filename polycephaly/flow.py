@@ -244,10 +244,10 @@ class _Source:
     def learn(self, work: Work) -> None:
         """From what came of it."""
         self._answered += 1
-        if work.answer is not None:
-            started, finished, _, there, back = work.answer
-            self._seconds += finished - started
-            self._bytes += there + back
+        answer = work.answered_with()
+        if answer is not None:
+            self._seconds += answer.finished - answer.started
+            self._bytes += answer.there + answer.back
             self._calls += work.count
 
     def take(self, most: int) -> Work | None:

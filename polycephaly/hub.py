@@ -77,7 +77,7 @@ from .wire.messages import (
     unpack_outcomes,
 )  # fmt: skip
 from .wire.slices import unpack_split
-from .work import Slice, Work
+from .work import Answer, AnswersTogether, Slice, Work
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -557,7 +557,7 @@ class Hub:
                 continue
             if work.place > link.begun:
                 link.begun = work.place
-            work.answer = (started, finished, now, len(work.payload), len(payload))
+            work.answer = Answer(started, finished, now, len(work.payload), len(payload))
             work.status = status
             work.payload = payload
             if output:
@@ -579,22 +579,16 @@ class Hub:
         """The outcomes of many works, with plain values: nothing of users is run to unpickle them."""
         numbers, started, finished, values = loads(payload)
         works = link.answered_all(numbers)
-        timed: Definition | None = None
-        seconds, calls = 0.0, 0
-        for work, began, ended in zip(works, started, finished, strict=True):
-            if work is None:
-                continue
-            work.answer = (began, ended, now, 0, 0)
-            if work.definition is not timed:
-                if timed is not None:
-                    timed.took(seconds, calls)
-                timed, seconds, calls = work.definition, 0.0, 0
-            seconds += ended - began
-            calls += 1
-        if timed is not None:
-            timed.took(seconds, calls)
-            link.tasks_done += len(works)
-            self.deliver(partial(_settle_values, works, values))
+        definitions = {work.definition for work in works if work is not None}
+        if len(definitions) == 1:
+            definitions.pop().took(sum(finished) - sum(started), len(works))
+        else:
+            for work, began, ended in zip(works, started, finished, strict=True):
+                if work is not None:
+                    work.definition.took(ended - began, 1)
+        link.tasks_done += len(works)
+        answer = AnswersTogether(numbers, started, finished, now)
+        self.deliver(partial(_settle_values, works, values, answer))
 
     def _hear_special(self, link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:
         """An outcome that is split, or in shared memory: the work, its status and payload, how many calls took that."""
@@ -622,10 +616,11 @@ class Hub:
             self.deliver(lambda: print_all(output, lines))
 
 
-def _settle_values(works: list[Work | None], values: list[Any]) -> None:
+def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersTogether) -> None:
     for work, value in zip(works, values, strict=True):
         if work is None:
             continue
+        work.answer = answer
         if work._made_condition is None:  # what `_settle` does, without a call for each
             try:
                 del work._open

@@ -23,13 +23,13 @@ from .promises import PENDING, Milestone
 from .wire.lane import Lane
 from .wire.loans import Ledger, Parcel
 from .wire.messages import CAME_BACK, FORGET, OPEN, SHARED, WorkBatch, pack_numbers
+from .work import Sending, Work
 
 if TYPE_CHECKING:
     import zmq
 
     from .crew import Crew
     from .wire.definitions import Definition
-    from .work import Work
 
 __all__ = ["BUDGET", "Line", "Link", "State", "Stream"]
 
@@ -160,13 +160,13 @@ class Link:
                 self.overlapping += 1
                 self.places += 1
                 work.place = self.places
-                work.estimate = 0.0
+                takes = 0.0
             elif seconds is None:
                 if flight:
                     queue.appendleft(work)
                     break
                 self.unknown += 1
-                work.estimate = -1.0
+                takes = -1.0
                 most = 1
             else:
                 takes = seconds * work.count
@@ -176,23 +176,33 @@ class Link:
                     queue.appendleft(work)
                     break
                 load += takes
-                work.estimate = takes
             if definition.number not in self._defined:
                 self._define(definition, message)
+            sending = work.sending = Sending(self, now, takes)
             number = work.number
+            flight[number] = work
+            batch.append(work)
             if work.args is not None and not overlaps:
                 numbers.append(number)
                 calls.append(work.args)
                 size += work.weight
+                if queue and takes > 0 and work.weight == Work.weight:
+                    room = min(most - len(batch), int((BUDGET - load) / takes), (PACKET - size) // work.weight)
+                    more = _more_of(definition, queue, room)
+                    for each in more:
+                        each.sending = sending
+                    run = [each.number for each in more]
+                    flight.update(zip(run, more, strict=True))
+                    numbers += run
+                    calls += [each.args for each in more]  # type: ignore[misc]  # they have some
+                    batch += more
+                    load += takes * len(more)
+                    size += work.weight * len(more)
             else:
                 if numbers:
                     message.add_calls(definition.number, numbers, calls)
                     numbers, calls = [], []
                 size += self._add(work, message)
-            flight[number] = work
-            work.link = self
-            work.sent = now
-            batch.append(work)
         if numbers:
             message.add_calls(definition.number, numbers, calls)
         self.load = load
@@ -251,7 +261,8 @@ class Link:
         if not self._bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
             return
         for work in works:
-            work.by_bulk = True
+            if work.sending is not None:
+                work.sending.by_bulk = True
         self._bulk_unanswered += len(works)
         if self.bulk_open:
             router.send_multipart([self.identity, *frames])
@@ -274,42 +285,47 @@ class Link:
 
     def hand_over(self, work: Work, part: Work) -> None:
         """`part`, all that is left of `work` here, takes its place and number. How long it takes is not known."""
-        part.number, part.link, part.sent = work.number, self, work.sent
-        part.by_bulk, work.by_bulk = work.by_bulk, False
-        if work.estimate >= 0:
-            self.load -= work.estimate
+        sending = work.sending
+        assert sending is not None
+        if sending.estimate >= 0:
+            self.load -= sending.estimate
             self.unknown += 1
-        part.estimate = -1.0
+        part.number = work.number
+        part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
         self.flight[part.number] = part
 
     def answered_all(self, numbers: list[int]) -> list[Work | None]:
         """The same for many."""
         if self._bulk_unanswered or self.overlapping:
             return [self.answered(number) for number in numbers]
-        flight, load, unknown = self.flight, self.load, self.unknown
+        flight = self.flight
         works = [flight.pop(number, None) for number in numbers]
+        known = unknown = 0.0
         for work in works:
             if work is not None:
-                if work.estimate < 0:
-                    unknown -= 1
+                estimate = work.sending.estimate  # type: ignore[union-attr]  # it was in flight
+                if estimate < 0:
+                    unknown += 1
                 else:
-                    load -= work.estimate
-        self.load, self.unknown = load if flight else 0.0, unknown
+                    known += estimate
+        self.load = self.load - known if flight else 0.0
+        self.unknown -= int(unknown)
         return works
 
     def answered(self, number: int) -> Work | None:
         """Takes a work out of flight; None where it is not there."""
         work = self.flight.pop(number, None)
         if work is not None:
-            if work.by_bulk:
-                work.by_bulk = False
+            sending = work.sending
+            assert sending is not None
+            if sending.by_bulk:
                 self._bulk_unanswered -= 1
             if work.definition.overlaps:
                 self.overlapping -= 1
-            elif work.estimate < 0:
+            elif sending.estimate < 0:
                 self.unknown -= 1
             else:
-                self.load -= work.estimate
+                self.load -= sending.estimate
             if not self.flight:
                 self.load = 0.0
         return work
@@ -339,3 +355,17 @@ class Link:
             lifeline.close(end)
         self.streams.clear()
         self.lane = None
+
+
+def _more_of(definition: Definition, queue: deque[Work], most: int) -> list[Work]:
+    """Takes from the head of `queue` what goes with calls of `definition` that travel together."""
+    more: list[Work] = []
+    with suppress(IndexError):
+        while len(more) < most:
+            work = queue.popleft()
+            if work._state == PENDING:
+                if work.definition is not definition or work.args is None or work.weight != Work.weight:
+                    queue.appendleft(work)
+                    break
+                more.append(work)
+    return more

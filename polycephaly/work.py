@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from pickle import dumps
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .image.definitions import Hole
 from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .crew import Crew
     from .link import Link
 
-__all__ = ["Slice", "Work"]
+__all__ = ["Answer", "AnswersTogether", "Sending", "Slice", "Work"]
 
 _numbers = itertools.count(1)
 
@@ -39,19 +39,16 @@ class Work(Promise[Any]):
 
     _can_be_interrupted = True
     target: Link | None = None  # the only drone it may run on, if there is one
-    link: Link | None = None  # the drone it was sent to
+    sending: Sending | None = None  # with which it was sent
     kind = CALL
     args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others
     weight = 16  # bytes of these, about
     payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
-    estimate = 0.0  # seconds, as it counts in its link's load; negative: not known
     count = 1  # calls
-    by_bulk = False
     place = 0  # among the overlapped work that was sent to its drone, from 1
-    sent = 0.0  # 0.0: not yet
     definition: Definition
-    answer: tuple[float, float, float, int, int] | None = None  # started, finished, received; bytes there, back
+    answer: Answer | AnswersTogether | None = None
 
     retries = 0
 
@@ -141,19 +138,67 @@ class Work(Promise[Any]):
     def _help(self, end: float | None) -> None:
         self.crew.hub.drive(self, end)
 
+    @property
+    def link(self) -> Link | None:
+        """The drone it was sent to."""
+        return self.sending.link if self.sending is not None else None
+
     def running(self) -> bool:
-        return self._state == PENDING and self.link is not None and self.link.runs(self.number)
+        return self._state == PENDING and self.sending is not None and self.sending.link.runs(self.number)
 
     @property
     def spans(self) -> Spans:
-        name = self.link.name if self.link is not None else None
-        if self.answer is None:
-            return Spans(queued=self.queued, sent=self.sent or None, drone=name)
-        started, finished, received, there, back = self.answer
+        sending, answer = self.sending, self.answered_with()
+        sent, name = (sending.at, sending.link.name) if sending is not None else (None, None)
+        if answer is None:
+            return Spans(queued=self.queued, sent=sent, drone=name)
+        there, back = answer.there, answer.back
         if self.args is not None:  # they went together with others: so many bytes is what it would be by itself
             there = len(dumps(self.args, 5))
             back = back or len(dumps(self._result, 5))
-        return Spans(self.queued, self.sent, started, finished, received, there, back, name)
+        return Spans(self.queued, sent, answer.started, answer.finished, answer.received, there, back, name)
+
+    def answered_with(self) -> Answer | None:
+        answer = self.answer
+        return answer.of(self.number) if isinstance(answer, AnswersTogether) else answer
+
+
+class Sending:
+    """What works have in common that went to a drone in one message."""
+
+    __slots__ = ("at", "by_bulk", "estimate", "link")
+
+    def __init__(self, link: Link, at: float, estimate: float, by_bulk: bool = False) -> None:
+        self.link = link
+        self.at = at
+        self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
+        self.by_bulk = by_bulk
+
+
+class Answer(NamedTuple):
+    """Times, and bytes there and back."""
+
+    started: float
+    finished: float
+    received: float
+    there: int = 0
+    back: int = 0
+
+
+class AnswersTogether:
+    """Those of many works, as they came."""
+
+    __slots__ = ("_finished", "_numbers", "_received", "_started")
+
+    def __init__(self, numbers: list[int], started: list[float], finished: list[float], received: float) -> None:
+        self._numbers = numbers
+        self._started = started
+        self._finished = finished
+        self._received = received
+
+    def of(self, number: int) -> Answer:
+        index = self._numbers.index(number)
+        return Answer(self._started[index], self._finished[index], self._received)
 
 
 class Slice(Work):

@@ -150,9 +150,9 @@ class Watchdog:
     def _take_over(self, driver: Driver) -> None:
         fn = driver.fn
         if driver.take():
-            scheduler.hand_over()
-            self.handovers += 1
+            self.handovers += 1  # before: who drives from now on may see to everything before this thread goes on
             history.was_long(fn)
+            scheduler.hand_over()
 
     # -- who holds the scheduler ---------------------------------------------------------------------
 
