@@ -30,14 +30,14 @@ from typing import Any
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .limits import check_descriptors
-from .link import BUDGET, Link, State
+from .link import BUDGET, Link, State, drained
 from .plan import Plan
-from .promises import FINISHED, Milestone, Promise, race
+from .promises import CANCELLED, FINISHED, Milestone, Promise, race
 from .roster import Roster, because
 from .wire.capture import main_namespace
 from .wire.definitions import Book
 from .wire.messages import CANCEL, RECALL, pack_numbers
-from .wire.slices import SMALL
+from .wire.slices import FAILED, RUNNING, SMALL
 from .work import Slice, Work
 
 __all__ = ["Crew"]
@@ -144,7 +144,7 @@ class Crew:
         if self.hungry:
             self.hub.serve(self)
         elif not work.number & CATCH_UP:
-            self.hub.catch_up(self)
+            self.hub.catch_up()
         if self.over:
             self._reject_all(self.queue, self.refusal)
 
@@ -235,7 +235,7 @@ class Crew:
             self.hub.send(link, frames, batch)
             if self.plan.timeout is not None and link.overlapping:
                 for work in batch:
-                    self.hub.after(self.plan.timeout, partial(self._end_if_it_runs, link, work))
+                    self.hub.after(self.plan.timeout, partial(self._end_if_it_runs, link, work.number, now))
             elif self.plan.timeout is not None:
                 link.deadline = now + self.plan.timeout
                 if not link.timed:
@@ -253,8 +253,9 @@ class Crew:
             else:
                 self._timed_out(link, next(iter(link.flight.values())))
 
-    def _end_if_it_runs(self, link: Link, work: Work) -> None:
-        if work.link is link and link.flight.get(work.number) is work and not work.done():
+    def _end_if_it_runs(self, link: Link, number: int, sent: float) -> None:
+        work = link.flight.get(number)
+        if work is not None and work.sending is not None and work.sending.at == sent and not work.done():
             self._timed_out(link, work)
 
     def after_turn(self) -> None:
@@ -293,17 +294,24 @@ class Crew:
         self.requeue(works)
         self.answered(link)
 
-    def split(self, link: Link, work: Slice, done: int, rest: int, running: bool) -> None:
-        """A drone has answered the first calls of a slice, and gives the last ones back."""
+    def split(self, link: Link, work: Slice, done: int, rest: int, state: int) -> None:
+        """A drone has answered the first calls of a slice, and gives the last ones back, if there are any."""
+        if state != RUNNING and (not rest or state == FAILED):
+            link.answered(work.number)
+            return
         current, later = work.split(done, rest)
         followers = []
-        if running:
+        if state == RUNNING:
             link.hand_over(work, current)
-            followers.append(current)
+            if current.count:  # else its last call had just ended: nobody waits for what the drone says of it yet
+                followers.append(current)
         else:
             link.answered(work.number)
         if rest:
-            self.requeue([later])
+            if work.done():  # cancelled: it does not begin
+                later._settle(CANCELLED, None, None)
+            else:
+                self.requeue([later])
             followers.append(later)
         work.followers = followers
         if work.done():  # cancelled: who did it may have looked at `followers` before
@@ -343,7 +351,6 @@ class Crew:
             self._interrupt(link, work)
         else:
             work.payload = b""
-            self.roster.tidy_later()
             self.look_for_end |= self.closing
 
     def _interrupt(self, link: Link, work: Work) -> None:
@@ -398,10 +405,8 @@ class Crew:
             self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
         for link in self.links:
             self.lose(list(link.flight.values()), error, again=False)
-            self.lose(list(link.pinned), error, again=False)
-            link.pinned.clear()
-        self.lose(list(self.queue), error, again=False)
-        self.queue.clear()
+            self.lose(drained(link.pinned), error, again=False)
+        self.lose(drained(self.queue), error, again=False)
         self.abandon()
 
     def cannot_start(self, error: BaseException) -> None:
@@ -417,7 +422,7 @@ class Crew:
     def _close(self, cancel: bool, running: bool) -> None:
         self.closing = self.pinned_waiting = True  # a Ctrl-C may have left pinned work unannounced
         if cancel:
-            for work in [*self.queue, *self._waiting, *(w for link in self.links for w in link.pinned)]:
+            for work in [*self.queue, *self._waiting, *(work for link in self.links for work in list(link.pinned))]:
                 self.hub.deliver(work.cancel)
             for link in self.links:
                 for work in link.flight.values():

@@ -11,6 +11,7 @@ being run, and the rest, which any drone may run.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -28,6 +29,7 @@ from .work import Slice, Work
 
 if TYPE_CHECKING:
     from .crew import Crew
+    from .pool import Pool
 
 __all__ = ["results"]
 
@@ -52,6 +54,7 @@ class Results(chain[Any]):
     """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code."""
 
     _flow: Generator[Iterable[Any], None, None]
+    _pool: Any  # which would end if nobody had it any more
 
     def close(self) -> None:
         """Cancels what is under way. Twice is no error."""
@@ -59,7 +62,7 @@ class Results(chain[Any]):
 
 
 def results(
-    crew: Crew,
+    pool: Pool,
     fn: Callable[..., Any],
     iterables: Sequence[Iterable[Any]],
     timeout: float | None,
@@ -67,17 +70,20 @@ def results(
     ordered: bool,
 ) -> Iterator[Any]:
     """Sends the first calls, and gives the results of all."""
+    crew = pool._crew
+    crew.check_open()
     end = None if timeout is None else monotonic() + timeout
     flow = _flow((_Ordered if ordered else _Unordered)(_Source(crew, fn, iterables), buffersize), end)
     next(flow)
     made = Results.from_iterable(flow)
-    made._flow = flow  # type: ignore[attr-defined]
+    made._flow, made._pool = flow, pool  # type: ignore[attr-defined]
     return made
 
 
 def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None, None]:
     """Some results at a time; first of all none, when the first calls are on their way."""
     values: list[Any] = []
+    works: list[Work] = []
     try:
         stream.fill()
         yield values
@@ -89,14 +95,11 @@ def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None,
             if not isinstance(works[0], Slice):
                 if works[0].exception() is not None:
                     works.pop().result()  # which raises it
-                yield (works.pop().result() for _ in (0,))  # so that nothing here holds the value
+                yield _emptied(works)
                 continue
             answers: Answers = works.pop().result()
-            if answers.plain:
-                values = answers.values
-                yield values
-            else:
-                yield answers
+            values = answers.values
+            yield values if answers.plain else _opened(answers, stream)
             if answers.failed:
                 break
             if answers.error is not None:
@@ -107,7 +110,24 @@ def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None,
             raise stream.source.error
     finally:
         values.clear()  # closed in the middle of these: they are not given
+        works.clear()
         stream.cancel()
+
+
+def _emptied(works: list[Work]) -> Iterator[Any]:
+    """Their values, of which nothing here holds one."""
+    while works:
+        yield works.pop().result()
+
+
+def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
+    try:
+        yield from answers
+    except BaseException as error:
+        stream.cancel()  # at once: who asks for no more may keep the iterator
+        if answers.failed:
+            error.add_note(f"while unpickling a result of {stream.source.label}")
+        raise
 
 
 class _Ordered:
@@ -151,6 +171,7 @@ class _Ordered:
 
     def cancel(self) -> None:
         _cancel(self._works)
+        self.source.cancel()
 
     def _add(self, work: Work) -> None:
         self._works.append(work)
@@ -204,7 +225,8 @@ def _cancel(works: Iterable[Work]) -> None:
 
 
 class _Source:
-    """Where the calls come from. `error` is what ended the input, if not its end."""
+    """Where the calls come from. `error` is what ended the input, if not its end: an error of its own, or the pool's
+    shutdown. It is raised in its place, after the results of what was sent before."""
 
     def __init__(self, crew: Crew, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]) -> None:
         self.error: Exception | None = None
@@ -216,6 +238,7 @@ class _Source:
         self._rows: Iterator[Any] = iter(iterables[0]) if self._single else zip(*iterables, strict=False)
         if not iterables:
             self._rows = iter(())
+        self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
         self._exhausted = False
         self._next: Work | None = None
         self._row_bytes = 1.0
@@ -224,6 +247,10 @@ class _Source:
         plan = crew.plan
         self._one_by_one = plan.timeout is not None or plan.max_tasks is not None
         self._definition = crew.book.define(fn)
+
+    @property
+    def label(self) -> str:
+        return self._definition.label
 
     def ahead(self) -> int:
         """How many calls are to be kept under way."""
@@ -242,20 +269,26 @@ class _Source:
         return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
 
     def learn(self, work: Work) -> None:
-        """From what came of it."""
+        """From what came of it. What follows a slice that was cut counts when it is answered itself."""
         self._answered += 1
         answer = work.answered_with()
         if answer is not None:
             self._seconds += answer.finished - answer.started
             self._bytes += answer.there + answer.back
-            self._calls += work.count
+            followers = work.followers if isinstance(work, Slice) else ()
+            self._calls += work.count - sum(each.count for each in followers)
 
     def take(self, most: int) -> Work | None:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
         work, self._next = self._next, None
         if work is None and not self._exhausted:
             self._definition = self._crew.book.define(self._fn)
-            work = self._gather(most)
+            try:
+                work = self._gather(most)
+            except RuntimeError as error:
+                if error is not self._crew.refusal:
+                    raise
+                self.error, self._exhausted = error, True
         return work
 
     def best(self) -> int:
@@ -264,7 +297,7 @@ class _Source:
         if seconds is None or self._one_by_one or self._definition.overlaps:
             return 1
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
-        left = length_hint(self._rows, 0) if self._range is None else len(self._range)
+        left = length_hint(self._length, 0) if self._range is None else _length(self._range)
         if left:  # so that the last ones are divided among the drones
             best = min(best, -(-left // self._crew.plan.size))
         return max(1, best)
@@ -281,7 +314,10 @@ class _Source:
         work: Work | None
         source: Iterator[Any] = islice(self._rows, most)
         if self._at_once and most > 1:
-            rows = list(source)
+            try:
+                rows = list(source)
+            except Exception as error:  # it was changed since the last time, so at the first row of these
+                self.error = error
             if self._travel_together(rows):
                 return self._slice(form, rows)
             self._at_once = False  # nor will the next ones
@@ -338,6 +374,10 @@ class _Source:
             return True
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 
+    def cancel(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
     def explain(self, error: BaseException) -> None:
         self._crew.explain(error)
 
@@ -350,3 +390,10 @@ class _Source:
         work = Slice(self._crew, self._definition, calls, len(rows))
         self._crew.start(work)
         return work
+
+
+def _length(numbers: range) -> int:
+    try:
+        return len(numbers)
+    except OverflowError:
+        return sys.maxsize

@@ -9,7 +9,8 @@
 
 All state of crews and links is changed in a *turn*, by whoever holds the turn's lock: the hub's thread, a caller
 that finds a drone idle (it sends its work itself), or a caller that waits (it reads the answers itself). So a
-round trip crosses no thread. A turn runs no code of users: values are unpickled, promises settled (and so
+round trip crosses no thread. A turn calls no code of users (but the garbage collector may run a finalizer of theirs in
+it: that can submit, and an attempt to wait is refused): values are unpickled, promises settled (and so
 callbacks called) and lines printed after it, from `deliveries`, by one thread at a time and in order.
 
 Waiting is driving. The lanes have an epoll of their own inside the hub's. A waiting thread takes it out (the
@@ -45,43 +46,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pickle import loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from . import promises
+from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .link import Link
-from .output import print_all
 from .promises import FINISHED, LOOK_UP, Promise, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
-from .wire.exceptions import unpack_exception
-from .wire.loans import Arrived
-from .wire.messages import (
-    HELLO,
-    LOAN_OVER,
-    PROTOCOL,
-    RESULTS,
-    RETURNED,
-    SHARED,
-    SPLIT,
-    VALUE,
-    VALUES,
-    WITHDRAWN,
-    Malformed,
-    Outcome,
-    head_type,
-    numbers,
-    unpack_outcomes,
-)  # fmt: skip
-from .wire.slices import unpack_split
-from .work import Answer, AnswersTogether, Slice, Work
+from .wire.messages import Malformed
 
 if TYPE_CHECKING:
     from .crew import Crew
-    from .wire.definitions import Definition
+    from .work import Work
 
 __all__ = ["Hub", "lease_hub"]
 
@@ -109,6 +90,7 @@ def _forget_hub() -> None:
         _hub.stay_behind()
         _left_behind.append(_hub)
         _hub = None
+    promises.in_turn = None
     settlers.clear()
 
 
@@ -134,7 +116,7 @@ class Hub:
         """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
-        self._turn = threading.Lock()
+        self._turn = safepoint.Turn()
         self._inbox: deque[Callable[[], object]] = deque()
         self._errands: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
@@ -153,9 +135,11 @@ class Hub:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._lanes = lifeline.own(select.epoll())
         self._lane_links: dict[int, Link] = {}
+        self._nudging = threading.RLock()
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lanes.register(self._nudge_fd, select.EPOLLIN)
         self.watch(self._lanes.fileno(), lambda: self._read_lanes(self._lanes.poll(0)))
+        promises.in_turn = self._turn.is_mine
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
         safepoint.add_turn(self.thread, self._turn)
@@ -193,7 +177,7 @@ class Hub:
 
     def serve(self, crew: Crew) -> None:
         """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
-        if not can_be_raised():
+        if self._turn.is_mine() or not can_be_raised():
             self.wake()
             return
         with Shield():
@@ -209,19 +193,18 @@ class Hub:
                 if self._deliveries:
                     self.wake()
 
-    def catch_up(self, crew: Crew) -> None:
+    def catch_up(self) -> None:
         """A caller submits much, and leaves no other thread the interpreter: sends and hears in between. What was
         heard is settled by the hub's thread, since here it is not waited for."""
-        if can_be_raised():
+        if can_be_raised() and not self._turn.is_mine():
             with Shield():
                 if self._turn.acquire(timeout=TICK):  # who has it may be waiting for the interpreter, which we have
                     try:
                         self._read_lanes(self._lanes.poll(0))
-                        crew.dispatch(monotonic())
-                        crew.after_turn()
+                        self._serve_crews(monotonic())
                     finally:
                         self._turn.release()
-                if self._deliveries:
+                if self._deliveries or self._could_send():
                     self.wake()
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
@@ -229,21 +212,22 @@ class Hub:
         thread does so, or this one cannot: then its caller waits for a lock."""
         if self.left_behind:
             raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
-        if self.gone or get_ident() in settlers or not can_be_raised():
+        if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
         with Shield(self._nudge) as shield:
             if not self._driver.acquire(blocking=False):
                 return
+            hook = self._nudge_driver
             try:
                 self._drives += 1
                 if not self._lent and not self.gone:
                     self._lent = True
                     self._epoll.unregister(self._lanes.fileno())
                     self.wake()  # so that it ticks
-                promise._hook(self._nudge_driver)
+                promise._hook(hook)
                 self._drive(promise, end, shield)
             finally:
-                promise._unhook(self._nudge_driver)
+                promise._unhook(hook)
                 self._driver.release()
 
     def _take_back_lanes(self) -> None:
@@ -279,8 +263,11 @@ class Hub:
             os.eventfd_write(self._nudge_fd, 1)
 
     def _nudge_driver(self, promise: Promise[Any]) -> None:
+        """In the thread that settles it. `_end` closes the descriptor under the same lock; while somebody drives, whom
+        a Ctrl-C may nudge without it, there is no end."""
         if get_ident() not in settlers or get_ident() == self.thread.ident:
-            self._nudge()
+            with self._nudging:
+                self._nudge()
 
     # -- in a turn: what crews use --------------------------------------------------------------------
 
@@ -339,21 +326,13 @@ class Hub:
                 if not frames:  # its other end is closed; the zygote will tell how the drone ended
                     self._unwatch_lane(link)
                     return
-                self._hear(link, frames)
+                hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
             except Exception as error:
                 link.crew.fail(error)
             if not all_of_it:
                 return
-
-    def hear_kept(self, link: Link, kept: bytes) -> None:
-        """What a drone that died had done and not yet sent."""
-        if kept:
-            try:
-                self._hear_results(link, unpack_outcomes([RESULTS, kept]))
-            except Malformed as wrong:  # it may have written anywhere before it died
-                log.warning("what %s left in its page was dropped: %s", link.name, wrong)
 
     def receive(self) -> None:
         """Reads all that drones have sent by bulk."""
@@ -367,7 +346,7 @@ class Hub:
             if not link.bulk_open:
                 link.open_bulk(router)
             try:
-                self._hear(link, frames)
+                hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
             except Exception as error:
@@ -386,6 +365,7 @@ class Hub:
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
+                batch = None  # nothing of it is kept while this sleeps
             self._run_errands()
             gone = self.leases == 0 and self._end()
             ended, self.ending = self.ending, []
@@ -450,6 +430,7 @@ class Hub:
                     act()
                 except BaseException:  # SystemExit from a callback too: this serves everybody
                     log.exception("a callback failed")
+            del act
             with self._turn:
                 self._delivering = False
                 batch = self._take_deliveries()
@@ -473,7 +454,10 @@ class Hub:
         else:
             news = []
         self._asleep = False
-        with suppress(BlockingIOError):
+        try:
+            del self._bell
+        except AttributeError:  # somebody has taken it: he rings now, if he has not yet, and not later
+            select.select([self._wake_fd], [], [])
             os.eventfd_read(self._wake_fd)
         if news:
             with self._turn:
@@ -489,8 +473,11 @@ class Hub:
             or self._errands
             or self.ending
             or (self._router is not None and has_news(self._router))
-            or any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
+            or self._could_send()
         )
+
+    def _could_send(self) -> bool:
+        return any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
 
     def _end(self) -> bool:
         """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon after."""
@@ -501,7 +488,8 @@ class Hub:
             last.callback(self._driver.release)
             if _hub is self:
                 _hub = None
-            self.gone = True
+            with self._nudging:
+                self.gone = True
             safepoint.remove_turn(self.thread)
             self.endpoint.close()
             lifeline.close(self._epoll)
@@ -515,140 +503,3 @@ class Hub:
         with safepoint.guard:
             self.leases -= 1
         self.wake()
-
-    # -- what drones say --------------------------------------------------------------------------
-
-    def _hear(self, link: Link, frames: list[bytes]) -> None:
-        kind = head_type(frames)
-        if kind == RESULTS:
-            self._hear_results(link, unpack_outcomes(frames))
-            if len(frames) > 2:
-                self.deliver(partial(link.ledger.arena.warn, MemoryError(f"{link.name} found no room for a result")))
-        elif kind == HELLO:
-            said = numbers(frames)
-            if said[:1] != (PROTOCOL,):
-                raise Malformed(f"{link.name} speaks protocol {said[:1]}, not {PROTOCOL}")
-            link.crew.roster.hello(link)
-        elif kind == RETURNED:
-            link.crew.returned(link, numbers(frames))
-        else:
-            raise Malformed(f"{link.name} sent a message of type {kind!r}")
-
-    def _hear_results(self, link: Link, outcomes: list[Outcome]) -> None:
-        self.print_lines(link)  # what the work printed is out before its promise settles
-        now = link.last_heard = monotonic()
-        settled: list[Work] = []
-        timed: Definition | None = None
-        seconds, calls = 0.0, 0
-        for number, status, started, finished, payload, output in outcomes:
-            if status > WITHDRAWN:
-                if status == VALUES:
-                    self._hear_values(link, payload, now)
-                    continue
-                if status == LOAN_OVER:
-                    link.ledger.came_back(number)
-                    link.crew.roster.tidy_later()
-                    continue
-                work, status, payload, done = self._hear_special(link, number, status, payload)
-            else:
-                work = link.answered(number)
-                done = 1 if work is None else work.count
-            if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
-                continue
-            if work.place > link.begun:
-                link.begun = work.place
-            work.answer = Answer(started, finished, now, len(work.payload), len(payload))
-            work.status = status
-            work.payload = payload
-            if output:
-                work.output = output
-            settled.append(work)
-            if work.definition is not timed:
-                if timed is not None:
-                    timed.took(seconds, calls)
-                timed, seconds, calls = work.definition, 0.0, 0
-            seconds += finished - started
-            calls += done
-            link.tasks_done += done
-        if timed is not None:
-            timed.took(seconds, calls)
-            self.deliver(partial(_settle_all, settled))
-        link.crew.answered(link)
-
-    def _hear_values(self, link: Link, payload: Any, now: float) -> None:
-        """The outcomes of many works, with plain values: nothing of users is run to unpickle them."""
-        numbers, started, finished, values = loads(payload)
-        works = link.answered_all(numbers)
-        definitions = {work.definition for work in works if work is not None}
-        if len(definitions) == 1:
-            definitions.pop().took(sum(finished) - sum(started), len(works))
-        else:
-            for work, began, ended in zip(works, started, finished, strict=True):
-                if work is not None:
-                    work.definition.took(ended - began, 1)
-        link.tasks_done += len(works)
-        answer = AnswersTogether(numbers, started, finished, now)
-        self.deliver(partial(_settle_values, works, values, answer))
-
-    def _hear_special(self, link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:
-        """An outcome that is split, or in shared memory: the work, its status and payload, how many calls took that."""
-        shared, status = status & SHARED, status & ~SHARED
-        done = rest = 0
-        if status == SPLIT:
-            done, rest, running, payload = unpack_split(payload)
-        if shared:
-            payload = Arrived(payload, link.ledger)
-        if status != SPLIT:
-            work = link.answered(number)
-            return work, status, payload, 1 if work is None else work.count
-        work = link.flight.get(number)
-        if not isinstance(work, Slice) or done + rest > work.count:
-            if work is not None:
-                raise Malformed(f"{link.name} split work {number}, which cannot be split so")
-            return None, VALUE, payload, 0
-        link.crew.split(link, work, done, rest, running)
-        return work, VALUE, payload, max(1, done)
-
-    def print_lines(self, link: Link) -> None:
-        lines = link.printed()
-        if lines and link.crew.output is not None:
-            output = link.crew.output
-            self.deliver(lambda: print_all(output, lines))
-
-
-def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersTogether) -> None:
-    for work, value in zip(works, values, strict=True):
-        if work is None:
-            continue
-        work.answer = answer
-        if work._made_condition is None:  # what `_settle` does, without a call for each
-            try:
-                del work._open
-            except AttributeError:
-                continue
-            work._result = value
-            work._state = FINISHED
-            if work._hooks is not None:
-                work._run_hooks()
-        else:
-            work._settle(FINISHED, value, None)
-
-
-def _settle_all(answered: list[Work]) -> None:
-    for work in answered:
-        payload, work.payload = work.payload, b""
-        error: BaseException | None = None
-        value = None
-        try:
-            if work.status != VALUE:
-                error = unpack_exception(bytes(payload))
-                work.crew.explain(error)
-            elif payload:  # no bytes at all stand for None
-                value = work.read(payload)
-        except BaseException as wrong:
-            wrong.add_note(f"while unpickling the result of {work.definition.label}")
-            error = wrong
-        try:
-            work._settle(FINISHED, value, error)
-        except BaseException:
-            log.exception("a callback of %r failed", work)

@@ -3,7 +3,7 @@
     Starting ──HELLO──> Preparing (initializer) ──> Ready ──> Retiring (no new work) ──> Stopping ──> dead
                                                                                 any state ──exited──> dead
 
-Only the hub's thread changes a link; other threads may read `pid`, `state`, `exitcode`.
+Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Link:
         self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: deque[str] = deque(maxlen=_STACK_LINES)
-        self.ledger = Ledger(launcher.arena, self._ring)
+        self.ledger = Ledger(launcher.arena, number, self._ring)
         self._ringing = False
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
@@ -355,6 +355,15 @@ class Link:
             lifeline.close(end)
         self.streams.clear()
         self.lane = None
+
+
+def drained(queue: deque[Work]) -> list[Work]:
+    """Takes all that is in `queue`, one by one: what others add meanwhile is taken, or stays."""
+    works = []
+    with suppress(IndexError):
+        while True:
+            works.append(queue.popleft())
+    return works
 
 
 def _more_of(definition: Definition, queue: deque[Work], most: int) -> list[Work]:

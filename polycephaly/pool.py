@@ -181,7 +181,7 @@ class Pool(Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        return results(self._crew, fn, iterables, timeout, buffersize, ordered)
+        return results(self, fn, iterables, timeout, buffersize, ordered)
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.

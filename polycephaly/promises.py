@@ -59,6 +59,9 @@ waiting: dict[int, tuple[Promise[Any], float | None]] = {}
 asked_to_end: Callable[[int, bool], bool] | None = None
 """Where green threads are in use: whether what that native thread waits for is to be cancelled; with True: it was."""
 
+in_turn: Callable[[], bool] | None = None
+"""Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer there."""
+
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
 
@@ -156,10 +159,12 @@ class Promise(Future[T], Generic[T]):
         """
         if not self.done() and not (running and self._can_be_interrupted) and self.running():
             return False
-        if not self._settle(CANCELLED, None, None):
-            return self._state == CANCELLED
-        self._withdraw()
-        return True
+        try:
+            self._settle(CANCELLED, None, None)
+        finally:  # also where Ctrl-C came between, in a callback: or, by another call, after that
+            if self._state == CANCELLED:
+                self._withdraw()
+        return self._state == CANCELLED
 
     # -- what those who work on promises say of theirs ----------------------------------------------
 
@@ -171,7 +176,7 @@ class Promise(Future[T], Generic[T]):
     """Whether something else than green threads of this image may settle it."""
 
     def _withdraw(self) -> None:
-        """It was cancelled: its work is to be withdrawn or interrupted. Must not block."""
+        """It was cancelled: its work is to be withdrawn or interrupted. Must not block. Twice is no error."""
 
     def _help(self, end: float | None) -> None:
         """The caller waits: it may do what settles promises, until this one is or `time.monotonic()` is `end`."""
@@ -291,13 +296,22 @@ class Promise(Future[T], Generic[T]):
             self._run_hooks()
 
     def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        """By identity: comparing would run code of users. The look and the removal are straight-line code. Where others
+        pop from the front meanwhile, ours may be passed over; then it is about to be called."""
         hooks = self._hooks
-        if hooks is not None:
-            with suppress(ValueError):  # it has been called, or is being called
-                hooks.remove(hook)
+        index = 0
+        while hooks is not None:
+            try:
+                if hooks[index] is hook:
+                    del hooks[index]
+                    return
+            except IndexError:  # it has been called, or is being called
+                return
+            index += 1
 
     def _run_hooks(self) -> None:
         hooks = self._hooks
+        worst: BaseException | None = None
         while hooks:
             try:
                 hook = hooks.pop(0)
@@ -307,9 +321,21 @@ class Promise(Future[T], Generic[T]):
                 hook(self)
             except Exception:
                 log.exception("exception calling callback for %r", self)
+            except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
+                worst = error
+        if worst is not None:
+            try:
+                raise worst
+            finally:
+                worst = None
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
+            if in_turn is not None and in_turn():
+                raise RuntimeError(
+                    f"a finalizer waited for {self!r} while its thread does what would settle that: "
+                    "call `promise`, `close` or `shutdown(wait=False)` in finalizers, and wait elsewhere"
+                )
             if get_ident() in settlers:
                 raise RuntimeError(
                     f"a callback waited for {self!r} in the thread that settles promises, which would then "

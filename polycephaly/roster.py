@@ -25,12 +25,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import DroneDied
+from .hearing import hear_kept, print_lines
 from .image.main import hatch
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .launch.zygote import Nest, Order
 from .limits import named, shared_memory_ceiling
-from .link import Link, State
+from .link import Link, State, drained
 from .output import Stream
 from .promises import Promise
 from .wire.arena import IDLE, Arena, Store
@@ -49,7 +50,6 @@ log = logging.getLogger("polycephaly")
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
 IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
 START_TRIES = 3
-_numbers = itertools.count(1)
 
 
 class Roster:
@@ -59,6 +59,7 @@ class Roster:
         self._plan = crew.plan
         self._hub = crew.hub
         self.links: list[Link] = []
+        self._numbers = itertools.count(1)
         self.first: Link | None = None
         self._zygote_lost = False
         self._failed_starts = 0
@@ -70,8 +71,9 @@ class Roster:
         except OSError as error:
             raise named(error) from error
         try:
-            self._store = Store(self._arena, 0)
             self._tidying = False
+            self._store = Store(self._arena, 0)
+            self._arena.ring = self._tidy_later
             self._launcher = self.launch()
             try:
                 self._hub.open_endpoint()
@@ -138,7 +140,7 @@ class Roster:
         taken = {each.name for each in self.links if each.state < State.RETIRING}
         index = next(i for i in itertools.count() if self._plan.drone_name(i) not in taken)
         name = self._plan.drone_name(index)
-        link = Link(self._crew, next(_numbers), slot, name, self._launcher)
+        link = Link(self._crew, next(self._numbers), slot, name, self._launcher)
         ends: list[int] = []
         try:
             for stream in ("stdout", "stderr"):
@@ -166,7 +168,7 @@ class Roster:
         return True
 
     def _read_stream(self, link: Link, stream: Stream) -> None:
-        self._hub.print_lines(link)
+        print_lines(link)
         if not stream.open:
             self._hub.unwatch(stream.fileno())
             stream.close()
@@ -200,16 +202,16 @@ class Roster:
                 number = report["errno"]
                 self._crew.cannot_start(named(OSError(number, os.strerror(number))))
 
-    def tidy_later(self) -> None:
-        """Memory of this image's has come back: it stays warm for a while."""
+    def _tidy_later(self) -> None:
+        """From any thread: memory of this image's has come back. It stays warm for a while."""
         if not self._tidying:
             self._tidying = True
-            self._hub.after(IDLE, self._tidy)
+            self._hub.post(lambda: self._hub.after(IDLE, self._tidy))
 
     def _tidy(self) -> None:
         self._tidying = False
         if self._store.tidy():
-            self.tidy_later()
+            self._tidy_later()
 
     def _link(self, launcher: Launcher, number: int | None) -> Link | None:
         return next((each for each in self.links if each.number == number and each.launcher is launcher), None)
@@ -239,6 +241,7 @@ class Roster:
 
     def _ready(self, link: Link) -> None:
         link.state = State.READY
+        link.tasks_done = 0  # its initializer does not count
         self._failed_starts = 0
         self._crew.pinned_waiting |= bool(link.pinned)
         self._crew.look_for_end = True
@@ -317,19 +320,18 @@ class Roster:
         if before <= State.RETIRING:
             link.death = _death(link, None)  # for who looks at it from now on; what it ran is added below
         link.state = State.DEAD
-        self._hub.print_lines(link)
+        print_lines(link)
         self._hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
         self._hub.receive()
         page = link.launcher.page
-        self._hub.hear_kept(link, page.kept(link.slot))
+        hear_kept(link, page.kept(link.slot))
         order = list(link.flight)
         sent = order.index(page.sent(link.slot)) + 1 if page.sent(link.slot) in link.flight else 0
         begun = order.index(page.started(link.slot)) + 1 if page.started(link.slot) in link.flight else sent
         # Overlapped work is answered in any order, but begun in the order of sending.
         begun = max(begun, sum(0 < link.flight[number].place <= link.begun for number in order))
         not_begun = [link.flight.pop(number) for number in order[max(sent, begun) :]]
-        pinned = [*(w for w in not_begun if w.target), *link.pinned]
-        link.pinned.clear()
+        pinned = [*(w for w in not_begun if w.target), *drained(link.pinned)]
         error = _death(link, link.flight[order[begun - 1]] if begun > sent else None)
         self._crew.requeue([w for w in not_begun if w.target is None])
         self._crew.lose([link.flight.pop(number) for number in order[sent:begun]], error, again=True)
@@ -365,12 +367,11 @@ class Roster:
 
     def _remove(self, link: Link) -> None:
         self._hub.remove_link(link)
-        self._hub.print_lines(link)
+        print_lines(link)
         link.close(self._hub.unwatch)
-        link.ledger.close(link.number)
+        link.ledger.close()
         link.state = State.DEAD
-        self._crew.lose(list(link.pinned), link.farewell(), again=False)
-        link.pinned.clear()
+        self._crew.lose(drained(link.pinned), link.farewell(), again=False)
         if link in self.links:
             self.links.remove(link)
             self._free_slots.append(link.slot)

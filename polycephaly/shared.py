@@ -24,7 +24,8 @@ class Shared(Generic[T]):
     Given as an argument by itself, it arrives as the value, as a promise does. Inside another value, or captured
     by a function, it arrives as a handle: see `value`. Large buffers in the value (arrays, data frames) are not
     copied for that: every drone maps the same memory, and what a call writes into them is that call's alone.
-    The rest of the value is pickled once and unpickled by each call. To drones of another pool all of it is copied.
+    The rest of the value is pickled once and unpickled by each call. To drones of another pool all of it is copied
+    (by itself as an argument: nested or captured, it is what this pool's drones would find that arrives there).
 
     It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; what drones
     still look at stays until they do not. Any thread may use it.
@@ -35,10 +36,13 @@ class Shared(Generic[T]):
     1000000
     """
 
-    def __init__(self, pickled: bytes, views: list[Any], own: list[Any] | None = None) -> None:
-        """`own`: the same places once more, where this image may write."""
+    def __init__(
+        self, pickled: bytes, views: list[Any], own: list[Any] | None = None, snapshot: MainSnapshot | None = None
+    ) -> None:
+        """`own`: the same places once more, where this image may write. `snapshot`: for whom it was pickled."""
         self._content: tuple[bytes, list[Any]] | None = (pickled, views)
         self._own = views if own is None else own
+        self._snapshot = snapshot
 
     @property
     def value(self) -> T:
@@ -69,8 +73,19 @@ class Shared(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _arrive, self._parts()
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
+        parts = self._parts()
+        return _arrive, parts if protocol >= 5 else tuple(map(bytes, parts))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def stand_in(self, snapshot: MainSnapshot) -> Any:
+        """What is pickled in its place, to arrive as the value, for an image that shares `snapshot`."""
+        return Contents(self) if self._snapshot in (None, snapshot) else self.value
 
     def _parts(self) -> tuple[Any, ...]:
         pickled, views = self._opened()
@@ -95,11 +110,13 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
     """Raises `Full`, a `MemoryError`, where it would be more than may be shared."""
     parcel = pack_strictly(value, snapshot, store)
     if not isinstance(parcel, Parcel):
-        return Shared(parcel, [])
-    segment = parcel.places[0][0]
-    stored, own = pristine_view(segment), view(segment)
-    places = [slice(at, at + length) for _, at, length in parcel.places]
-    return Shared(parcel.inline, [stored[each] for each in places], [own[each] for each in places])
+        return Shared(parcel, [], snapshot=snapshot)
+    segments = {id(segment): segment for segment, _, _ in parcel.places}  # also others, of handles in the value
+    stored = {key: pristine_view(segment) for key, segment in segments.items()}
+    own = {key: view(segment) for key, segment in segments.items()}
+    places = [(id(segment), slice(at, at + length)) for segment, at, length in parcel.places]
+    views, own_views = [[ranges[key][part] for key, part in places] for ranges in (stored, own)]
+    return Shared(parcel.inline, views, own_views, snapshot)
 
 
 def _arrive(pickled: bytes, *views: Any) -> Shared[Any]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .image.definitions import Hole
 from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
-from .shared import Contents, Shared
-from .wire.capture import LARGE_BUFFER, capture, join, pack
+from .shared import Shared
+from .wire.capture import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from .wire.definitions import Book, Definition
 from .wire.loans import load
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
@@ -86,7 +86,7 @@ class Work(Promise[Any]):
             self.args = args
             return inputs
         if inputs or shared:
-            args, kwargs = _with_stand_ins(args, kwargs)
+            args, kwargs = _with_stand_ins(args, kwargs, book.snapshot)
         try:
             if kwargs or inputs:
                 self.kind = CALL_KEYWORDS
@@ -100,7 +100,7 @@ class Work(Promise[Any]):
 
     def when_filled(self, inputs: Sequence[Promise[Any]], go: Callable[[Work], None]) -> None:
         """Calls `go` once, when all `inputs` have values; rejects this work when one is rejected."""
-        open_ = list(inputs)
+        turn = itertools.count(1)
 
         def one_settled(settled: Promise[Any]) -> None:
             if settled._state == CANCELLED:
@@ -108,8 +108,7 @@ class Work(Promise[Any]):
             elif settled._exception is not None:
                 self._settle(FINISHED, None, settled._exception)
             else:
-                open_.pop()  # the synchronization counter: `pop` is atomic
-                if open_:
+                if next(turn) < len(inputs):  # the synchronization counter: one step, which also tells who is the last
                     return
                 self._fill([p._result for p in inputs])
             go(self)
@@ -141,10 +140,12 @@ class Work(Promise[Any]):
     @property
     def link(self) -> Link | None:
         """The drone it was sent to."""
-        return self.sending.link if self.sending is not None else None
+        sending = self.sending  # a turn in another thread may take it away
+        return sending.link if sending is not None else None
 
     def running(self) -> bool:
-        return self._state == PENDING and self.sending is not None and self.sending.link.runs(self.number)
+        link = self.link
+        return self._state == PENDING and link is not None and link.runs(self.number)
 
     @property
     def spans(self) -> Spans:
@@ -228,13 +229,15 @@ class Slice(Work):
         return running, later
 
 
-def _with_stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_stand_ins(
+    args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     places = itertools.count()
 
     def stand_in(arg: Any) -> Any:
         if isinstance(arg, Promise):
             return Hole(next(places))
-        return Contents(arg) if type(arg) is Shared else arg
+        return arg.stand_in(snapshot) if type(arg) is Shared else arg
 
     return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
+from polycephaly.image import main as image_main
 from polycephaly.wire import messages
 from polycephaly.wire.lane import Lane
 from polycephaly.wire.messages import (
@@ -208,7 +209,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
 
 def say_nonsense(by):
     """On a drone: through its own sockets, messages that are none."""
-    drone = next(each for each in gc.get_objects() if type(each).__name__ == "_Drone")
+    drone = next(each for each in gc.get_objects() if isinstance(each, image_main.Drone))
     bulk = drone.open_bulk()
     dice = random.Random(7)
     with drone.socket_turn:

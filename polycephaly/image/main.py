@@ -27,20 +27,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pickle import dumps, loads
-from queue import SimpleQueue
-from time import monotonic, sleep
+from pickle import loads
+from time import monotonic
 from typing import Any
 
 import zmq
 
-from ..launch import safepoint
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
 from ..wire import endpoint
 from ..wire.arena import IDLE, Arena, Store
-from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
-from ..wire.exceptions import pack_exception
+from ..wire.capture import MainSnapshot
 from ..wire.lane import Lane
 from ..wire.loans import Arrived, Ledger, Parcel
 from ..wire.messages import (
@@ -54,9 +51,6 @@ from ..wire.messages import (
     ERROR,
     FORGET,
     HELLO,
-    LARGE,
-    LARGE_FROM,
-    LOAN_OVER,
     OPEN,
     PROTOCOL,
     RECALL,
@@ -73,21 +67,21 @@ from ..wire.messages import (
     pack_numbers,
     pack_outcome,
     pack_outcomes,
-    pack_values,
     unpack_work,
 )  # fmt: skip
-from ..wire.slices import SHORT, SMALL, pack_answers, split_head
+from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
 from .console import open_console
 from .definitions import Definition, define
+from .ear import Ear
+from .outcomes import Outcomes
 from .overlap import Overlap
 from .slices import Slice
+from .tasks import Calls, Task
 
 __all__ = ["hatch"]
 
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
 FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
-WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
-LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
 
 def hatch(
@@ -95,50 +89,26 @@ def hatch(
 ) -> None:
     """The drone's main function: serves until told to stop."""
     endpoint.home_of_parent = nest.home
-    drone = _Drone(order, nest, lane, page, arena, snapshot)
+    drone = Drone(order, nest, lane, page, arena, snapshot)
     try:
         drone.serve()
     finally:
         drone.close()
 
 
-class _Task:
-    __slots__ = ("definition", "kind", "number", "payload")
-
-    def __init__(self, number: int, kind: int, definition: Definition, payload: Any) -> None:
-        self.number = number
-        self.kind = kind
-        self.definition = definition
-        self.payload = payload
-
-
-class _Calls:
-    """Several tasks of one definition, which came together. The main thread takes them from the left, the ear what it
-    gives back from the right or the middle."""
-
-    __slots__ = ("definition", "queue")
-
-    def __init__(self, definition: Definition, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
-        self.definition = definition
-        self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
-
-
-class _Drone:
+class Drone:
     def __init__(
         self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
     ) -> None:
-        self._tail = open_console()
+        tail = open_console()
         faulthandler.enable(file=2)
-        self._snapshot = snapshot
         self._row = page.row(order.slot)
         self._definitions: dict[int, Definition] = {}
-        self._todo: deque[_Task | _Calls] = deque()
-        self._calls: _Calls | None = None  # being run
-        self._values = _Values()
-        self._outcomes: list[bytes] = []
-        self._large: list[bytes] = []
+        self._todo: deque[Task | Calls] = deque()
+        self._calls: Calls | None = None  # being run
         self._overlap: Overlap | None = None
         self._slice: Slice | None = None
+        self._split_by_bulk = False
         self._last_done = 0
         self._flushed = 0.0
         self._stopping = False
@@ -156,10 +126,11 @@ class _Drone:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._news.register(self._bell, select.EPOLLIN)
         self._store = Store(arena, order.number)
-        self._ledger = Ledger(arena, self._ring)
+        self._ledger = Ledger(arena, 0, self._ring)
+        self._outcomes = Outcomes(self._row, snapshot, self._store, self._ledger, tail)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         self._send(self._hello)
-        self._ear = _Ear(self)
+        self._ear = Ear(self)
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -186,8 +157,8 @@ class _Drone:
     def _may_end(self) -> bool:
         return self._stopping and not self._todo and not (self._overlap is not None and self._overlap.running)
 
-    def _run(self, task: _Task | _Calls) -> None:
-        if isinstance(task, _Calls):
+    def _run(self, task: Task | Calls) -> None:
+        if isinstance(task, Calls):
             self._calls = task
             try:
                 self._do_calls(task)
@@ -198,10 +169,11 @@ class _Drone:
         else:
             self._do(task)
 
-    def _do_calls(self, calls: _Calls) -> None:
+    def _do_calls(self, calls: Calls) -> None:
         """What `_do` does, for many; values that are small and immutable are sent together."""
-        take, call, start, keep = calls.queue.popleft, calls.definition.call_with, self._row.start, self._row.keep
-        note, tail = self._values.note, self._tail
+        take, call, start = calls.queue.popleft, calls.definition.call_with, self._row.start
+        outcomes = self._outcomes
+        note_value = outcomes.note_value
         finished = monotonic()
         while True:
             try:
@@ -218,37 +190,31 @@ class _Drone:
                     value = call(args)
                     kind = type(value)
                     together = kind in SMALL or ((kind is str or kind is bytes) and len(value) < SHORT)
-                    payload: bytes | Parcel = b""
                     if not together:
-                        payload = self._capture_result(value)
+                        payload = outcomes.pack(value)
                         value = None
                 finally:
                     self._current = 0
             except BaseException as error:
                 self._current = 0
-                together, value, payload = False, None, self._pack(error)
                 finished = monotonic()
-                large = self._note_outcome(number, ERROR, started, finished, payload)
-                kept = keep(self._outcomes[-1])
+                outcomes.note(number, ERROR, started, finished, outcomes.pack_error(error))
+                kept = outcomes.keep()
             else:
                 finished = monotonic()
-                if together and not tail.pieces:
-                    large = False
-                    note(number, started, finished, value)
-                    pickled = b"" if value is None else dumps(value, 5)
-                    kept = keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
+                if together:
+                    kept = note_value(number, started, finished, value)
                 else:
-                    if together and value is not None:
-                        payload = dumps(value, 5)
-                    large = self._note_outcome(number, VALUE, started, finished, payload)
-                    kept = keep(self._outcomes[-1])
+                    outcomes.note(number, VALUE, started, finished, payload)
+                    kept = outcomes.keep()
             self._last_done = number
-            if large or not kept or finished - self._flushed > FLUSH_AFTER:
+            if not kept or finished - self._flushed > FLUSH_AFTER:
                 self._flush()
                 self._listen(wait=False)
                 finished = monotonic()
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, task: Task) -> None:
+        outcomes = self._outcomes
         number = task.number
         self._row.start(number)
         status = VALUE
@@ -260,61 +226,50 @@ class _Drone:
                 if number in self._missed:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
-                    self._slice = Slice(number, task.payload, task.definition.function, self._capture_result)
+                    self._slice = Slice(number, task.payload, task.definition.function, outcomes.pack)
                     self._slice.run()
                 else:
                     value = task.definition.call(task.kind, task.payload)
                     if value is not None:
-                        payload = self._capture_result(value)
+                        payload = outcomes.pack(value)
                         del value
             finally:
                 self._current = 0
         except BaseException as error:
             self._current = 0
-            status, payload = ERROR, self._pack(error)
+            status, payload = ERROR, outcomes.pack_error(error)
         finished = monotonic()
         head = b""
         if self._slice is not None:
             status, head, payload = self._end_slice(self._slice)
-        large = self._note_outcome(number, status, started, finished, payload, head)
+        outcomes.note(number, status, started, finished, payload, head)
         self._last_done = number
         late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
-        if self._todo and (large or late or not self._row.keep(self._outcomes[-1])):
+        if not outcomes.keep() or (late and self._todo):
             self._flush()
             self._listen(wait=False)
 
-    def _note_outcome(
-        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
-    ) -> bool:
-        """To be sent with the next flush. Whether it is a large one, for the socket."""
-        entry, large = self._outcome(number, status, started, finished, payload, head)
-        self._outcomes.append(entry)
-        self._large += large
-        return bool(large)
-
-    def _outcome(
-        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
-    ) -> tuple[bytes, list[bytes]]:
-        """Its entry in a RESULTS message, and what goes beside that."""
-        if isinstance(payload, Parcel):
-            status, payload = status | SHARED, payload.waybill(self._ledger)
-        if head:
-            payload = head + payload
-        large = [payload] if len(payload) >= LARGE_FROM else []
-        if large:
-            status, payload = status | LARGE, b""
-        return pack_outcome(number, status, started, finished, payload, self._tail.take()), large
-
     def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
-        """What came of it, as far as the ear has not sent it."""
-        error = None if run.error is None else self._pack(run.error)
+        """What came of it, as far as the ear has not sent it: status, head and payload."""
+        error = None if run.error is None else self._outcomes.pack_error(run.error)
         with self.socket_turn:
             self._slice = None
             answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
-            rest = run.cut() if error is None else 0
-        if rest:
-            return SPLIT, split_head(len(run.done), rest, running=False), answers
-        return VALUE, b"", answers
+            rest = run.cut()
+        done = len(run.done) - run.sent + (error is not None)
+        return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
+
+    def _send_what_waits(self) -> None:
+        """In the ear, holding the socket's turn: what was done before the task that takes so long."""
+        self._send_outcomes()
+
+    def _send_outcomes(self) -> None:
+        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these."""
+        frames = self._outcomes.take()
+        if frames and self._split_by_bulk:
+            self._send_by_bulk(frames)
+        elif frames:
+            self._send(frames)
 
     def _cut_slice(self) -> None:
         """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
@@ -326,11 +281,11 @@ class _Drone:
         run.sent = len(run.done)
         if rest or run.sent:
             answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
-            head = split_head(run.sent, rest, running=True)
-            entry, large = self._outcome(run.number, SPLIT, run.started, monotonic(), answers, head)
-            self._send(pack_outcomes([entry], large))
+            head = split_head(run.sent, rest, RUNNING)
+            entry, large = self._outcomes.entry(run.number, SPLIT, run.started, monotonic(), answers, head)
+            self._split_by_bulk = not self._send(pack_outcomes([entry], large))
 
-    def _begin(self, task: _Task) -> None:
+    def _begin(self, task: Task) -> None:
         """A task that is run beside others."""
         overlap = self._overlap
         if overlap is None:
@@ -343,8 +298,7 @@ class _Drone:
                 raise KeyboardInterrupt("interrupted by the controller")
             overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
         except BaseException as error:
-            self._note_outcome(task.number, ERROR, started, monotonic(), self._pack(error))
-            self._keep_last()
+            self._note_overlapped(task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error))
 
     def _take_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
@@ -353,54 +307,26 @@ class _Drone:
             try:
                 value = thread.result()
                 if value is not None:
-                    payload = self._capture_result(value)
+                    payload = self._outcomes.pack(value)
             except BaseException as error:
-                status, payload = ERROR, self._pack(error)
-            self._note_outcome(number, status, started, finished, payload)
-            self._keep_last()
+                status, payload = ERROR, self._outcomes.pack_error(error)
+            self._note_overlapped(number, status, started, finished, payload)
             if not overlap.running:
                 self._last_done = number
 
-    def _keep_last(self) -> None:
-        """The outcome noted last outlives this drone, or is sent."""
-        if self._large or not self._row.keep(self._outcomes[-1]):
+    def _note_overlapped(
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel
+    ) -> None:
+        self._outcomes.note(number, status, started, finished, payload)
+        if not self._outcomes.keep():
             self._flush()
 
-    def _capture_result(self, value: object) -> bytes | Parcel:
-        try:
-            bulky = type(value) in BULKY and len(value) >= LARGE_BUFFER  # type: ignore[arg-type]
-            return pack(value, self._snapshot, self._store, bulky)
-        except BaseException as error:
-            error.add_note(f"while pickling the result, a {type(value).__qualname__}")
-            raise
-
-    def _capture(self, value: object) -> bytes:
-        return capture(value, self._snapshot)
-
-    def _pack(self, error: BaseException) -> bytes:
-        try:
-            return pack_exception(error, self._capture)
-        except BaseException as worse:  # its own code broke off its packing: tell at least what it was
-            told = RuntimeError(f"a {type(error).__qualname__} could not be sent: {type(worse).__qualname__}")
-            return pack_exception(told, lambda value: dumps(value, 5))
-
     def _flush(self) -> None:
-        if self._ledger.returned:
-            self._note_returned()
-        if self._values.numbers:
-            self._outcomes.append(self._values.take())
-        if self._outcomes:
-            with self.socket_turn:
-                self._send(pack_outcomes(self._outcomes, self._large))
+        with self.socket_turn:
+            self._send_outcomes()
+            self._split_by_bulk = False
             self._row.sent(self._last_done)  # with overlapped tasks: of those before them
-            self._outcomes.clear()
-            self._large.clear()
         self._flushed = monotonic()
-
-    def _note_returned(self) -> None:
-        """Loans that are over go along with the outcomes."""
-        for number in self._ledger.take_returned():
-            self._outcomes.append(pack_outcome(number, LOAN_OVER, 0.0, 0.0, b"", b""))
 
     def _ring(self) -> None:
         """In any thread: a loan is over. While the main thread waits it has to be woken; else it looks before that."""
@@ -420,6 +346,7 @@ class _Drone:
                 if self._bulk_may_hide:
                     self.hear_all()
                     return
+                self._missed.clear()  # nothing is between
                 self._waiting = True
             if not self._ledger.returned:  # looked at after `_waiting` was set: see `_ring`
                 self._sleep()
@@ -430,7 +357,7 @@ class _Drone:
     def _sleep(self) -> None:
         """Until there is news. Warm memory is given back when nothing comes for a while."""
         news: list[tuple[int, int]] = []
-        while not news and self._store.has_warm():
+        while not news and self._store.is_untidy():
             news = self._news.poll(IDLE)
             if not news:
                 self._store.tidy()
@@ -468,11 +395,17 @@ class _Drone:
                 os._exit(0)
             self._hear(frames)
 
-    def _send(self, frames: list[bytes]) -> None:
-        if not self._lane.send(frames):
-            self.open_bulk().send_multipart(frames)
-            # Its descriptor tells of news only, and this call may have taken note of some: look before waiting.
-            self._bulk_may_hide = True
+    def _send(self, frames: list[bytes]) -> bool:
+        """Whether it went by the lane."""
+        if self._lane.send(frames):
+            return True
+        self._send_by_bulk(frames)
+        return False
+
+    def _send_by_bulk(self, frames: list[bytes]) -> None:
+        self.open_bulk().send_multipart(frames)
+        # Its descriptor tells of news only, and this call may have taken note of some: look before waiting.
+        self._bulk_may_hide = True
 
     def open_bulk(self) -> zmq.Socket[bytes]:
         if self._bulk is None:
@@ -499,13 +432,14 @@ class _Drone:
             elif kind == FORGET:
                 definitions.pop(number, None)
             elif kind == CALLS and definition in definitions:
-                todo.append(_Calls(definitions[definition], *loads(payload)))
+                todo.append(Calls(definitions[definition], *loads(payload)))
             elif kind == CAME_BACK:
                 self._ledger.came_back(number)
             elif definition in definitions:
-                todo.append(_Task(number, kind, definitions[definition], payload))
+                todo.append(Task(number, kind, definitions[definition], payload))
             else:
-                error = self._pack(RuntimeError(f"a bug in polycephaly: definition {definition} is not known here"))
+                bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
+                error = self._outcomes.pack_error(bug)
                 unknown = loads(payload)[0] if kind == CALLS else [number]
                 self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
 
@@ -514,12 +448,12 @@ class _Drone:
         with suppress(IndexError):
             while True:
                 task = self._todo.pop()
-                if isinstance(task, _Calls):
-                    _take_from_end(task, returned)
+                if isinstance(task, Calls):
+                    returned += task.take_from_end()
                 else:
                     returned.append(task.number)
         if self._calls is not None:
-            _take_from_end(self._calls, returned)
+            returned += self._calls.take_from_end()
         self._send(pack_numbers(RETURNED, returned[::-1]))
 
     def _hear_cancel(self, frames: list[bytes]) -> None:
@@ -529,19 +463,17 @@ class _Drone:
         if self._calls is not None:
             tasks.append(self._calls)
         for task in tasks:
-            with suppress(ValueError):  # the main thread has just begun it
-                if isinstance(task, _Calls):
-                    for call in [each for each in list(task.queue) if each[0] in targets]:
-                        task.queue.remove(call)
-                        withdrawn.append(call[0])
-                elif task.number in targets:
+            if isinstance(task, Calls):
+                withdrawn += task.withdraw(targets)
+            elif task.number in targets:
+                with suppress(ValueError):  # the main thread has just begun it
                     self._todo.remove(task)
                     withdrawn.append(task.number)
         targets -= set(withdrawn)
         if withdrawn:
             self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
         current = self._current
-        self._missed = targets - {0, current}  # one of these may be just between `todo` and `_current`
+        self._missed |= targets - {0, current}  # one of these may be just between `todo` and `_current`
         if self._overlap is not None:
             self._overlap.interrupt(targets)
         if current and (current in targets or 0 in targets):
@@ -554,7 +486,7 @@ class _Drone:
     def _hear_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
-    _HEARD: dict[bytes, Callable[[_Drone, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
+    _HEARD: dict[bytes, Callable[[Drone, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
         WORK: _hear_work,
         RECALL: _hear_recall,
         CANCEL: _hear_cancel,
@@ -578,6 +510,7 @@ class _Drone:
         if self.socket_turn.acquire(blocking=False):
             try:
                 if not self._waiting:
+                    self._send_what_waits()
                     self._cut_slice()
                     self.hear_all()
             finally:
@@ -586,74 +519,3 @@ class _Drone:
     @property
     def news_fd(self) -> int:
         return self._news.fileno()
-
-
-def _take_from_end(calls: _Calls, taken: list[int]) -> None:
-    with suppress(IndexError):
-        while True:
-            taken.append(calls.queue.pop()[0])
-
-
-class _Values:
-    """Outcomes of tasks that are sent together."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self._started: list[float] = []
-        self._finished: list[float] = []
-        self._values: list[Any] = []
-
-    def note(self, number: int, started: float, finished: float, value: Any) -> None:
-        self.numbers.append(number)
-        self._started.append(started)
-        self._finished.append(finished)
-        self._values.append(value)
-
-    def take(self) -> bytes:
-        entry = pack_values(self.numbers, self._started, self._finished, self._values)
-        for column in (self.numbers, self._started, self._finished, self._values):
-            column.clear()
-        return entry
-
-
-class _Ear:
-    """Listens while the main thread is busy with one task for longer than the window.
-
-    It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
-    Parking: it says so, then looks again, then waits for a token. The main thread looks at `_parked` at each
-    task and sends a token. A task that begins between the two looks of the ear is seen by the second; one
-    token too many costs one tick.
-    """
-
-    def __init__(self, drone: _Drone) -> None:
-        self._drone = drone
-        self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._parked = False
-        thread = threading.Thread(target=self._live, name="polycephaly-ear", daemon=True)
-        safepoint.add_turn(thread, drone.socket_turn)  # a drone may fork drones of its own
-        thread.start()
-
-    def wake(self) -> None:
-        if self._parked:
-            self._parked = False
-            self._tokens.put(None)
-
-    def _live(self) -> None:
-        readable = select.poll()
-        readable.register(self._drone.news_fd, select.POLLIN)
-        seen = 0
-        while True:
-            current = self._drone.current
-            if current == 0:
-                self._parked = True
-                if self._drone.current == 0:
-                    self._tokens.get()
-                self._parked = False
-            elif current == seen:
-                # The descriptor tells of news only; what came before the ear began must be looked for.
-                with suppress(zmq.ZMQError):
-                    self._drone.hear_if_free()
-                    readable.poll(LOOK_AGAIN * 1000)
-                continue
-            seen = current
-            sleep(WINDOW)

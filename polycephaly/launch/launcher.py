@@ -174,5 +174,7 @@ def _detach(handed: Any) -> int:
 
 def _become_zygote(control: int, page: int, arena: int, ceiling: int, nest: Nest, owner: int) -> None:
     snapshot = MainSnapshot()
+    for fd in (control, page, arena):
+        os.set_inheritable(fd, False)
     shared = Arena(ceiling, arena)
     run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), shared, snapshot, owner)

@@ -26,12 +26,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-__all__ = ["OwnThread", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
+__all__ = ["OwnThread", "Turn", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
 
 guard = threading.RLock()
 """Held while a hub begins, ends or forks."""
 
-_turns: dict[threading.Thread, threading.Lock] = {}
+
+class Turn:
+    """The lock of a turn. It knows whose it is, and is taken once."""
+
+    def __init__(self) -> None:
+        lock: Any = threading.RLock()
+        self.acquire: Callable[..., bool] = lock.acquire
+        self.release: Callable[[], None] = lock.release
+        self.is_mine: Callable[[], bool] = lock._is_owned
+        """Has this thread got it?"""
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+_turns: dict[threading.Thread, AbstractContextManager[Any]] = {}
 _pauses: list[Callable[[], AbstractContextManager[None]]] = []
 
 
@@ -42,7 +60,7 @@ class OwnThread(threading.Thread):
         super().__init__(name=name, target=target, daemon=True)
 
 
-def add_turn(thread: threading.Thread, turn: threading.Lock) -> None:
+def add_turn(thread: threading.Thread, turn: AbstractContextManager[Any]) -> None:
     with guard:
         _turns[thread] = turn
 

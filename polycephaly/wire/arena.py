@@ -17,8 +17,8 @@ Why nobody's data changes under him:
 * a block is used again only when its Segment is gone, and whoever has lent it holds that until the reader's
   Loan came back, or the reader is dead;
 * a Loan is held by the mapping, and the mapping by every view of it;
-* a fork takes mappings along. So before each fork a reference to every mapped Keep is taken: our own forks
-  give theirs back when the zygote has ended, those of others never do (their child may look for ever).
+* a fork takes mappings along. So before each fork a reference to every mapped Keep is taken, until the child has
+  ended: of our own forks the launcher knows when; of those of others a pipe tells, whose other end the child has.
 * what is written into a mapping is the reader's alone: it is private (copy-on-write).
 
 How fast: fresh pages cost more than the copy (100 MB on a 2-core machine: 47 ms by `write`, 81 by memory
@@ -31,22 +31,35 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
-__all__ = ["Arena", "Full", "Keep", "Segment", "Store", "kept_through_fork", "place_of", "pristine_view", "view"]
+__all__ = [
+    "SPAN",
+    "Arena",
+    "Full",
+    "Keep",
+    "Segment",
+    "Store",
+    "kept_through_fork",
+    "place_of",
+    "pristine_view",
+    "view",
+]
 
 Buffer = bytes | bytearray | memoryview
 
-SPAN = 1 << 42
-"""Addresses of one region: 4 TiB, of which only what is written takes memory."""
-REGIONS = 1 << 20
+SPAN = 1 << 41
+"""Addresses of one region: 2 TiB, of which only what is written takes memory."""
+REGIONS = 1 << 21
+"""A drone that comes after so many others has none, and finds no room."""
 ALIGN = 64
 MAPPED_FROM = 1 << 20
 """Bytes of a block that its writer maps when it is used again; smaller ones are written, which is as fast."""
@@ -81,15 +94,23 @@ class Arena:
         self.ended = False
         self._open = [self.fd]
         self._pid = os.getpid()
+        self._image = 0
         self._keeps: dict[int, tuple[int, int]] = {}
-        self._mapped: dict[int, weakref.ref[Keep]] = {}
-        self._lasting: set[Keep] = set()
+        self._mapped: dict[int, weakref.ref[_Mapping]] = {}
+        self.ring: Callable[[], object] = lambda: None
+        """Called, in any thread and in the middle of anything, when there may be something to tidy."""
         self._warned = False
-        _arenas.add(self)
+        key = id(self)
+        _arenas[key] = weakref.ref(self, lambda _: _arenas.pop(key, None))
 
     def enter(self) -> None:
-        """In a drone: it is now this image's, too. (It does not warn: the controller sees which way results come.)"""
+        """In a drone: it is now this image's, too. (It does not warn: the controller sees which way results come.)
+
+        What came along from the images that it descends from is theirs: its end here means nothing.
+        """
         self._pid = os.getpid()
+        self._image += 1
+        self.ring = lambda: None
         self._warned = True
         self._keeps.clear()
 
@@ -111,11 +132,11 @@ class Arena:
         return os.fstat(self.fd).st_size
 
     def punch(self, offset: int, length: int) -> None:
-        """Gives the memory of a range back to the system. Not from a forked child: it is its parent's."""
+        """Gives the memory of a range's pages back to the system. Not from a forked child: it is its parent's."""
         marker = object()
         self._keeps[id(marker)] = (0, 0)  # from here on it is not closed: see `_let_go`
         if self._open and os.getpid() == self._pid:
-            _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
+            _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, _whole_pages(length))
         self._let_go(id(marker))
 
     def clear(self, start: int, end: int) -> None:
@@ -128,20 +149,18 @@ class Arena:
         if start < end:
             self.punch(start, end - start)
 
-    def clear_region(self, number: int) -> None:
-        self.clear(number * SPAN, (number + 1) * SPAN)
-
     def end(self) -> None:
         """Nobody else uses it any more. What this image still looks at stays until it does not."""
         self._keeps[0] = (0, 0)  # so that no Keep that ends now closes it meanwhile
         self.ended = True
-        for keep in list(self._lasting):
+        for keep in (forked := _forked_from(self)):  # a child of somebody's may look at them for ever
             keep.lasting = True
-        self._lasting.clear()
         self.clear(0, REGIONS * SPAN)
+        forked.clear()
+        _look_for_ended_forks()
         self._let_go(0)
 
-    def _let_go(self, key: int) -> None:
+    def _let_go(self, key: int = -1) -> None:
         """The last one closes it. The look and the taking are one run of straight-line code, in which CPython gives
         the interpreter to nobody; so whoever entered himself before it is seen, and who does after it finds
         nothing open."""
@@ -156,36 +175,41 @@ class Arena:
             os.close(fd)
 
 
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_arenas: dict[int, weakref.ref[Arena]] = {}  # its values are listed in one step, while others make some
 
 
 class Keep:
     """A range that stays as it is for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "arena", "lasting", "length", "offset")
+    __slots__ = ("__weakref__", "_image", "arena", "lasting", "length", "offset")
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
         self.arena = arena
         self.offset = offset
         self.length = length
-        self.lasting = False  # a child that somebody forked may look at it for ever
+        self.lasting = False  # its end does not end the range
+        self._image = arena._image
         arena._keeps[id(self)] = (offset, length)
 
-    def __del__(self) -> None:
-        """In any thread, at any point of its code.
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """In any thread, at any point of its code; when the interpreter ends, the kernel sees to all of it.
 
-        `Arena.end` may come at any point of this too. Before the look at `ended`: the range is punched here. After
-        it, and before the last line: `end` sees the range among the keeps and leaves it; it goes when the arena
-        is closed.
+        It leaves the keeps first, and looks then who else has come to an end; `Arena.end`, and `Ledger.close`, say that
+        they have, and look at the keeps then. So one of the two gives the memory back.
         """
+        if finalizing():
+            return
         arena = self.arena
-        arena._mapped.pop(id(self), None)
-        if not self.lasting:
+        arena._keeps.pop(id(self), None)
+        if not self.lasting and self.is_of_this_image():
             if arena.ended:
-                arena.punch(self.offset, _whole_pages(self.length))
+                arena.punch(self.offset, self.length)
             else:
                 self._give_back()
-        arena._let_go(id(self))
+        arena._let_go()
+
+    def is_of_this_image(self) -> bool:
+        return self._image == self.arena._image
 
     def _give_back(self) -> None:
         raise NotImplementedError
@@ -214,6 +238,7 @@ class Segment(Keep):
 
     def _give_back(self) -> None:
         self._store._returned.append(self._block)
+        self.arena.ring()
 
 
 class Store:
@@ -221,27 +246,36 @@ class Store:
 
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
-        self._number = number
-        self._top = (number % REGIONS) * SPAN
-        self._end = self._top + SPAN
+        self._pid = os.getpid()
+        self._top = number * SPAN
+        self._end = self._top + SPAN if number < REGIONS else self._top
         self._free: dict[int, deque[_Block]] = {}  # by size; the warm ones at the right
         self._warm = 0  # bytes that they have
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
+        self._owner = 0  # the thread that has it
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
         """Copies each of `runs`, its pieces end to end: the segment, and each run's offset in it and length.
 
         Raises `Full` where that would be more than the ceiling, and `OSError` where the system refuses.
         """
+        if os.getpid() != self._pid:  # somebody forked: what it would write into is its parent's
+            raise Full("the pool belongs to another process")
         places: list[tuple[int, int]] = []
         size = 0
         for run in runs:
             length = sum(map(len, run))
             places.append((size, length))
             size += -(-length // ALIGN) * ALIGN
+        if self._owner == threading.get_ident():
+            raise Full("a finalizer came while memory was being taken")
         with self._lock:
-            block = self._take(size)
+            self._owner = threading.get_ident()
+            try:
+                block = self._take(size)
+            finally:
+                self._owner = 0
         segment = Segment(self, block, size)  # before the look: see Arena.end
         if self.arena.ended:
             raise Full("the pool has ended")
@@ -308,19 +342,27 @@ class Store:
         block.filled = max(block.filled, size)
 
     def tidy(self, idle: float = IDLE) -> bool:
-        """Gives back the memory of blocks that nobody has used for so many seconds. Are there others?"""
-        latest = monotonic() - idle
-        with self._lock:
+        """Gives back the memory of blocks that nobody has used for so many seconds, and lets go of what was held for
+        forked children that have ended. Is there more to come?"""
+        _look_for_ended_forks()
+        if not self._lock.acquire(blocking=False):  # who has it may run a finalizer that waits for who calls this
+            return True
+        try:
+            self._owner = threading.get_ident()
             self._take_back()
+            latest = monotonic() - idle
             for free in self._free.values():
                 for block in free:
                     if block.filled and block.idle_since <= latest:
                         self._warm -= block.filled
                         self._cool(block)
-            return self._warm > 0
+            return self.is_untidy()
+        finally:
+            self._owner = 0
+            self._lock.release()
 
-    def has_warm(self) -> bool:
-        return self._warm > 0 or bool(self._returned)
+    def is_untidy(self) -> bool:
+        return self._warm > 0 or bool(self._returned) or len(_forks) > (-1 in _forks)
 
     def _cool(self, block: _Block) -> None:
         block.mapping = None
@@ -375,6 +417,8 @@ def place_of(buffer: memoryview, arena: Arena) -> tuple[Segment, int, int] | Non
         mapping = mapping.obj
     if not isinstance(mapping, _Mapping) or not mapping.pristine or mapping.keep.arena is not arena:
         return None
+    if not mapping.keep.is_of_this_image():  # its writer does not know that it would be lent
+        return None
     assert isinstance(mapping.keep, Segment)
     return mapping.keep, _address(buffer) - _address(mapping), buffer.nbytes
 
@@ -391,8 +435,9 @@ def view(keep: Keep) -> memoryview:
         mapping = _map(arena.fd, keep.offset, keep.length, mmap.MAP_PRIVATE)
     except OSError:
         return memoryview(_read(arena.fd, keep.offset, keep.length))
-    arena._mapped[id(keep)] = weakref.ref(keep)
     mapping.keep = keep
+    mapped, key = arena._mapped, id(mapping)
+    mapped[key] = weakref.ref(mapping, lambda _: mapped.pop(key, None))
     return memoryview(mapping)
 
 
@@ -418,14 +463,21 @@ def _read(fd: int, offset: int, length: int) -> bytearray:
     rest = memoryview(target)
     while rest:
         done = os.preadv(fd, [rest[: 64 << 20]], offset)
+        if not done:  # the file ends before the padding does
+            break
         rest, offset = rest[done:], offset + done
     return target
 
 
 # -- forks ----------------------------------------------------------------------------------------------
 
-_at_forks: dict[int, list[Keep]] = {}  # by thread: what is mapped at the moment of its fork
-_ours: dict[int, list[Keep]] = {}  # by thread: it forks for us, and holds on to these until the child has ended
+_starting: dict[int, tuple[list[Keep], tuple[int, int]]] = {}
+"""By thread: what is mapped at the moment of its fork, and the pipe that will tell of the child's end."""
+_ours: dict[int, list[Keep]] = {}
+"""By thread: it forks for us, and holds on to these until the child has ended."""
+_forks: dict[int, list[Keep]] = {}
+"""By the pipe's descriptor (-1: there was none to be had): what is held for a child that somebody else has forked."""
+_looking = threading.Lock()
 
 
 @contextmanager
@@ -436,26 +488,73 @@ def kept_through_fork(keeps: list[Keep]) -> Iterator[None]:
     try:
         yield
     finally:
-        del _ours[me]
+        _ours.pop(me, None)
 
 
 def _before_fork() -> None:
-    mapped = [ref() for arena in list(_arenas) for ref in list(arena._mapped.values())]
-    _at_forks[threading.get_ident()] = [keep for keep in mapped if keep is not None]
+    _look_for_ended_forks()
+    me = os.getpid()  # what this image has inherited is held by who lent it
+    arenas = [arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me]
+    mapped = [ref() for arena in arenas for ref in list(arena._mapped.values())]
+    held = [each.keep for each in mapped if each is not None and each.keep.is_of_this_image()]
+    pipe = -1, -1
+    if held and threading.get_ident() not in _ours:
+        with suppress(OSError):  # no descriptors left: then it is held for ever
+            pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    _starting[threading.get_ident()] = held, pipe
 
 
 def _after_fork_in_parent() -> None:
     me = threading.get_ident()
-    held = _at_forks.pop(me, [])
+    held, (reader, writer) = _starting.pop(me, ([], (-1, -1)))
     if me in _ours:
         _ours[me] += held
-    else:
+    elif held:
+        if writer >= 0:
+            os.close(writer)
+        _forks.setdefault(reader, []).extend(held)
         for keep in held:
-            keep.arena._lasting.add(keep)
+            keep.arena.ring()
 
 
 def _after_fork_in_child() -> None:
-    _at_forks.clear()
+    """Of its own pipe this one keeps the writing end, to its end or until it becomes another program."""
+    _, mine = _starting.pop(threading.get_ident(), ([], (-1, -1)))
+    others = [fd for _, pipe in _starting.values() for fd in pipe]
+    for fd in (mine[0], *others, *_forks):
+        if fd >= 0:
+            os.close(fd)
+    _starting.clear()
+    _ours.clear()
+    _forks.clear()
+
+
+def _look_for_ended_forks() -> None:
+    """At the end of a pipe, all who had its other end have closed it. One thread at a time: it closes what it reads."""
+    if _forks and _looking.acquire(blocking=False):
+        try:
+            for fd, held in list(_forks.items()):
+                if fd >= 0 and (not held or _at_end(fd)):
+                    del _forks[fd]
+                    os.close(fd)
+        finally:
+            _looking.release()
+
+
+def _at_end(pipe: int) -> bool:
+    try:
+        return not os.read(pipe, 1)
+    except BlockingIOError:
+        return False
+
+
+def _forked_from(arena: Arena) -> list[Keep]:
+    """What is held of it for children: takes that out."""
+    taken = []
+    for held in list(_forks.values()):
+        taken += [keep for keep in held if keep.arena is arena]
+        held[:] = [keep for keep in held if keep.arena is not arena]
+    return taken
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

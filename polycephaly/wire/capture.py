@@ -40,7 +40,9 @@ LARGE_BUFFER = 64 * 1024
 """Bytes from which a buffer goes beside its pickle."""
 LARGE_PICKLE = 32 * 1024
 """Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
-_FRAME_MOST = 256 * 1024  # bytes; what a pickler writes in larger pieces is the content of one bytes, str or bytearray
+_CONTENT_FROM = 256 * 1024
+"""Bytes; what a pickler writes in larger pieces is the content of one bytes or str, or a frame."""
+_FRAMES = (pickle.FRAME, pickle.PROTO)
 
 BULKY = frozenset((bytes, bytearray, str))
 """What pickle copies into its output: where it is large, `pack` should be told."""
@@ -133,13 +135,32 @@ def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes 
     buffers: list[memoryview] = []
     try:
         pieces, _alive = _with(_Plain, value, snapshot, buffers)
-        plain = not any(b"__main__" in each for each in pieces if len(each) < _FRAME_MOST)
+        plain = not any(map(_may_name_main, pieces))
     except Exception:
         plain = False
     if not plain:
         buffers = []
         pieces, _alive = _with(_Capture, value, snapshot, buffers)
-    return _put(pieces, buffers, store)
+    views = _as_they_are(pieces)
+    if views is None:
+        return _put([capture(value, snapshot)], [], store)
+    return _put(views, buffers, store)
+
+
+def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
+    """With a view of each bytearray, so that no other thread can resize it while it is copied. None where one has been
+    since it was pickled: the piece before it ends with its length."""
+    views: list[Any] = list(pieces)
+    for index, piece in enumerate(views):
+        if isinstance(piece, bytearray):
+            view = views[index] = memoryview(piece)
+            if int.from_bytes(bytes(views[index - 1][-8:]), "little") != len(view):
+                return None
+    return views
+
+
+def _may_name_main(piece: bytes) -> bool:
+    return (len(piece) < _CONTENT_FROM or piece[:1] in _FRAMES) and b"__main__" in piece
 
 
 class _Large(Exception):
@@ -206,7 +227,7 @@ def join(head: Any, parts: Sequence[bytes | Parcel], store: Store) -> bytes | Pa
     return Parcel(together, places) if places else together
 
 
-def _put(pieces: list[bytes], buffers: list[memoryview], store: Store) -> bytes | Parcel:
+def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Parcel:
     size = sum(map(len, pieces))
     if not buffers and size < LARGE_PICKLE:
         return b"".join(pieces)
@@ -227,7 +248,11 @@ def _put(pieces: list[bytes], buffers: list[memoryview], store: Store) -> bytes 
 def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
     if it.format not in _NATIVE_FORMATS:
         raise TypeError(f"a memoryview of format {it.format!r} cannot be sent: cast it to bytes")
-    content = PickleBuffer(it if it.c_contiguous else it.tobytes())
+    if it.ndim > 1 and not it.nbytes:
+        import numpy  # no memoryview can be cast to such a shape, but it can be made of such an array
+
+        return memoryview, (numpy.asarray(it),)
+    content = PickleBuffer(it if it.c_contiguous else it.tobytes() if it.readonly else bytearray(it))
     return _memoryview, (content, it.format, it.shape)
 
 

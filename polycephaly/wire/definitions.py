@@ -52,6 +52,8 @@ class Definition:
 
     def took(self, seconds: float, calls: int) -> None:
         """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
+        if not calls:  # a slice of which the last call had just ended when it was cut
+            return
         seconds /= calls
         old = self.seconds
         self.reports += 1
@@ -165,15 +167,18 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
     if id(work) in seen or _by_reference(work, snapshot):
         return
     seen.add(id(work))
-    if type(work) is partial and not work.__dict__:
+    if not isinstance(work, (FunctionType, partial)) or work.__dict__:
+        raise _Mutable  # a class by value, or something that has attributes
+    yield work.__dict__, "", ()
+    if isinstance(work, partial):
         yield from _witnesses_of_partial(work, snapshot, seen)
         return
-    if not isinstance(work, FunctionType) or work.__dict__:
-        raise _Mutable  # a class by value, or something that has attributes
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         yield work, name, getattr(work, name)
-    for value in (*(work.__defaults__ or ()), *(work.__kwdefaults__ or {}).values()):
+    for value in work.__defaults__ or ():
         yield from _witnesses_of_value(value, snapshot, seen)
+    if work.__kwdefaults__:
+        yield from _witnesses_of_keywords(work.__kwdefaults__, snapshot, seen)
     for cell in work.__closure__ or ():
         try:
             value = cell.cell_contents
@@ -191,11 +196,16 @@ def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tu
 
 
 def _witnesses_of_partial(work: partial[Any], snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    keywords = work.keywords
-    yield keywords, "", tuple(keywords)
+    yield from _witnesses_of_keywords(work.keywords, snapshot, seen)
     for name, value in (("func", work.func), ("args", work.args)):
         yield from _witnesses_of_value(value, snapshot, seen)
         yield work, name, value
+
+
+def _witnesses_of_keywords(
+    keywords: dict[str, Any], snapshot: MainSnapshot, seen: set[int]
+) -> Iterator[tuple[Any, str, Any]]:
+    yield keywords, "", tuple(keywords)
     for name, value in keywords.items():
         yield from _witnesses_of_value(value, snapshot, seen)
         yield keywords, name, value

@@ -9,7 +9,7 @@ Both carry the same messages (messages.py), and the receiver sees them in the or
 * lane, then bulk: who reads a bulk message first reads the lane empty. What was sent by the lane before it
   is in the kernel's buffer by then.
 * bulk, then lane: the hub sends by the lane only while no work that went by bulk is unanswered.
-Results may pass each other; nothing depends on their order.
+Results may pass each other, but for those of one slice: once a part of it went by bulk, so do the following ones.
 
 The pair is made for one drone and handed to it by the zygote, so its other end needs no proof of who it is.
 """

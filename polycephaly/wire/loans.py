@@ -24,7 +24,7 @@ from pickle import loads
 from struct import Struct
 from typing import Any
 
-from .arena import Arena, Keep, Segment, view
+from .arena import SPAN, Arena, Keep, Segment, view
 from .messages import Malformed
 
 __all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined"]
@@ -49,18 +49,20 @@ class Loan(Keep):
 
     def _give_back(self) -> None:
         ledger = self._ledger
-        if ledger.closed:
-            self.arena.punch(self.offset, self.length)
-        else:
+        if not ledger.closed:
             ledger.returned.append(self.number)
             ledger.ring()
+        if ledger.closed:  # by now, perhaps
+            self.arena.punch(self.offset, self.length)
 
 
 class Ledger:
-    """One end's account of a link. `ring` is called, in any thread, when there is something in `returned`."""
+    """One end's account of a link. `theirs` is the region of the other end. `ring` is called, in any thread, when there
+    is something in `returned`."""
 
-    def __init__(self, arena: Arena, ring: Callable[[], object]) -> None:
+    def __init__(self, arena: Arena, theirs: int, ring: Callable[[], object]) -> None:
         self.arena = arena
+        self.region = theirs * SPAN, (theirs + 1) * SPAN
         self.ring = ring
         self.lent: dict[int, Segment] = {}
         self.returned: deque[int] = deque()
@@ -82,12 +84,12 @@ class Ledger:
             taken.append(self.returned.popleft())
         return taken
 
-    def close(self, region: int) -> None:
+    def close(self) -> None:
         """The other end is dead: what it was lent is free, and of its own region only that stays which this image
-        looks at. (A Loan that ends between these lines may leave its memory in use until the arena ends.)"""
+        looks at."""
         self.closed = True
         self.lent.clear()
-        self.arena.clear_region(region)
+        self.arena.clear(*self.region)
 
 
 class Parcel:
@@ -135,7 +137,8 @@ class Arrived:
         self._places: list[tuple[int, int, int]] = list(_PLACE.iter_unpack(waybill[at:end]))
         self._inline = bytes(waybill[end:])
         for _, offset, length in listed:
-            if offset % mmap.PAGESIZE or not length or offset + length >= 1 << 62:
+            start, stop = ledger.region
+            if offset % mmap.PAGESIZE or not length or offset < start or offset + length > stop:
                 raise Malformed(f"a loan of {length} bytes at {offset}")
         for which, start, length in self._places:
             if which >= len(listed) or start + length > listed[which][2]:

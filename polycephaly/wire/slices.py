@@ -3,8 +3,8 @@
     calls    range | pickle of (form, fresh, rows)      the range says which of the rows are to be called, so that what
                                                         is left of a slice is the same bytes with another range
     answers  pickle of (values, which, error), and the values that are pickled one by one: for each index in `which`
-    split    done, rest, running | answers              an answer before the end: so many calls are done, so many were
-                                                        not begun and will not be; is one being run now?
+    split    done, rest, state | answers                so many calls are done, the error's among them, and so many were
+                                                        not begun and will not be; and what is the drone at now?
 
 Nothing in a slice may show that it is one. Values that cannot change are pickled together. All others are pickled one
 by one, arguments as they are taken from their iterator and results as they are returned: else two calls would share an
@@ -24,8 +24,8 @@ from .loans import Parcel, load_beside, load_joined
 from .messages import Malformed
 
 __all__ = [
-    "ITEMS", "PICKLED", "ROWS", "SHORT", "SMALL", "TOGETHER", "Answers", "Packed", "pack_answers", "pack_calls",
-    "part_of", "split_head", "unpack_calls", "unpack_split",
+    "ENDED", "FAILED", "ITEMS", "PICKLED", "ROWS", "RUNNING", "SHORT", "SMALL", "TOGETHER", "Answers", "Packed",
+    "pack_answers", "pack_calls", "part_of", "split_head", "unpack_calls", "unpack_split",
 ]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
@@ -39,7 +39,11 @@ SHORT = 256
 """Length of a str or bytes from which one call's goes by itself."""
 
 _RANGE = Struct("<II")
-_SPLIT = Struct("<II?")
+_SPLIT = Struct("<IIB")
+
+ENDED, RUNNING, FAILED = range(3)
+"""States of a slice at its drone: it has ended; it runs a call, or has just ended; it has ended with an error, after
+which nobody wants the rest."""
 
 
 def pack_calls(form: int, fresh: bool, rows: Sequence[Any]) -> bytes:
@@ -100,13 +104,13 @@ class Answers:
                 self.failed = False
 
 
-def split_head(done: int, rest: int, running: bool) -> bytes:
-    return _SPLIT.pack(done, rest, running)
+def split_head(done: int, rest: int, state: int) -> bytes:
+    return _SPLIT.pack(done, rest, state)
 
 
-def unpack_split(payload: Any) -> tuple[int, int, bool, Any]:
+def unpack_split(payload: Any) -> tuple[int, int, int, Any]:
     """The head, and the answers, packed."""
     if len(payload) <= _SPLIT.size:
         raise Malformed(f"a split of {len(payload)} bytes")
-    done, rest, running = _SPLIT.unpack_from(payload)
-    return done, rest, running, payload[_SPLIT.size :]
+    done, rest, state = _SPLIT.unpack_from(payload)
+    return done, rest, state, payload[_SPLIT.size :]

@@ -1,0 +1,224 @@
+"""What drones say, and what it means for their works.
+
+    RESULTS ──hear, in a turn──> works leave the flight, and know their answers ──settle, after it──> promises
+
+In a turn no code of users is run. So what may run some, when it is unpickled, is unpickled as it is settled: all but
+values that are small and immutable, which come together.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from pickle import loads
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .output import print_all
+from .promises import FINISHED
+from .wire.exceptions import unpack_exception
+from .wire.loans import Arrived
+from .wire.messages import (
+    ERROR,
+    HELLO,
+    LARGE_FROM,
+    LOAN_OVER,
+    PROTOCOL,
+    RESULTS,
+    RETURNED,
+    SHARED,
+    SPLIT,
+    VALUE,
+    VALUES,
+    WITHDRAWN,
+    Malformed,
+    Outcome,
+    head_type,
+    numbers,
+    unpack_outcomes,
+)
+from .wire.slices import RUNNING, unpack_split
+from .work import Answer, AnswersTogether, Slice, Work
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .wire.definitions import Definition
+
+__all__ = ["hear", "hear_kept", "print_lines"]
+
+log = logging.getLogger("polycephaly")
+
+
+def hear(link: Link, frames: list[bytes]) -> None:
+    """One message of a drone. Raises `Malformed`."""
+    crew = link.crew
+    kind = head_type(frames)
+    if kind == RESULTS:
+        outcomes = unpack_outcomes(frames)
+        _hear_results(link, outcomes)
+        if len(frames) > 2 and any(len(each[4]) >= LARGE_FROM and each[1] & ~SHARED != ERROR for each in outcomes):
+            no_room = MemoryError(f"{link.name} found no room for a result")
+            crew.hub.deliver(partial(link.ledger.arena.warn, no_room))
+    elif kind == HELLO:
+        said = numbers(frames)
+        if said[:1] != (PROTOCOL,):
+            raise Malformed(f"{link.name} speaks protocol {said[:1]}, not {PROTOCOL}")
+        crew.roster.hello(link)
+    elif kind == RETURNED:
+        crew.returned(link, numbers(frames))
+    else:
+        raise Malformed(f"{link.name} sent a message of type {kind!r}")
+
+
+def hear_kept(link: Link, kept: bytes) -> None:
+    """What a drone that died had done and perhaps not yet sent."""
+    if kept:
+        try:
+            outcomes = unpack_outcomes([RESULTS, kept])
+            _hear_results(link, [each for each in outcomes if each[0] in link.flight])
+        except Malformed as wrong:  # it may have written anywhere before it died
+            log.warning("what %s left in its page was dropped: %s", link.name, wrong)
+
+
+def print_lines(link: Link) -> None:
+    lines, output = link.printed(), link.crew.output
+    if lines and output is not None:
+        link.crew.hub.deliver(lambda: print_all(output, lines))
+
+
+def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
+    print_lines(link)  # what the work printed is out before its promise settles
+    crew = link.crew
+    now = link.last_heard = monotonic()
+    settled: list[Work] = []
+    timed: Definition | None = None
+    seconds, calls = 0.0, 0
+    try:
+        for number, status, started, finished, payload, output in outcomes:
+            if status > WITHDRAWN:
+                if status == VALUES:
+                    _hear_values(link, payload, now)
+                    continue
+                if status == LOAN_OVER:
+                    link.ledger.came_back(number)
+                    continue
+                work, status, payload, done = _hear_special(link, number, status, payload)
+            else:
+                work = link.answered(number)
+                done = 1 if work is None else work.count
+            if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
+                continue
+            if work.place > link.begun:
+                link.begun = work.place
+            work.answer = Answer(started, finished, now, len(work.payload), len(payload))
+            work.status = status
+            work.payload = payload
+            if output:
+                work.output = output
+            settled.append(work)
+            if work.definition is not timed:
+                if timed is not None:
+                    timed.took(seconds, calls)
+                timed, seconds, calls = work.definition, 0.0, 0
+            seconds += finished - started
+            calls += done
+            link.tasks_done += done
+        if timed is not None:
+            timed.took(seconds, calls)
+    finally:  # what has left the flight is settled, whatever becomes of the rest
+        crew.hub.deliver(partial(_settle, settled))
+    crew.answered(link)
+
+
+def _hear_values(link: Link, payload: Any, now: float) -> None:
+    """The outcomes of many works, with small and immutable values."""
+    numbers, started, finished, values = loads(payload)
+    works = link.answered_all(numbers)
+    definitions = {work.definition for work in works if work is not None}
+    if len(definitions) == 1:
+        definitions.pop().took(sum(finished) - sum(started), len(works))
+    else:
+        for work, began, ended in zip(works, started, finished, strict=True):
+            if work is not None:
+                work.definition.took(ended - began, 1)
+    link.tasks_done += len(works)
+    answer = AnswersTogether(numbers, started, finished, now)
+    link.crew.hub.deliver(partial(_settle_values, works, values, answer))
+
+
+def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:
+    """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls took that."""
+    shared, status = status & SHARED, status & ~SHARED
+    done = rest = state = 0
+    if status == SPLIT:
+        done, rest, state, payload = unpack_split(payload)
+    if shared:
+        payload = Arrived(payload, link.ledger)
+    if status != SPLIT:
+        work = link.answered(number)
+        return work, status, payload, 1 if work is None else work.count
+    work = link.flight.get(number)
+    if work is None:
+        return None, VALUE, payload, 0
+    begun = work.count - done - rest
+    if not isinstance(work, Slice) or begun < 0 or begun > (state == RUNNING):
+        raise Malformed(f"{link.name} answered {done} and gave back {rest} of the {work.count} calls of work {number}")
+    link.crew.split(link, work, done, rest, state)
+    return work, VALUE, payload, done
+
+
+# -- after the turn -------------------------------------------------------------------------------------
+
+
+def _settle(answered: list[Work]) -> None:
+    for work in answered:
+        try:
+            value, error = _open(work)
+        except BaseException as wrong:
+            value, error = None, wrong.with_traceback(_beyond_ours(wrong.__traceback__))
+            with suppress(BaseException):
+                error.add_note(f"while unpickling the result of {work.definition.label}")
+        try:
+            work._settle(FINISHED, value, error)
+        except BaseException:
+            log.exception("a callback of %r failed", work)
+
+
+def _open(work: Work) -> tuple[Any, BaseException | None]:
+    """Value and error of its answer."""
+    payload, work.payload = work.payload, b""
+    if work.status == VALUE:
+        return work.read(payload) if payload else None, None  # no bytes at all stand for None
+    error = unpack_exception(bytes(payload))
+    work.crew.explain(error)
+    return None, error
+
+
+def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
+    """Without our frames, which hold the message: whoever keeps the error would keep it, and its shared memory."""
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        at = at.tb_next
+    return at
+
+
+def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersTogether) -> None:
+    for work, value in zip(works, values, strict=True):
+        if work is None:
+            continue
+        work.answer = answer
+        try:
+            if work._made_condition is None:  # what `Work._settle` does, without a call for each
+                try:
+                    del work._open
+                except AttributeError:
+                    continue
+                work._result = value
+                work._state = FINISHED
+                if work._hooks is not None:
+                    work._run_hooks()
+            else:
+                work._settle(FINISHED, value, None)
+        except BaseException:
+            log.exception("a callback of %r failed", work)

@@ -1,0 +1,63 @@
+"""The ear: a drone's thread that listens while the main thread is busy with one task for longer than the window.
+
+It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
+Parking: it says so, then looks again, then waits for a token. The main thread looks at `_parked` at each
+task and sends a token. A task that begins between the two looks of the ear is seen by the second; one
+token too many costs one tick.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from contextlib import suppress
+from queue import SimpleQueue
+from time import sleep
+from typing import TYPE_CHECKING
+
+import zmq
+
+from ..launch import safepoint
+
+if TYPE_CHECKING:
+    from .main import Drone
+
+__all__ = ["Ear"]
+
+WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
+LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
+
+
+class Ear:
+    def __init__(self, drone: Drone) -> None:
+        self._drone = drone
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._parked = False
+        thread = threading.Thread(target=self._live, name="polycephaly-ear", daemon=True)
+        safepoint.add_turn(thread, drone.socket_turn)  # a drone may fork drones of its own
+        thread.start()
+
+    def wake(self) -> None:
+        if self._parked:
+            self._parked = False
+            self._tokens.put(None)
+
+    def _live(self) -> None:
+        readable = select.poll()
+        readable.register(self._drone.news_fd, select.POLLIN)
+        seen = 0
+        while True:
+            current = self._drone.current
+            if current == 0:
+                self._parked = True
+                if self._drone.current == 0:
+                    self._tokens.get()
+                self._parked = False
+            elif current == seen:
+                # The descriptor tells of news only; what came before the ear began must be looked for.
+                with suppress(zmq.ZMQError):
+                    self._drone.hear_if_free()
+                    readable.poll(LOOK_AGAIN * 1000)
+                continue
+            seen = current
+            sleep(WINDOW)

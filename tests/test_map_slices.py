@@ -1,0 +1,1387 @@
+"""`Pool.map` in slices, and calls that travel together: nothing may show that they do."""
+
+import array
+import contextlib
+import ctypes
+import functools
+import gc
+import itertools
+import operator
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy
+import pytest
+from faults import append, block_for_ever, hold_until, lines, wait_for
+from scripts import Script, output_of
+
+import polycephaly as poly
+
+PATIENCE = 20.0
+SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, output="discard") as pool:
+        yield pool
+
+
+@pytest.fixture
+def dice():
+    seed = int(os.environ.get("POLYCEPHALY_SEED", "0")) or random.randrange(1 << 32)
+    print("POLYCEPHALY_SEED", seed)
+    return random.Random(seed)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return [str(tmp_path / name) for name in ("ran", "gate", "held")]
+
+
+# -- what is called ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Point:
+    x: object
+    y: object = None
+
+
+class Scaler:
+    def __init__(self, k):
+        self.k = k
+        self.called = 0
+
+    def times(self, n):
+        return n * self.k
+
+    def __call__(self, n):
+        self.called += 1
+        return self.called, n * self.k
+
+
+def same(x):
+    return x
+
+
+def both(a, b):
+    return [a, b]
+
+
+def double(n):
+    return n * 2
+
+
+def wrapped(n):
+    return [n]
+
+
+async def double_in_green(n):
+    return n * 2
+
+
+def show(x):
+    return type(x).__name__, repr(x)
+
+
+def note(path, i):
+    append(path, str(i))
+    return i
+
+
+def held_at(path, gate, held, which, i):
+    """Notes each call, and those of `which` wait for the gate."""
+    append(path, str(i))
+    if i in which:
+        append(held, str(i))
+        hold_until(gate)
+    return i
+
+
+def held_then_dead(path, gate, held, which, i):
+    held_at(path, gate, held, which, i)
+    if i in which and len([each for each in lines(path) if int(each) == i]) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return i
+
+
+def list_of_held(path, gate, held, which, i):
+    return [held_at(path, gate, held, which, i)]
+
+
+def fail_at(path, where, what, i):
+    append(path, str(i))
+    if i == where:
+        raise what
+    return i
+
+
+def die_once(path, where, i):
+    append(path, str(i))
+    if i == where and lines(path).count(str(i)) == 1:
+        os._exit(7)
+    return i
+
+
+def die_slowly(path, where, i):
+    append(path, str(i))
+    if i == where:
+        os._exit(7)
+    time.sleep(0.002)
+    return i
+
+
+def make_known_as_short(pool, fn, count=3000):
+    """So that the next calls of `fn` go in slices."""
+    assert len(list(pool.map(fn, itertools.repeat(-1, count)))) == count
+
+
+def ran(path):
+    return Counter(number for number in map(int, lines(path)) if number >= 0)
+
+
+def let_all_end(pool):
+    """When this is back, the drones run nothing that was cancelled before."""
+    for each in pool.everywhere(abs, -1):
+        assert each.result(PATIENCE) == 1
+
+
+def assert_nothing_goes_on(pool, path):
+    let_all_end(pool)
+    before = len(lines(path))
+    let_all_end(pool)
+    for p in [pool.promise(abs, -i) for i in range(300)]:
+        p.result(PATIENCE)
+    assert len(lines(path)) == before
+
+
+class Counting:
+    def __init__(self, items):
+        self.items = iter(items)
+        self.taken = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        item = next(self.items)
+        self.taken += 1
+        return item
+
+
+# -- equal to the builtin map ------------------------------------------------------------------------------
+
+
+def a_value(dice, depth=2):
+    kinds = [
+        lambda: dice.randrange(-5, 300),
+        lambda: dice.randrange(-(1 << 90), 1 << 90),
+        lambda: dice.choice([0.0, -0.0, 1.5, float("inf"), 1e300]),
+        lambda: complex(dice.randrange(3), 1),
+        lambda: "é" * dice.choice([0, 1, 5, 255, 256, 257]),
+        lambda: "s" * dice.choice([3, 3, 3, 300, 20_000]),
+        lambda: bytes(dice.choice([0, 1, 256, 5000])),
+        lambda: None,
+        lambda: dice.random() < 0.5,
+        lambda: bytearray(b"abc"),
+        lambda: Fraction(dice.randrange(9), 7),
+        lambda: frozenset([dice.randrange(9)]),
+        lambda: range(dice.randrange(9)),
+        lambda: signal.SIGTERM,
+        lambda: Point(dice.randrange(9)),
+    ]
+    if depth:
+        several = [a_value(dice, depth - 1) for _ in range(dice.randrange(4))]
+        kinds += [
+            lambda: tuple(several),
+            lambda: list(several),
+            lambda: dict(enumerate(several)),
+            lambda: Point(several, tuple(several)),
+        ] * 2  # fmt: skip
+    return dice.choice(kinds)()
+
+
+def values_of_one_kind(dice):
+    like = dice.choice([int, float, str, bytes, bool, tuple, list, dict, Point, None])
+    if like is None:
+        return [None] * 400
+    found = []
+    while len(found) < 400:
+        value = a_value(dice)
+        if type(value) is like:
+            found.append(value)
+    return found
+
+
+def a_source(dice, items):
+    return dice.choice([
+        lambda: items,
+        lambda: tuple(items),
+        lambda: iter(items),
+        lambda: (each for each in items),
+        lambda: Counting(items),
+        lambda: itertools.islice(itertools.cycle(items), len(items)),
+        lambda: range(dice.randrange(-50, 50), dice.randrange(-900, 900), dice.choice([-7, -1, 1, 3])),
+        lambda: range(5000)[dice.randrange(9) :: 5][::-1],
+        lambda: "some letters" * 30,
+        lambda: b"some bytes" * 30,
+        lambda: dict.fromkeys(range(300)),
+        list,
+    ])()  # fmt: skip
+
+
+def test_map_is_the_builtin_map_for_whatever_items_and_sources(pool, dice):
+    for _ in range(25):
+        mixed = [a_value(dice) for _ in range(400)] if dice.random() < 0.5 else values_of_one_kind(dice)
+        seed, count = dice.random(), dice.choice([1, 1, 1, 2, 3])
+
+        def sources(seed=seed, count=count, mixed=mixed):
+            again = random.Random(seed)
+            return [a_source(again, mixed[again.randrange(200) :]) for _ in range(count)]
+
+        fn = show if count == 1 else both if count == 2 else zip_three
+        kwargs = {"buffersize": dice.choice([1, 7, 300])} if dice.random() < 0.3 else {}
+        wanted = list(map(fn, *sources()))
+        said = list(pool.map(fn, *sources(), **kwargs))
+        assert repr(said) == repr(wanted)
+        unordered = list(pool.map(fn, *sources(), ordered=False, **kwargs))
+        assert Counter(map(repr, unordered)) == Counter(map(repr, wanted))
+
+
+def zip_three(a, b, c):
+    return (a, b), c
+
+
+def functions(k):
+    return [
+        same,
+        lambda x: (k, x),
+        lambda x, of=k: [of, x],
+        functools.partial(both, k),
+        functools.partial(both, [k]),
+        repr,
+        str,
+        Scaler(k).times,
+        Point,
+        operator.neg,
+        operator.attrgetter("real"),
+        (7).__add__,
+        double_in_green,
+    ]
+
+
+def test_map_is_the_builtin_map_for_whatever_is_called(pool):
+    for fn in functions(3):
+        for items in (range(700), [*range(300), True, 2.5]):
+            wanted = [n * 2 for n in items] if fn is double_in_green else list(map(fn, items))
+            assert repr(list(pool.map(fn, items))) == repr(wanted)
+
+
+def test_a_function_of_main_and_what_it_names_is_called():
+    said = output_of(
+        """
+        import polycephaly as poly
+        table = {n: n * n for n in range(1000)}
+        class Thing:
+            def __init__(self, n): self.n = n
+            def __eq__(self, other): return type(other) is Thing and other.n == self.n
+        def look_up(n): return table[n]
+        def make(n): return Thing(n)
+        with poly.Pool(2) as pool:
+            for _ in range(3):
+                print(list(pool.map(look_up, range(1000))) == list(map(look_up, range(1000))))
+                print(list(pool.map(make, range(1000))) == list(map(make, range(1000))))
+                print(list(pool.map(lambda t: table[t.n], map(Thing, range(1000)))) == list(table.values()))
+        """
+    )
+    assert said.split() == ["True"] * 9
+
+
+def test_a_stateful_callable_is_as_it_was_when_each_call_was_taken(pool):
+    scaler = Scaler(3)
+    assert list(pool.map(scaler, range(2000))) == [(1, 3 * n) for n in range(2000)]
+    assert scaler.called == 0
+    results = pool.map(scaler, range(6), buffersize=1)
+    said = []
+    for k, result in zip(itertools.count(4), results):
+        said.append(result)
+        scaler.k = k
+    assert said == [(1, 0), (1, 4), (1, 10), (1, 18), (1, 28), (1, 40)]
+
+
+def test_what_a_call_does_to_its_argument_is_seen_by_nobody_else(pool):
+    def spoil(box):
+        box.append("spoilt")
+        return box
+
+    box = [1]
+    items = [box] * 800 + [[2]] * 5
+    assert list(pool.map(spoil, items)) == [[1, "spoilt"]] * 800 + [[2, "spoilt"]] * 5
+    assert box == [1]
+    pairs = list(pool.map(lambda a, b: (a is b, b.append(1), a)[::2], [box] * 500, [box] * 500))
+    assert pairs == [(True, [1, 1])] * 500 and box == [1]
+    nested = list(pool.map(lambda pair: (pair[0].append(0), pair[1])[1], [(box, box)] * 500))
+    assert nested == [[1, 0]] * 500
+
+
+last_ones: list[int] = []
+
+
+def keep_the_last_ones(n):
+    last_ones.append(n)
+    del last_ones[:-3]
+    return last_ones
+
+
+def test_two_results_never_share_an_object(pool):
+    results = list(pool.map(wrapped, range(900)))
+    assert len({id(each) for each in results}) == 900
+    boxes = list(pool.map(same, [[0]] * 900))
+    boxes[0].append(1)
+    assert boxes[1:] == [[0]] * 899
+
+
+def test_a_result_is_as_it_was_when_it_was_returned():
+    with poly.Pool(1) as pool:
+        make_known_as_short(pool, keep_the_last_ones)
+        said = list(pool.map(keep_the_last_ones, range(900)))
+        assert said[2:] == [[n - 2, n - 1, n] for n in range(2, 900)]
+        made = [pool.promise(keep_the_last_ones, n) for n in range(900)]
+        assert [p.result(PATIENCE) for p in made[2:]] == said[2:]
+
+
+def test_an_item_is_as_it_was_when_it_was_taken(pool):
+    def growing():
+        box = []
+        for n in range(1500):
+            box.append(n)
+            yield box
+
+    assert list(pool.map(len, growing())) == list(range(1, 1501))
+    items = [[n] for n in range(400)]
+    results = pool.map(same, Counting(items))
+    first = next(results)
+    for each in items:
+        each.append("later")
+    rest = list(results)
+    taken = sum(len(each) == 1 for each in [first, *rest])
+    assert [first, *rest] == [[n] for n in range(taken)] + [[n, "later"] for n in range(taken, 400)]
+    items = [[n] for n in range(10)]
+    said = []
+    for each in pool.map(same, items, buffersize=1):
+        said.append(each)
+        items[9].append(len(said))
+    assert said[9] == [9, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ahead(pool):
+    threads = set()
+    make_known_as_short(pool, same)
+
+    def source():
+        for n in itertools.count():
+            threads.add(threading.get_ident())
+            yield n
+
+    counting = Counting(source())
+    results = pool.map(same, counting)
+    for n in range(30_000):
+        assert next(results) == n
+        assert counting.taken <= n + 1 + 8192
+    assert threads == {threading.get_ident()}
+    results.close()
+    assert counting.taken < 30_000 + 8192
+
+
+def test_buffersize_bounds_slices_too(pool):
+    make_known_as_short(pool, same)
+    for size in (1, 2, 40, 500):
+        counting = Counting(itertools.count())
+        results = pool.map(same, counting, buffersize=size)
+        for n in range(1000):
+            assert next(results) == n
+            assert counting.taken <= n + 1 + size
+        results.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_error_of_the_input_comes_after_the_results_of_what_came_before_it(pool, ordered):
+    make_known_as_short(pool, double)
+
+    def broken(items):
+        yield from items
+        raise KeyError("input")
+
+    for items in (range(1700), [[n] for n in range(300)], []):
+        results = pool.map(double, broken(items), ordered=ordered)
+        said = []
+        with pytest.raises(KeyError, match="input"):
+            for each in results:
+                said.append(each)
+        assert sorted(said) == [n * 2 for n in items]
+        assert list(results) == []
+
+
+@pytest.mark.parametrize("source", [lambda d: d, iter], ids=["dict", "iterator"])
+def test_a_plain_input_that_breaks_does_so_in_its_place_too(pool, paths, source):
+    known = functools.partial(note, paths[0])
+    make_known_as_short(pool, known)
+    items = dict.fromkeys(range(50_000))
+    results = pool.map(known, source(items))
+    said = [next(results)]
+    let_all_end(pool)
+    items["one more"] = None
+    with pytest.raises(RuntimeError, match="changed size"):
+        for each in results:
+            said.append(each)
+    assert said == sorted(ran(paths[0])) and len(said) > 1
+
+
+def test_ranges_of_any_length_are_taken(pool):
+    for items in (range(10**20), range(-(10**20), 10**25, 10**18), range(10**30, 0, -1)):
+        results = pool.map(double, items)
+        assert list(itertools.islice(results, 2000)) == [n * 2 for n in itertools.islice(items, 2000)]
+        results.close()
+
+
+def test_a_length_hint_that_fails_harms_nobody(pool):
+    class Shy(Counting):
+        def __length_hint__(self):
+            raise ValueError("nobody knows")
+
+    assert list(pool.map(double, Shy(range(2000)))) == [n * 2 for n in range(2000)]
+
+
+def test_length_hints_are_not_believed(pool):
+    class Liar(Counting):
+        hint = 0
+
+        def __length_hint__(self):
+            return self.hint
+
+    for hint in (0, 1, 10**9):
+        liar = Liar(range(2000))
+        liar.hint = hint
+        assert list(pool.map(double, liar)) == [n * 2 for n in range(2000)]
+
+
+def test_maps_of_several_threads_and_promises_beside_them_are_all_right(pool):
+    wrong = []
+
+    def mapping(k):
+        fn = (double, wrapped, functools.partial(both, k), lambda n: n + k)[k % 4]
+        for ordered in (True, False):
+            said = list(pool.map(fn, range(3000), ordered=ordered))
+            if (said if ordered else sorted(said)) != list(map(fn, range(3000))):
+                wrong.append((k, ordered))
+
+    def promising(k):
+        said = [p.result(PATIENCE) for p in [pool.promise(pow, n, k) for n in range(1500)]]
+        if said != [n**k for n in range(1500)]:
+            wrong.append(k)
+
+    threads = [threading.Thread(target=mapping, args=[k]) for k in range(4)]
+    threads += [threading.Thread(target=promising, args=[k]) for k in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(PATIENCE)
+        assert not each.is_alive()
+    assert not wrong
+
+
+def test_a_drone_may_map_with_drones_of_its_own(pool):
+    def inner(k):
+        with poly.Pool(1) as own:
+            return list(own.map(double, range(k)))
+
+    assert list(pool.map(inner, [300, 301, 302])) == [list(map(double, range(k))) for k in (300, 301, 302)]
+
+
+def test_a_refresh_in_the_middle_loses_nothing(pool, paths):
+    results = pool.map(functools.partial(note, paths[0]), range(6000))
+    said = [next(results) for _ in range(500)]
+    pool.refresh()
+    assert said + list(results) == list(range(6000))
+    assert set(ran(paths[0]).values()) == {1} and len(ran(paths[0])) == 6000
+
+
+# -- errors in their place ------------------------------------------------------------------------------------
+
+
+class NotToBeSent(Exception):
+    def __init__(self):
+        super().__init__("with a lock")
+        self.lock = threading.Lock()
+
+
+def explode_elsewhere(pid, home):
+    if (os.getpid() == pid) == home:
+        raise LookupError("not here")
+    return 0
+
+
+class Explosive:
+    """Cannot be unpickled at home, or anywhere else."""
+
+    def __init__(self, home):
+        self.home = home
+
+    def __reduce__(self):
+        return explode_elsewhere, (int(os.environ["TEST_HOME"]), self.home)
+
+
+@pytest.fixture
+def home_is_known(monkeypatch):
+    monkeypatch.setenv("TEST_HOME", str(os.getpid()))
+
+
+@pytest.mark.parametrize("error", [ValueError(5), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_error_is_raised_where_it_belongs_and_ends_the_map(pool, paths, error, ordered):
+    pids = {d.pid for d in pool.drones}
+    fn = functools.partial(fail_at, paths[0], 700, error)
+    make_known_as_short(pool, fn)
+    results = pool.map(fn, range(20_000), ordered=ordered)
+    said = []
+    with pytest.raises(type(error)) as raised:
+        for each in results:
+            said.append(each)
+    assert raised.value.args == error.args
+    assert "in fail_at" in str(raised.value.__cause__)
+    if ordered:
+        assert said == list(range(700))
+    else:
+        assert len(set(said)) == len(said) and 700 not in said
+    assert next(results, "none") == "none"
+    assert set(ran(paths[0]).values()) == {1}
+    assert_nothing_goes_on(pool, paths[0])
+    assert len(ran(paths[0])) < 20_000
+    assert {d.pid for d in pool.drones} == pids
+
+
+def test_a_call_that_raises_stop_iteration_does_not_end_the_map_in_silence(pool, paths):
+    fn = functools.partial(fail_at, paths[0], 700, StopIteration(4))
+    make_known_as_short(pool, fn)
+    results = pool.map(fn, range(2000))
+    assert [next(results) for _ in range(700)] == list(range(700))
+    with pytest.raises(RuntimeError) as raised:  # as the standard library's executors have it
+        next(results)
+    assert isinstance(raised.value.__cause__, StopIteration) and raised.value.__cause__.args == (4,)
+
+
+def not_to_be_sent(n):
+    return threading.Lock() if n == 700 else n
+
+
+def raise_what_cannot_be_sent(n):
+    if n == 700:
+        raise NotToBeSent
+    return n
+
+
+def raise_with_arrays(n):
+    if n == 700:
+        error = ArithmeticError("arrays")
+        error.array = numpy.arange(100_000)
+        raise error
+    return n
+
+
+def give_what_cannot_be_opened(n):
+    return [n] if n != 700 else Explosive(home=True)
+
+
+def give_what_cannot_be_opened_and_block(path, n):
+    for _ in range(6):
+        append(path, str(n))
+    if n > 200:
+        block_for_ever()
+    return [n] if n != 50 else Explosive(home=True)
+
+
+@pytest.mark.parametrize("fn, kind, said", [
+    (not_to_be_sent, TypeError, "lock"),
+    (raise_what_cannot_be_sent, poly.RemoteError, "NotToBeSent: with a lock"),
+    (raise_with_arrays, ArithmeticError, "arrays"),
+    (give_what_cannot_be_opened, LookupError, "not here"),
+])  # fmt: skip
+def test_what_cannot_come_home_is_an_error_in_its_place(pool, home_is_known, fn, kind, said):
+    with poly.Pool(2) as pool:
+        make_known_as_short(pool, fn)
+        results = pool.map(fn, range(2000))
+        before = [next(results) for _ in range(700)]
+        assert before == (list(range(700)) if fn is not give_what_cannot_be_opened else [[n] for n in range(700)])
+        with pytest.raises(kind, match=said) as raised:
+            next(results)
+        if fn is raise_with_arrays:
+            assert (raised.value.array == numpy.arange(100_000)).all()
+        if fn is not_to_be_sent:
+            assert "while pickling the result, a lock" in str(raised.value.__notes__)
+        if fn in (raise_what_cannot_be_sent, raise_with_arrays):
+            assert f"in {fn.__name__}" in str(raised.value.__cause__)
+        assert list(results) == []
+        assert list(pool.map(fn, range(300))) == before[:300]
+
+
+def test_a_result_that_does_not_unpickle_at_home_cancels_the_rest_at_once(home_is_known, paths):
+    with poly.Pool(2) as pool:
+        fn = functools.partial(give_what_cannot_be_opened_and_block, paths[0])
+        make_known_as_short(pool, fn, 1000)
+        results = pool.map(fn, range(5000), buffersize=400, timeout=PATIENCE)
+        assert [next(results) for _ in range(50)] == [[n] for n in range(50)]
+        with pytest.raises(LookupError):
+            next(results)
+        assert [p.result(5) for p in pool.everywhere(abs, -1)] == [1, 1]  # though `results` is still there
+        results.close()
+
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("bad", [Locked(), Explosive(home=False)], ids=["unpicklable", "not to be opened"])
+def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_known, bad):
+    with poly.Pool(2) as pool:
+        make_known_as_short(pool, same)
+        for around in ([0] * 300, [[0]] * 300):
+            results = pool.map(same, [*around, bad, *around])
+            assert [next(results) for _ in around] == around
+            with pytest.raises((TypeError, LookupError)) as raised:
+                next(results)
+            assert "pickling the arguments of same" in str(raised.value.__notes__)
+            assert list(results) == []
+        assert list(pool.map(type, [1, [1]])) == [int, list]
+
+
+# -- slices are cut ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", [held_at, list_of_held])
+@pytest.mark.parametrize("where", [0, 1, 777, 1999])
+def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where):
+    known = functools.partial(fn, *paths, {where})
+    make_known_as_short(pool, known)
+    results = pool.map(known, range(2000), ordered=False, timeout=PATIENCE)
+    said = [next(results) for _ in range(1999)]
+    wanted = [n for n in range(2000) if n != where]
+    assert sorted(said) == (wanted if fn is held_at else [[n] for n in wanted])
+    append(paths[1], "open")
+    assert list(results) == ([where] if fn is held_at else [[where]])
+    assert ran(paths[0]) == Counter(range(2000))
+
+
+def test_what_is_done_of_a_slice_is_given_while_its_next_call_runs(paths):
+    known = functools.partial(held_at, *paths, {400})
+    with poly.Pool(1) as pool:
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(2000), timeout=PATIENCE)
+        assert [next(results) for _ in range(400)] == list(range(400))
+        wait_for(lambda: lines(paths[2]), PATIENCE)
+        assert len(ran(paths[0])) == 401
+        append(paths[1], "open")
+        assert list(results) == list(range(400, 2000))
+        assert ran(paths[0]) == Counter(range(2000))
+
+
+def test_those_after_a_long_call_are_run_before_it_ends_and_given_in_order(pool, paths):
+    known = functools.partial(held_at, *paths, {100})
+    make_known_as_short(pool, known)
+    source = Counting(range(5000))
+    results = pool.map(known, source, timeout=PATIENCE)
+    assert [next(results) for _ in range(100)] == list(range(100))
+    wait_for(lambda: len(ran(paths[0])) == source.taken > 110, PATIENCE)
+    append(paths[1], "open")
+    assert list(results) == list(range(100, 5000))
+    assert ran(paths[0]) == Counter(range(5000))
+
+
+def test_as_many_long_calls_as_drones_but_one(paths):
+    which = {5, 6, 700}
+    known = functools.partial(held_at, *paths, which)
+    with poly.Pool(4) as pool:
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(1500), ordered=False, timeout=PATIENCE)
+        assert sorted(next(results) for _ in range(1497)) == [n for n in range(1500) if n not in which]
+        append(paths[1], "open")
+        assert set(results) == which
+        assert ran(paths[0]) == Counter(range(1500))
+
+
+def slow_now_and_then(path, i):
+    append(path, str(i))
+    if i % 40 == 13:
+        time.sleep(0.012)
+    return [i, bytes(abs(i))] if i % 3 else i
+
+
+@pytest.mark.parametrize("drones", [1, 2])
+def test_many_cuts_in_a_row(paths, drones):
+    known = functools.partial(slow_now_and_then, paths[0])
+    with poly.Pool(drones) as pool:
+        for _ in range(3):
+            make_known_as_short(pool, known, 1000)
+            wanted = [[i, bytes(i)] if i % 3 else i for i in range(1000)]
+            assert list(pool.map(known, range(1000))) == wanted
+            assert ran(paths[0]) == Counter(range(1000))
+            os.unlink(paths[0])
+
+
+def holding_the_interpreter(path, i):
+    append(path, str(i))
+    if i % 300 == 150:
+        ctypes.PyDLL(None).usleep(40_000)
+    return i
+
+
+def test_calls_that_hold_the_interpreter_are_run_once_too(pool, paths):
+    known = functools.partial(holding_the_interpreter, paths[0])
+    make_known_as_short(pool, known)
+    assert list(pool.map(known, range(1500))) == list(range(1500))
+    assert sorted(pool.map(known, range(1500, 3000), ordered=False)) == list(range(1500, 3000))
+    assert ran(paths[0]) == Counter(range(3000))
+
+
+def held_at_last(gate, i):
+    return hold_until(gate) if i == 9 else i
+
+
+def test_a_call_that_takes_long_does_not_keep_back_what_was_done_before_it(paths):
+    known = functools.partial(held_at_last, paths[1])
+    with poly.Pool(1) as pool:
+        for p in [pool.promise(known, -1) for _ in range(1000)]:
+            p.result(PATIENCE)
+        made = [pool.promise(known, i) for i in range(10)]
+        try:
+            assert [p.result(5) for p in made[:9]] == list(range(9))
+        finally:
+            append(paths[1], "open")
+        assert made[9].result(PATIENCE) == "held"
+
+
+# -- deaths --------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_one_of_the_longer_calls_is_raised_at_that_call(pool, paths):
+    known = functools.partial(die_slowly, paths[0], 60)
+    assert list(pool.map(known, range(20))) == list(range(20))
+    results = pool.map(known, range(20, 400))
+    assert [next(results) for _ in range(40)] == list(range(20, 60))
+    with pytest.raises(poly.DroneDied) as raised:
+        next(results)
+    assert raised.value.exitcode == 7
+    assert list(results) == []
+    assert set(ran(paths[0]).values()) == {1}
+    assert list(pool.map(double, range(500))) == list(map(double, range(500)))
+
+
+def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, paths):
+    known = functools.partial(die_once, paths[0], 700)
+    for _ in range(4):
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(3000))
+        said = []
+        with pytest.raises(poly.DroneDied) as raised:
+            for each in results:
+                said.append(each)
+        assert raised.value.exitcode == 7
+        assert said == list(range(len(said))) and len(said) <= 700
+        assert set(ran(paths[0]).values()) == {1}
+        assert_nothing_goes_on(pool, paths[0])
+        os.unlink(paths[0])
+    append(paths[0], "700")  # so that it has died once
+    assert list(pool.map(known, range(3000))) == list(range(3000))
+
+
+def test_with_retries_only_the_slice_of_the_dead_is_run_again(paths):
+    known = functools.partial(die_once, paths[0], 700)
+    with poly.Pool(2, retries=1, output="discard") as pool:
+        for ordered in (True, False):
+            make_known_as_short(pool, known)
+            assert sorted(pool.map(known, range(3000), ordered=ordered)) == list(range(3000))
+            counts = ran(paths[0])
+            again = sorted(n for n, count in counts.items() if count > 1)
+            assert set(counts) == set(range(3000)) and max(counts.values()) == 2
+            assert again[-1] == 700 and again == list(range(again[0], 701))  # what had begun of one slice, no more
+            os.unlink(paths[0])
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_call_that_dies_after_its_slice_was_cut_takes_nothing_along(paths, retries):
+    known = functools.partial(held_then_dead, *paths, {700})
+    with poly.Pool(2, retries=retries, output="discard") as pool:
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(2000), ordered=False, timeout=PATIENCE)
+        said = [next(results) for _ in range(1999)]
+        assert sorted(said) == [n for n in range(2000) if n != 700]
+        append(paths[1], "open")
+        if retries:
+            assert list(results) == [700]
+        else:
+            with pytest.raises(poly.DroneDied, match="SIGKILL"):
+                next(results)
+        assert ran(paths[0]) == Counter(range(2000)) + Counter({700: retries})
+        assert list(pool.map(double, range(500))) == list(map(double, range(500)))
+
+
+def dead_at_once_then_after_a_cut(path, gate, held, which, i):
+    append(path, str(i))
+    if i in which:
+        if lines(path).count(str(i)) > 1:
+            append(held, str(i))
+            hold_until(gate)
+        os._exit(7)
+    return i
+
+
+def test_a_try_that_was_used_up_is_not_given_back_by_a_cut(paths):
+    known = functools.partial(dead_at_once_then_after_a_cut, *paths, {700})
+    with poly.Pool(2, retries=1, output="discard") as pool:
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(2000), ordered=False, timeout=PATIENCE)
+        assert sorted(next(results) for _ in range(1999)) == [n for n in range(2000) if n != 700]
+        assert len(lines(paths[2])) == 1
+        append(paths[1], "open")
+        with pytest.raises(poly.DroneDied):
+            next(results)
+        assert ran(paths[0])[700] == 2 and max(ran(paths[0]).values()) == 2
+
+
+def test_a_call_that_always_kills_is_tried_so_often_and_then_told(paths):
+    known = functools.partial(die_slowly, paths[0], 30)
+    with poly.Pool(2, retries=2, output="discard") as pool:
+        results = pool.map(known, range(60))
+        assert [next(results) for _ in range(30)] == list(range(30))
+        with pytest.raises(poly.DroneDied):
+            next(results)
+        assert ran(paths[0])[30] == 3
+        assert max(count for n, count in ran(paths[0]).items() if n != 30) == 1
+
+
+# -- exactly once, in whatever weather ------------------------------------------------------------------------
+
+
+def weather(path, i, seconds, size):
+    append(path, str(i))
+    if seconds:
+        time.sleep(seconds)
+    return (i, seconds) if size == 0 else [i, seconds, bytes(size)]
+
+
+def forecast(i, seconds, size):
+    return (i, seconds) if size == 0 else [i, seconds, bytes(size)]
+
+
+def rows_of(dice, count):
+    long = dice.choice([0.0, 0.01, 0.05])
+    rows = []
+    for i in range(count):
+        seconds = 0.0
+        if dice.random() < long:
+            seconds = dice.choice([0.0001, 0.005, 0.05])
+        rows.append((i, seconds, dice.choice([0, 0, 0, 0, 3, 300, 20_000, 100_000][: dice.choice([4, 5, 8])])))
+    return rows
+
+
+@pytest.mark.parametrize("round_", range(SOAKS))
+def test_in_any_weather_each_item_is_run_once_and_given_once(round_, dice, tmp_path):
+    with poly.Pool(dice.randrange(1, 5)) as pool:
+        for each in range(4):
+            path = str(tmp_path / f"ran-{each}")
+            rows = rows_of(dice, dice.choice([50, 400, 1200]))
+            kwargs = {"buffersize": dice.choice([1, 3, 100])} if dice.random() < 0.25 else {}
+            ordered = dice.random() < 0.6
+            results = pool.map(functools.partial(weather, path), *zip(*rows, strict=True), ordered=ordered, **kwargs)
+            wanted = [forecast(*row) for row in rows]
+            fate = dice.choice(["end", "end", "close", "drop"])
+            stop = len(rows) if fate == "end" else dice.randrange(len(rows))
+            said = list(itertools.islice(results, stop))
+            if fate == "end":
+                assert next(results, None) is None
+            elif fate == "close":
+                results.close()
+            del results
+            if ordered:
+                assert said == wanted[:stop]
+            else:
+                said.sort(key=lambda value: value[0])
+                assert len(said) == stop and len({value[0] for value in said}) == stop
+                assert all(value == wanted[value[0]] for value in said)
+            if fate != "end":
+                assert_nothing_goes_on(pool, path)
+            counts = ran(path)
+            assert set(counts.values()) <= {1}
+            assert {value[0] for value in said} <= set(counts)
+            assert fate != "end" or len(counts) == len(rows)
+
+
+def kill_now_and_then(pool, dice, over):
+    while not over.wait(dice.random() * 0.05):
+        with contextlib.suppress(ProcessLookupError, poly.DroneDied, CancelledError):
+            os.kill(pool.promise(os.getpid).result(PATIENCE), signal.SIGKILL)  # one that is ready
+
+
+@pytest.mark.parametrize("round_", range(SOAKS))
+@pytest.mark.parametrize("retries", [0, 1000])
+def test_though_drones_are_killed_nothing_is_lost_or_given_twice(round_, retries, dice, tmp_path):
+    with poly.Pool(dice.randrange(1, 4), retries=retries, output="discard") as pool:
+        over = threading.Event()
+        killer = threading.Thread(target=kill_now_and_then, args=(pool, random.Random(dice.random()), over))
+        killer.start()
+        try:
+            for each in range(4):
+                path = str(tmp_path / f"ran-{each}")
+                rows = rows_of(dice, 400)
+                ordered = dice.random() < 0.6
+                fn = functools.partial(weather, path)
+                wanted = [forecast(*row) for row in rows]
+                said, error = [], None
+                results = pool.map(fn, *zip(*rows, strict=True), ordered=ordered)
+                try:
+                    for value in results:
+                        said.append(value)
+                except poly.DroneDied as died:
+                    error = died
+                assert error is None or not retries
+                assert next(results, None) is None
+                given = [value[0] for value in said]
+                if ordered:
+                    assert said == wanted[: len(said)]
+                assert len(set(given)) == len(given)
+                assert all(value == wanted[value[0]] for value in said)
+                counts = ran(path)
+                assert error is not None or len(said) == len(rows)
+                assert set(given) <= set(counts)
+                assert retries or set(counts.values()) <= {1}
+        finally:
+            over.set()
+            killer.join()
+        assert pool.promise(abs, -1).result(PATIENCE) == 1
+
+
+# -- cancelling ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", [note, weather])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("how", ["close", "drop", "throw"])
+def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
+    known = functools.partial(fn, paths[0])
+    more = [itertools.repeat(0), itertools.repeat(3)] if fn is weather else []
+    assert len(list(pool.map(known, range(-3000, 0), *more))) == 3000
+    results = pool.map(known, itertools.count(), *more, ordered=ordered)
+    assert len([next(results) for _ in range(1000)]) == 1000
+    if how == "close":
+        results.close()
+        results.close()
+        assert list(itertools.islice(results, 9)) == []
+    elif how == "drop":
+        del results
+        gc.collect()
+    else:
+        with pytest.raises(ZeroDivisionError):
+            for each in results:
+                each / 0 if fn is note else 1 / 0
+        del results
+        gc.collect()
+    assert_nothing_goes_on(pool, paths[0])
+    counts = ran(paths[0])
+    assert set(counts.values()) == {1} and len(counts) <= 1001 + 8192 + 2048
+    assert list(pool.map(double, range(1000))) == list(map(double, range(1000)))
+
+
+@pytest.mark.parametrize("drones", [1, 2])
+def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drones):
+    known = functools.partial(held_at, *paths, {300, 301})
+    with poly.Pool(drones) as pool:
+        make_known_as_short(pool, known)
+        pids = {d.pid for d in pool.drones}
+        results = pool.map(known, range(3000), timeout=PATIENCE)
+        assert [next(results) for _ in range(300)] == list(range(300))
+        wait_for(lambda: lines(paths[2]), PATIENCE)
+        results.close()
+        assert_nothing_goes_on(pool, paths[0])
+        assert {d.pid for d in pool.drones} == pids
+        assert set(ran(paths[0]).values()) == {1}
+
+
+def test_closing_in_the_moment_of_a_cut_leaves_nothing_running(paths, dice):
+    known = functools.partial(slow_now_and_then, paths[0])
+    with poly.Pool(2) as pool:
+        for _ in range(25):
+            make_known_as_short(pool, known, 600)
+            results = pool.map(known, itertools.count())
+            for _ in range(dice.randrange(1, 120)):
+                next(results)
+            results.close()
+            let_all_end(pool)
+            counts = ran(paths[0])
+            assert set(counts.values()) == {1}
+            os.unlink(paths[0])
+            let_all_end(pool)
+            assert not lines(paths[0])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_time_limit_comes_after_what_was_done(pool, paths, ordered):
+    known = functools.partial(held_at, *paths, {300})
+    make_known_as_short(pool, known)
+    results = pool.map(known, range(400), timeout=1.5, ordered=ordered)
+    said = []
+    with pytest.raises(TimeoutError):
+        for each in results:
+            said.append(each)
+    if ordered:
+        assert said == list(range(300))
+    else:
+        assert sorted(said) == [n for n in range(400) if n != 300]
+    assert list(results) == []
+    assert_nothing_goes_on(pool, paths[0])
+    assert set(ran(paths[0]).values()) == {1}
+
+
+def test_with_a_pools_time_limit_each_call_has_its_own(paths):
+    known = functools.partial(held_at, *paths, {300})
+    with poly.Pool(2, timeout=0.5, output="discard") as pool:
+        make_known_as_short(pool, known, 300)
+        results = pool.map(known, range(400))
+        assert [next(results) for _ in range(300)] == list(range(300))
+        with pytest.raises(TimeoutError, match=r"0\.5 s"):
+            next(results)
+        assert set(ran(paths[0]).values()) == {1}
+
+
+def test_with_max_tasks_each_drone_makes_so_many_calls():
+    with poly.Pool(2, max_tasks=25) as pool:
+        done = Counter(pool.map(lambda n: os.getpid(), range(300)))
+        assert max(done.values()) <= 25 and sum(done.values()) == 300
+
+
+def test_a_pool_whose_block_fails_cancels_its_maps(paths):
+    known = functools.partial(held_at, *paths, {300})
+    with pytest.raises(ZeroDivisionError), poly.Pool(2) as pool:
+        make_known_as_short(pool, known)
+        results = pool.map(known, range(3000), timeout=PATIENCE)
+        assert [next(results) for _ in range(300)] == list(range(300))
+        wait_for(lambda: lines(paths[2]), PATIENCE)
+        1 / 0  # noqa: B018
+    with pytest.raises((CancelledError, RuntimeError)):
+        list(results)
+    assert set(ran(paths[0]).values()) == {1}
+
+
+def test_a_pool_that_is_shut_down_gives_what_was_under_way(paths):
+    make_known = functools.partial(note, paths[0])
+    pool = poly.Pool(2)
+    make_known_as_short(pool, make_known)
+    source = Counting(range(100_000))
+    results = pool.map(make_known, source)
+    said = [next(results)]
+    taken = source.taken
+    pool.shutdown()
+    assert len(ran(paths[0])) == taken
+    with pytest.raises(RuntimeError):
+        for each in results:
+            said.append(each)
+    assert said == list(range(taken))
+
+
+def test_a_map_keeps_its_pool():
+    assert list(poly.Pool(2).map(double, range(200_000))) == list(map(double, range(200_000)))
+
+
+def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
+    text = """
+        import itertools, sys, time
+        from faults import append, lines
+        import polycephaly as poly
+
+        def work(path, i):
+            append(path, str(i))
+            if i > 2000 or i % 50 == 49:
+                time.sleep(0.02)
+            return [i]
+
+        path = sys.argv[1]
+        with poly.Pool(2) as pool:
+            list(pool.map(work, itertools.repeat(path, 1000), itertools.repeat(0)))
+            results = pool.map(work, itertools.repeat(path), itertools.count(1))
+            try:
+                for r in results:
+                    if r == [1000]:
+                        print("ready", flush=True)
+            except KeyboardInterrupt:
+                results.close()
+                assert list(results) == []
+                print("interrupted", flush=True)
+            for p in pool.everywhere(abs, -1):
+                p.result(30)
+            before = len(lines(path))
+            for p in pool.everywhere(abs, -1):
+                p.result(30)
+            assert [p.result(30) for p in [pool.promise(abs, -i) for i in range(300)]] == list(range(300))
+            print(len(lines(path)) == before, list(pool.map(abs, range(500))) == list(range(500)), flush=True)
+    """
+    with Script(text, "") as script:
+        pass
+    for _ in range(3):
+        with Script(text.replace("sys.argv[1]", "__file__ + '.ran'")) as script:
+            script.read_until("ready")
+            script.signal(signal.SIGINT)
+            script.read_until("interrupted")
+            assert script.read_line() == "True True"
+            assert script.wait() == 0
+            assert not script.left()
+
+
+# -- large results, and consumers that take their time ---------------------------------------------------------
+
+
+def an_array(n):
+    return numpy.full(100_000 if n % 5 else 12_500 * (n % 7), n)  # 0 to 800 kB
+
+
+def arrays_and_more(n):
+    return {"n": n, "array": numpy.full(20_000, n), "raw": array.array("d", [n]) * 10_000, "text": str(n) * 30_000}
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_large_results_are_ones_own_and_stay(pool, ordered):
+    kept = list(pool.map(an_array, range(150), ordered=ordered))
+    kept.sort(key=lambda each: int(each[0]) if len(each) else -1)
+    for n, each in enumerate(sorted(range(150), key=lambda n: n if len(an_array(n)) else -1)):
+        wanted = an_array(each)
+        if len(wanted):
+            assert (kept[n] == wanted).all() and kept[n].shape == wanted.shape
+            kept[n] += 1
+    assert all((each == each[0]).all() for each in kept if len(each))
+    for n, each in enumerate(pool.map(arrays_and_more, range(60))):
+        assert each["n"] == n and each["text"] == str(n) * 30_000
+        assert (each["array"] == n).all() and set(each["raw"]) == {n}
+
+
+def test_large_and_small_results_and_items_of_one_map_are_in_order(pool):
+    def either(value):
+        return numpy.arange(20_000) + len(value) if len(value) % 3 == 0 else value
+
+    items = [b"x" * (n if n % 10 else 70_000 + n) for n in range(600)]
+    for item, said in zip(items, pool.map(either, items), strict=True):
+        wanted = either(item)
+        assert (said == wanted).all() if isinstance(wanted, numpy.ndarray) else said == wanted
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_who_does_not_consume_keeps_large_results_from_being_made(pool, paths, ordered):
+    def megabyte(n):
+        append(paths[0], str(n))
+        return numpy.zeros(1 << 20, dtype="uint8")
+
+    source = Counting(itertools.count())
+    results = pool.map(megabyte, source, ordered=ordered)
+    for _ in range(60):
+        assert next(results).nbytes == 1 << 20
+    taken = source.taken
+    assert taken < 60 + 64 + 64
+    wait_for(lambda: len(lines(paths[0])) == taken, PATIENCE)
+    for p in [pool.promise(abs, -1) for _ in range(500)]:
+        p.result(PATIENCE)
+    assert source.taken == taken == len(lines(paths[0]))
+    results.close()
+
+
+# -- calls that travel together ---------------------------------------------------------------------------------
+
+
+def boom(n):
+    raise ValueError(n)
+
+
+def test_thousands_of_mixed_calls_each_get_their_own_answer(pool, dice):
+    kinds = [
+        lambda i: ((abs, -i), i),
+        lambda i: ((pow, i, 2), i * i),
+        lambda i: ((double, f"s{i}"), f"s{i}s{i}"),
+        lambda i: ((wrapped, i), [i]),
+        lambda i: ((same, [i, [i]]), [i, [i]]),
+        lambda i: ((both, i, {"k": i}), [i, {"k": i}]),
+        lambda i: ((lambda n: n + 1, i), i + 1),
+        lambda i: ((functools.partial(both, i), None), [i, None]),
+        lambda i: ((same, b"b" * (i % 600)), b"b" * (i % 600)),
+        lambda i: ((boom, i), ValueError),
+        lambda i: ((int, "ff", 16), 255),
+        lambda i: ((f"{i} + 1",), i + 1) if i % 50 == 0 else ((str, i), str(i)),
+    ]
+    drones = pool.drones
+    made = []
+    for i in range(5000):
+        call, wanted = dice.choice(kinds)(i)
+        where = dice.choice([pool, pool, pool, *drones])
+        made.append((where.promise(*call), wanted, i))
+    for p, wanted, i in made:
+        error = p.exception(PATIENCE)
+        if wanted is ValueError:
+            assert type(error) is ValueError and error.args == (i,) and "in boom" in str(error.__cause__)
+        else:
+            assert error is None and p.value == wanted and type(p.value) is type(wanted)
+    for p, _, i in made:
+        spans = p.spans
+        assert spans.queued <= spans.sent <= spans.started <= spans.finished <= spans.received, (i, spans)
+        assert spans.drone in {d.name for d in drones} and spans.bytes_sent >= 0
+
+
+def now(boxed=False):
+    return [time.monotonic()] if boxed else time.monotonic()
+
+
+def test_the_spans_of_each_call_are_its_own(pool):
+    made = [pool.promise(now) if i % 9 else pool.promise(now, i % 2 == 0) for i in range(3000)]
+    for p in made:
+        p.result(PATIENCE)
+    for p in made:
+        value = p.value[0] if isinstance(p.value, list) else p.value
+        assert p.spans.started <= value <= p.spans.finished
+
+
+def test_one_drone_runs_calls_of_all_kinds_in_their_order(paths, dice):
+    def write(i, *_):
+        append(paths[0], str(i))
+
+    more = [(), (1,), ("text",), ([1],), ({},), ("x" * 300,), ("x" * 200_000,), (b"x" * 40_000,)]
+    with poly.Drone() as drone:
+        made = []
+        for i in range(3000):
+            fn = write if dice.random() < 0.7 else lambda i, *_: append(paths[0], str(i))
+            made.append(drone.promise(fn, i, *dice.choices(more, [50, 50, 50, 20, 20, 5, 1, 1])[0]))
+        for p in made:
+            p.result(PATIENCE)
+        assert lines(paths[0]) == [str(i) for i in range(3000)]
+
+
+def test_calls_that_are_cancelled_in_the_queue_never_run_and_the_others_do(paths, dice):
+    with poly.Pool(1) as pool:
+        known = functools.partial(note, paths[0])
+        make_known_as_short(pool, known, 500)
+        for p in [pool.promise(known, -1) for _ in range(500)]:
+            p.result(PATIENCE)
+        holder = pool.promise(hold_until, paths[1], paths[2])
+        wait_for(lambda: lines(paths[2]), PATIENCE)
+        made = [pool.promise(known, i) for i in range(3000)]
+        gone = set(dice.sample(range(3000), 1000))
+        assert all(made[i].cancel() for i in gone)
+        append(paths[1], "open")
+        assert holder.value == "held"
+        assert [p.result(PATIENCE) for i, p in enumerate(made) if i not in gone] == sorted(set(range(3000)) - gone)
+        assert all(made[i].cancelled() for i in gone)
+        assert ran(paths[0]) == Counter(set(range(3000)) - gone)
+
+
+def test_calls_wait_for_promises_among_their_arguments(pool):
+    late = poly.Promise()
+    made = []
+    for i in range(1000):
+        made.append(pool.promise(both, i, late) if i % 3 == 0 else pool.promise(both, i, made[-1]))
+    assert pool.promise(abs, -1).result(PATIENCE) == 1
+    late.set_result("late")
+    for i, p in enumerate(made):
+        wanted = "late"
+        for k in range(i - i % 3, i + 1):
+            wanted = [k, wanted]
+        assert p.result(PATIENCE) == wanted
+
+
+def test_submitting_threads_get_each_its_own_and_callbacks_are_called_once(pool):
+    wrong = []
+    called = Counter()
+    lock = threading.Lock()
+
+    def count(p):
+        with lock:
+            called[id(p)] += 1
+
+    kept = []
+
+    def submit(k):
+        made = []
+        for i in range(1500):
+            p = pool.promise(operator.add, k, i) if i % 7 else pool.promise(both, k, [i])
+            p.add_done_callback(count)
+            made.append(p)
+        kept.extend(made)
+        for i, p in enumerate(made):
+            if p.result(PATIENCE) != (k + i if i % 7 else [k, [i]]):
+                wrong.append((k, i))
+
+    threads = [threading.Thread(target=submit, args=[10_000 * k]) for k in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(2 * PATIENCE)
+        assert not each.is_alive()
+    wait_for(lambda: len(called) == 6000, PATIENCE)
+    assert not wrong and set(called.values()) == {1} and len(kept) == 6000
+
+
+def test_a_function_that_is_defined_anew_between_calls_is_the_new_one(pool):
+    made = []
+    for i in range(1500):
+
+        def f(n, i=i // 3):
+            return n, i
+
+        made.append(pool.promise(f, i))
+    assert [p.result(PATIENCE) for p in made] == [(i, i // 3) for i in range(1500)]
+    k = 0
+
+    def g(n):
+        return n, k
+
+    made = []
+    for k in range(1000):
+        made.append(pool.promise(g, -k))
+    assert [p.result(PATIENCE) for p in made] == [(-i, i) for i in range(1000)]
+
+
+def test_a_call_that_is_refused_harms_none_before_or_after_it(pool):
+    made = []
+    for i in range(2000):
+        if i % 100 == 50:
+            with pytest.raises(TypeError):
+                pool.promise(i)
+            bad = pool.promise(same, threading.Lock())
+            assert isinstance(bad.exception(PATIENCE), TypeError)
+            assert isinstance(pool.promise(threading.Lock().acquire).exception(PATIENCE), TypeError)
+        made.append(pool.promise(double, i))
+    assert [p.result(PATIENCE) for p in made] == [2 * i for i in range(2000)]
+
+
+def test_calls_and_maps_of_the_same_function_take_turns(pool, paths):
+    known = functools.partial(note, paths[0])
+    results = pool.map(known, range(3000))
+    made = []
+    for i in range(3000):
+        made.append(pool.promise(known, 10_000 + i))
+        assert next(results) == i
+    assert [p.result(PATIENCE) for p in made] == list(range(10_000, 13_000))
+    assert next(results, None) is None
+    assert ran(paths[0]) == Counter([*range(3000), *range(10_000, 13_000)])
+
+
+def test_what_died_with_calls_that_travel_together_is_that_call_alone(paths):
+    with poly.Pool(1, output="discard") as pool:
+        known = functools.partial(die_once, paths[0], 777)
+        for p in [pool.promise(known, -1) for _ in range(300)]:
+            p.result(PATIENCE)
+        made = [pool.promise(known, i) for i in range(2000)]
+        lost = [i for i, p in enumerate(made) if p.exception(PATIENCE) is not None]
+        assert lost == [777] and isinstance(made[777].exception(), poly.DroneDied)
+        assert [p.value for i, p in enumerate(made) if i != 777] == [i for i in range(2000) if i != 777]
+        assert ran(paths[0]) == Counter(range(2000))
