@@ -381,6 +381,7 @@ class Crew:
     def lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
         for work in works:
             if work.done():
+                work.payload = b""
                 continue
             if again and work.retries > 0 and work.target is None and not self._abandoned:
                 work.retries -= 1

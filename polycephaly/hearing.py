@@ -108,7 +108,10 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
             else:
                 work = link.answered(number)
                 done = 1 if work is None else work.count
-            if work is None or status == WITHDRAWN:  # None: lost, and answered all the same
+            if work is None:  # lost, and answered all the same
+                continue
+            if status == WITHDRAWN:
+                work.payload = b""
                 continue
             if work.place > link.begun:
                 link.begun = work.place

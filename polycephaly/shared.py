@@ -9,7 +9,7 @@ from pickle import PickleBuffer
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from .wire.arena import Store, pristine_view, view
+from .wire.arena import Full, Store, pristine_view, view
 from .wire.capture import MainSnapshot, pack_strictly
 from .wire.loans import Parcel, load_beside
 
@@ -107,8 +107,11 @@ class Contents:
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
-    """Raises `Full`, a `MemoryError`, where it would be more than may be shared."""
-    parcel = pack_strictly(value, snapshot, store)
+    """Raises `Full`, a `MemoryError`, where it would be more than may be shared, or the system has no room for it."""
+    try:
+        parcel = pack_strictly(value, snapshot, store)
+    except OSError as error:
+        raise Full(f"no shared memory: {error}") from error
     if not isinstance(parcel, Parcel):
         return Shared(parcel, [], snapshot=snapshot)
     segments = {id(segment): segment for segment, _, _ in parcel.places}  # also others, of handles in the value

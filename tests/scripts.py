@@ -28,7 +28,7 @@ class Script:
         tests = os.path.dirname(os.path.abspath(__file__))
         environ = {
             **os.environ,
-            "PYTHONPATH": tests,
+            "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]),
             "TMPDIR": self.folder.name,
             **(env or {}),
             MARKER: self.run,

@@ -159,6 +159,32 @@ def test_defaults_changed_between_calls_show_as_at_the_call(pool):
     assert [p.value for p in promises] == [list(range(i)) for i in range(5)]
 
 
+def test_keyword_defaults_changed_in_place_show_as_at_the_call(pool):
+    def work(*, x=2):
+        return x
+
+    results = [pool.promise(work)]
+    work.__kwdefaults__["x"] = 5
+    results.append(pool.promise(work))
+    work.__kwdefaults__["y"] = 1
+    assert [p.value for p in results] == [2, 5]
+
+
+def test_attributes_set_later_on_a_captured_function_show_as_at_the_call(pool):
+    def inner():
+        pass
+
+    def work():
+        return getattr(inner, "limit", None)
+
+    results = [pool.promise(work)]
+    inner.limit = 5
+    results.append(pool.promise(work))
+    inner.limit = 6
+    results.append(pool.promise(work))
+    assert [p.value for p in results] == [None, 5, 6]
+
+
 def test_a_functions_code_changed_between_calls_shows_as_at_the_call(pool):
     def first():
         return "first"

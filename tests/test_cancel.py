@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -241,3 +242,14 @@ def test_an_exception_in_a_with_block_cancels_what_runs_and_what_waits(paths):
         wait_for(lambda: lines(paths[0]))
         1 / 0  # noqa: B018
     assert running.cancelled() and queued.cancelled() and not lines(paths[1])
+
+
+def test_ctrl_c_in_the_middle_of_a_cancel_leaves_no_drone_busy():
+    with poly.Pool(1) as pool:
+        p = pool.promise("while True: pass")
+        while not p.running():
+            time.sleep(0.01)
+        p.add_done_callback(lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            p.cancel()
+        assert p.cancel() and pool.promise(abs, -1).result(30) == 1

@@ -310,3 +310,30 @@ def test_waits_in_threads_while_pools_are_killed_always_end():
             assert not each.is_alive()
         pool.shutdown()
     assert not wrong
+
+
+def test_whatever_is_submitted_while_a_pool_breaks_is_settled():
+    made = [[] for _ in range(8)]
+
+    def submit(promises):
+        with contextlib.suppress(Exception):
+            while True:
+                promises.append(pool.promise(list, [1, 2]))
+
+    interval = sys.getswitchinterval()
+    with poly.Pool(1, on_death="break", output="discard") as pool:
+        pool.promise(time.sleep, 100)
+        threads = [threading.Thread(target=submit, args=(each,)) for each in made]
+        try:
+            sys.setswitchinterval(1e-5)
+            for thread in threads:
+                thread.start()
+            time.sleep(0.1)
+            os.kill(pool.drones[0].pid, signal.SIGKILL)
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        for p in (p for promises in made for p in promises):
+            with contextlib.suppress(CancelledError):
+                assert isinstance(p.exception(30), poly.DroneDied | RuntimeError | None)

@@ -329,3 +329,25 @@ def test_the_cause_of_a_remote_error_can_itself_be_unpicklable(pool):
     error = pool.promise(both).exception()
     assert type(error) is ValueError and type(error.__cause__) is poly.RemoteError
     assert error.__cause__.message == "holding a socket"
+
+
+class Unnotable(Exception):
+    def add_note(self, note):
+        raise TypeError("no notes")
+
+
+def refuse():
+    raise Unnotable("at home")
+
+
+class Refused:
+    def __reduce__(self):
+        return refuse, ()
+
+
+def test_a_result_whose_error_takes_no_note_rejects_that_one_alone():
+    with poly.Pool(1) as pool:
+        promises = [pool.promise(lambda i: Refused() if i == 3 else [i], i) for i in range(60)]
+        errors = [p.exception(30) for p in promises]
+    assert isinstance(errors[3], Unnotable)
+    assert [p.value for i, p in enumerate(promises) if i != 3] == [[i] for i in range(60) if i != 3]

@@ -103,3 +103,9 @@ def test_drones_that_die_in_it_end_a_pool_that_is_being_closed_too():
     work = pool.promise(abs, -1)
     pool.shutdown()
     assert isinstance(work.exception(10), BrokenProcessPool)
+
+
+def test_it_is_none_of_the_tasks_after_which_a_drone_is_replaced(tmp_path):
+    with poly.Pool(1, max_tasks=2, initializer=append, initargs=(str(tmp_path / "began"), "x")) as pool:
+        pids = [pool.promise(os.getpid).result(30) for _ in range(6)]
+    assert [pids.count(each) for each in dict.fromkeys(pids)] == [2, 2, 2]

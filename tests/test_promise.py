@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import copy
+import gc
 import logging
 import sys
 import threading
@@ -208,6 +210,51 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
     with caplog.at_level(logging.ERROR):
         p.set_result(1)
     assert called == [p] and "ZeroDivisionError" in caplog.text
+
+
+def test_a_callback_that_ends_its_thread_takes_no_other_callback_along():
+    p, called = Promise(), []
+    p.add_done_callback(lambda _: sys.exit(3))
+    after = p.then(lambda value: value + 1)
+    both = poly.gather(p, p)
+    p.add_done_callback(called.append)
+    with pytest.raises(SystemExit):
+        p.set_result(1)
+    assert called == [p] and after.value == 2 and both.value == [1, 1]
+
+
+def test_a_callback_that_ends_the_settling_thread_takes_no_other_promise_along(caplog):
+    with poly.Pool(1) as pool:
+        for results in ([1] * 300, [[1]] * 300):  # which come together, and one by one
+            promises = [pool.promise(copy.copy, each) for each in results]
+            promises[0].add_done_callback(lambda _: sys.exit(3))
+            assert poly.gather(*promises).result(30) == results
+    assert "SystemExit" in caplog.text
+
+
+class Uncomparable:
+    __hash__ = None
+
+    def __init__(self):
+        self.called = []
+
+    def __call__(self, promise):
+        self.called.append(promise)
+
+    def __eq__(self, other):
+        raise TypeError("no comparing")
+
+
+def test_a_callback_is_never_compared():
+    hook = Uncomparable()
+    with poly.Pool(1) as pool:
+        p = pool.promise(time.sleep, 0.3)
+        p.add_done_callback(hook)
+        with pytest.raises(TimeoutError):
+            p.result(0.01)
+        p.result(30)
+        assert pool.doit(abs, -1) == 1
+    assert len(hook.called) == 1 and hook.called[0] is p
 
 
 def test_running_and_notify_cancel_follow_the_standard_library():
@@ -435,6 +482,39 @@ def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and
         pool.promise(time.sleep, 0.05).add_done_callback(wait_in_callback)
         over.wait(10)
     assert isinstance(said[0], RuntimeError) and "then" in str(said[0])
+
+
+def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_way():
+    """Cyclic garbage is collected in whatever allocates next: also in what sends work and reads answers."""
+    said, submitted = [], []
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            submitted.append(pool.promise(abs, -len(submitted)))
+            try:
+                assert pool.doit(abs, -1) == 1
+                said.append(None)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    thresholds = gc.get_threshold()
+    with poly.Pool(2) as pool:
+        try:
+            gc.set_threshold(50, 2, 2)
+            for i in range(20_000):
+                if i % 20 == 0:
+                    Owner()
+                assert pool.promise(abs, -i).result(30) == i
+                if sum(map(bool, said)) > 2 and len(said) > 100:
+                    break
+        finally:
+            gc.set_threshold(*thresholds)
+        gc.collect()
+        assert [p.result(30) for p in submitted] == list(range(len(submitted)))
+    assert any(said) and all(each is None or " waited for " in each for each in said)
 
 
 def test_a_promise_that_nobody_waits_for_makes_no_lock():

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import sys
 import threading
 
 import pytest
@@ -135,3 +136,35 @@ def test_many_inputs_settled_by_many_threads_run_the_work_once(pool, tmp_path):
         for each in threads:
             each.join()
         assert p.result(10) == 8 and len(lines(ran)) == k + 1
+
+
+def test_two_inputs_settled_at_the_same_moment_run_the_work_once(pool, tmp_path):
+    count = 300
+    firsts, seconds = ([poly.Promise() for _ in range(count)] for _ in range(2))
+    calls = [pool.promise(noted_sum, str(tmp_path / "ran"), *each) for each in zip(firsts, seconds, strict=True)]
+    gate = threading.Barrier(2)
+
+    def settle(promises):
+        for i, p in enumerate(promises):
+            if i % 10 == 0:
+                gate.wait()
+            p.set_result(i)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=settle, args=(each,)) for each in (firsts, seconds)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [p.result(30) for p in calls] == [2 * i for i in range(count)]
+    assert len((tmp_path / "ran").read_text()) == count
+
+
+def noted_sum(path, a, b):
+    with open(path, "a") as file:
+        file.write("x")
+    return a + b

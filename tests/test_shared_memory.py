@@ -1275,7 +1275,7 @@ def test_where_the_system_refuses_memory_nothing_is_lost(where, after, monkeypat
             assert not differs(pool.doit(echo, sent), sent)
             assert is_full(pool.doit(full, i), i)
         if where != "drone":
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(MemoryError, match="no space"):
                 pool.share(full(1))
         monkeypatch.setattr(arena_module, "_write", write)
         wait_for(warned, LONG)
@@ -1323,7 +1323,7 @@ def test_a_limit_of_the_kernels_own_for_the_size_of_files():
                 assert (a == sent[0]).all() and (b == sent[1]).all() and c == sent[2]
             try:
                 pool.share(np.arange(100_000))
-            except OSError as error:
+            except MemoryError as error:
                 print("refused")
     """)
     assert done.stdout == "refused\n", done.stderr

@@ -65,11 +65,15 @@ class Launcher:
 
     def _fork(self, control: socket.socket, nest: Nest) -> int:
         owner = os.getpid()
-        with kept_through_fork(self._held):
-            pid = safepoint.fork()
-        if pid == 0:
-            run_zygote(control, nest, self.page, self.arena, self.snapshot, owner)
-        return pid
+        try:
+            with kept_through_fork(self._held):
+                pid = safepoint.fork()
+            if pid == 0:
+                run_zygote(control, nest, self.page, self.arena, self.snapshot, owner)
+            return pid
+        finally:
+            if os.getpid() != owner:  # whatever went wrong: the main image's code must not go on here
+                os._exit(1)
 
     def _spawn(self, control: socket.socket, nest: Nest) -> int:
         context = multiprocessing.get_context("spawn")

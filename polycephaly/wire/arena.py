@@ -41,6 +41,8 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
+from ..launch.shield import Shield
+
 __all__ = [
     "SPAN",
     "Arena",
@@ -270,13 +272,13 @@ class Store:
             size += -(-length // ALIGN) * ALIGN
         if self._owner == threading.get_ident():
             raise Full("a finalizer came while memory was being taken")
-        with self._lock:
+        with self._lock, Shield():  # Ctrl-C between the lines would lose the block
             self._owner = threading.get_ident()
             try:
                 block = self._take(size)
+                segment = Segment(self, block, size)  # before the look: see Arena.end
             finally:
                 self._owner = 0
-        segment = Segment(self, block, size)  # before the look: see Arena.end
         if self.arena.ended:
             raise Full("the pool has ended")
         if size > block.filled:
@@ -285,6 +287,7 @@ class Store:
             self._fill(block, runs, places, size)
         except BaseException:
             self._cool(block)  # nobody knows how much of it has memory
+            del segment  # or the traceback would hold it
             raise
         return segment, places
 

@@ -309,10 +309,10 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value):
-                captured[name] = _Shared(name)
+                captured[name] = _ByName(name)
 
 
-class _Shared:
+class _ByName:
     """Is pickled as a name, and unpickled as what the other image's `__main__` has under it."""
 
     def __init__(self, name: str) -> None:
