@@ -21,12 +21,14 @@ and then empties the queue. Whoever pops an entry rejects it, so none is left an
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
 
+from .errors import another
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .limits import check_descriptors
@@ -63,6 +65,7 @@ class Crew:
         self.over = False
         self.closing = False
         self.look_for_end = False
+        self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
         self._waiting: set[Work] = set()  # for promises among their arguments
@@ -98,7 +101,7 @@ class Crew:
         if self.refusal is not None:
             self.check_open()
         if target is not None and target.state >= State.RETIRING:
-            raise target.farewell().with_traceback(None)
+            raise target.farewell()
         work = Work(self)
         if self._retries:
             work.retries = self._retries
@@ -126,6 +129,11 @@ class Crew:
             self._enqueue(work)
         return work
 
+    def close_without(self, holder: object) -> None:
+        """Is closed when nobody has `holder` any more."""
+        self.finalizer = weakref.finalize(holder, self.close)
+        self.finalizer.atexit = False
+
     def start(self, work: Work) -> None:
         """Takes work that was made elsewhere. Raises as `submit` does."""
         self.check_open()
@@ -133,7 +141,7 @@ class Crew:
 
     def check_open(self) -> None:
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)  # one error for all who ask: it must not keep their frames
+            raise another(self.refusal)
 
     def _enqueue(self, work: Work) -> None:
         target = work.target
@@ -185,7 +193,7 @@ class Crew:
         if not renewed.done():  # it was closed in the meantime
             launcher.close()
             launcher.reap()
-            raise self.refusal or RuntimeError(f"{self.plan.name} has ended")
+            raise another(self.refusal or RuntimeError(f"{self.plan.name} has ended"))
 
     def wait_ended(self) -> None:
         """Until nothing of it is left; of the hub neither, if it was the last."""
@@ -389,7 +397,7 @@ class Crew:
                 self.queue.appendleft(work)
             else:
                 work.payload = b""
-                self.hub.deliver(partial(work._settle, FINISHED, None, error))
+                self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
 
     def fail(self, error: Exception) -> None:
         """A bug in our own code: better all its work is rejected than anybody waits for ever."""
@@ -403,7 +411,7 @@ class Crew:
         self._broken = error
         self.refusal = error
         if not self.begun.done():
-            self.hub.deliver(partial(self.begun._settle, FINISHED, None, error))
+            self.hub.deliver(partial(self.begun._settle, FINISHED, None, another(error)))
         for link in self.links:
             self.lose(list(link.flight.values()), error, again=False)
             self.lose(drained(link.pinned), error, again=False)
@@ -471,6 +479,8 @@ class Crew:
         self.hub.deliver(self._finish)
 
     def _finish(self) -> None:
+        if self.finalizer is not None:
+            self.finalizer.detach()
         self._reject_all(self.queue, self.refusal)
         self.hub.ending.append(self.ended)
         self.hub.give_back()
@@ -479,7 +489,7 @@ class Crew:
         """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
         with suppress(IndexError):
             while True:
-                queue.popleft()._settle(FINISHED, None, error)
+                queue.popleft()._settle(FINISHED, None, error and another(error))
 
     def tell(self, promise: Promise[None]) -> None:
         if not promise.done():

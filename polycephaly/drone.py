@@ -78,7 +78,7 @@ class Drone:
         self._own(Crew(plan), detached)
 
     def _own(self, crew: Crew, detached: bool) -> None:
-        weakref.finalize(self, crew.close).atexit = False
+        crew.close_without(self)
         self._crew = crew
         if not detached:
             end_with_owner(crew)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "RemoteError"]
+__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "RemoteError", "another"]
 
 
 class RemoteError(Exception):
@@ -63,3 +64,14 @@ class ChannelClosed(Exception):
 
 class Deadlock(RuntimeError):
     """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""
+
+
+def another(error: BaseException) -> BaseException:
+    """The same once more. An error that is raised gets a traceback, which holds the frames of whoever met it: so each
+    one gets an error of his own, and what we keep is never raised."""
+    try:
+        twin = copy.copy(error)
+    except Exception:
+        return error.with_traceback(None)
+    twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return twin

@@ -286,7 +286,7 @@ class _Source:
             try:
                 work = self._gather(most)
             except RuntimeError as error:
-                if error is not self._crew.refusal:
+                if self._crew.refusal is None:
                     raise
                 self.error, self._exhausted = error, True
         return work

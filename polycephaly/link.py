@@ -16,6 +16,7 @@ from enum import IntEnum
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
+from .errors import another
 from .launch import lifeline
 from .launch.launcher import Launcher
 from .output import Line, Stream
@@ -100,7 +101,9 @@ class Link:
 
     def farewell(self) -> BaseException:
         """Why it takes no more work."""
-        return self.death or RuntimeError(f"drone {self.name} was released (exit code {self.exitcode})")
+        if self.death is not None:
+            return another(self.death)
+        return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode})")
 
     def runs(self, number: int) -> bool:
         """Has that work been begun? From any thread; the page says what the drone says."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from types import TracebackType
@@ -103,7 +102,7 @@ class Pool(Executor):
             on_death=on_death,
         )
         self._crew = Crew(plan)
-        weakref.finalize(self, self._crew.close).atexit = False
+        self._crew.close_without(self)
         try:
             self._crew.begun.result()
         except BaseException:

@@ -224,3 +224,19 @@ def test_a_pool_dropped_inside_its_own_callback_ends():
         print("over")
     """)
     assert done.stdout == "over\n", done.stderr
+
+
+@pytest.mark.parametrize("on_death", ["replace", "break"])
+def test_an_error_that_was_met_keeps_no_pool_alive(on_death):
+    """Its traceback holds the frame that holds the pool; so nothing of ours may hold the error."""
+
+    def meet():
+        pool = poly.Pool(1, on_death=on_death, output="discard")
+        try:
+            pool.doit(os._exit, 3)
+        except poly.DroneDied:
+            return weakref.ref(pool)
+
+    pool = meet()
+    gc.collect()
+    assert pool() is None
