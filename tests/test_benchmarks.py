@@ -56,3 +56,13 @@ def test_what_is_not_there_is_told(option: str) -> None:
     done = run(option, "nothing")
     assert done.returncode == 2
     assert "'nothing'; there are" in done.stderr
+
+
+def test_the_steps_of_a_task_are_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.steps", "--runs", "1"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = {line[:50].strip() for line in done.stdout.splitlines()[1:]}
+    assert {"the burst", "submitting, waiting", "packing", "unpacking", "settling", "a drone", "the map"} <= steps
