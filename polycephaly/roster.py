@@ -34,10 +34,11 @@ from .limits import named, shared_memory_ceiling
 from .link import Link, State, drained
 from .output import Stream
 from .promises import Promise
-from .wire.arena import IDLE, Arena, Store
+from .wire.arena import Arena
 from .wire.definitions import Book
 from .wire.lane import Lane
 from .wire.messages import RECALL, STOP, pack_numbers
+from .wire.store import IDLE, Store
 from .work import Work
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from pickle import PickleBuffer
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from .wire.arena import Full, Store, pristine_view, view
+from .wire.arena import Full, view
 from .wire.capture import MainSnapshot, pack_strictly
 from .wire.loans import Parcel, load_beside
+from .wire.store import Store, pristine_view
 
 __all__ = ["Shared"]
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from polycephaly.wire import arena as arena_module
-from polycephaly.wire.arena import Arena, Full, Store, place_of, pristine_view, view
+from polycephaly.wire import store as store_module
+from polycephaly.wire.arena import Arena, Full, view
 from polycephaly.wire.capture import LARGE_BUFFER, MainSnapshot, join, pack, pack_strictly, stored
 from polycephaly.wire.loans import Arrived, Ledger, Loan, Parcel, load, load_beside, load_joined
 from polycephaly.wire.messages import Malformed
+from polycephaly.wire.store import Store, place_of, pristine_view
 
 PAGE = mmap.PAGESIZE
 
@@ -144,18 +146,18 @@ def test_a_ceiling_of_nothing():
 
 def test_what_could_not_be_filled_is_not_lost_and_shows_nothing_old(arena, store, monkeypatch):
     store.put([[b"1" * 100_000]])
-    write, calls = arena_module._write, []
+    write, calls = store_module._write, []
 
     def half(fd, offset, piece):
         calls.append(1)
         write(fd, offset, piece[: len(piece) // 2])
         raise OSError(28, "no space")
 
-    monkeypatch.setattr(arena_module, "_write", half)
+    monkeypatch.setattr(store_module, "_write", half)
     for _ in range(3):
         with pytest.raises(OSError, match="no space"):
             store.put([[b"2" * 100_000]])
-    monkeypatch.setattr(arena_module, "_write", write)
+    monkeypatch.setattr(store_module, "_write", write)
     assert calls
     top = store._top
     segment, _ = store.put([[b"3" * 100_000]])
@@ -171,7 +173,7 @@ def test_short_writes_and_reads_are_gone_on_with(arena, store, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:777]], at))
     segment, _ = store.put([[content]])
-    monkeypatch.setattr(arena_module, "_map", refuse)
+    monkeypatch.setattr(arena_module, "map_range", refuse)
     assert bytes(view(segment)) == content
 
 
@@ -188,7 +190,7 @@ def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(ar
 
     segment, _ = store.put([[b"1" * size]])
     monkeypatch.setattr(os, "preadv", something)
-    monkeypatch.setattr(arena_module, "_map", refuse)
+    monkeypatch.setattr(arena_module, "map_range", refuse)
     for look in (view, pristine_view):
         assert bytes(look(segment)[:size]) == b"1" * size
     assert place_of(view(segment), arena) is None

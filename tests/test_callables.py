@@ -9,9 +9,10 @@ from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import green
-from polycephaly.wire.arena import Arena, Store
+from polycephaly.wire.arena import Arena
 from polycephaly.wire.capture import MainSnapshot
 from polycephaly.wire.definitions import Book
+from polycephaly.wire.store import Store
 
 FACTOR = 2
 

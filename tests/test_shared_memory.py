@@ -27,6 +27,7 @@ from scripts import Script, output_of, run_script
 import polycephaly as poly
 from polycephaly.link import State
 from polycephaly.wire import arena as arena_module
+from polycephaly.wire import store as store_module
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory
 LONG = 20.0  # seconds: what takes longer does not come
@@ -321,7 +322,7 @@ def impatient(monkeypatch):
     """Memory without use is given back sooner than after a second."""
     monkeypatch.setattr("polycephaly.roster.IDLE", 0.05)
     monkeypatch.setattr("polycephaly.image.main.IDLE", 0.05)
-    monkeypatch.setattr(arena_module.Store.tidy, "__defaults__", (0.05,))
+    monkeypatch.setattr(store_module.Store.tidy, "__defaults__", (0.05,))
 
 
 def arena_of(pool):
@@ -1259,16 +1260,16 @@ def no_space(*_):
 @pytest.mark.parametrize("where", ["controller", "drone", "both"])
 @pytest.mark.parametrize("after", [0, 2])
 def test_where_the_system_refuses_memory_nothing_is_lost(where, after, monkeypatch):
-    write, calls = arena_module._write, []
+    write, calls = store_module._write, []
 
     def refusing(*args):
         calls.append(1)
         return write(*args) if len(calls) <= after else no_space()
 
     if where != "controller":
-        monkeypatch.setattr(arena_module, "_write", refusing)
+        monkeypatch.setattr(store_module, "_write", refusing)
     with said() as warned, poly.Pool(1) as pool:
-        monkeypatch.setattr(arena_module, "_write", write if where == "drone" else refusing)
+        monkeypatch.setattr(store_module, "_write", write if where == "drone" else refusing)
         pool.doit(abs, -1)
         for i in range(6):
             sent = [full(i), bytes(100_000), full(i)]
@@ -1277,7 +1278,7 @@ def test_where_the_system_refuses_memory_nothing_is_lost(where, after, monkeypat
         if where != "drone":
             with pytest.raises(MemoryError, match="no space"):
                 pool.share(full(1))
-        monkeypatch.setattr(arena_module, "_write", write)
+        monkeypatch.setattr(store_module, "_write", write)
         wait_for(warned, LONG)
         with pool.share(full(1)) as shared:
             assert pool.doit(is_full, shared, 1)
@@ -1287,7 +1288,7 @@ def test_where_the_system_refuses_memory_nothing_is_lost(where, after, monkeypat
 
 @pytest.mark.parametrize("where", ["controller", "drone"])
 def test_where_the_system_refuses_mappings_it_is_copied(where, monkeypatch, impatient):
-    real, read, empty = arena_module._map, os.preadv, []
+    real, read, empty = arena_module.map_range, os.preadv, []
 
     def read_something(*args):
         done = read(*args)
@@ -1296,11 +1297,15 @@ def test_where_the_system_refuses_mappings_it_is_copied(where, monkeypatch, impa
         assert len(empty) < 100, "nothing there, for ever"
         return done
 
+    def refuse_mappings(how):
+        monkeypatch.setattr(arena_module, "map_range", how)
+        monkeypatch.setattr(store_module, "map_range", how)
+
     monkeypatch.setattr(os, "preadv", read_something)
     if where == "drone":
-        monkeypatch.setattr(arena_module, "_map", no_space)
+        refuse_mappings(no_space)
     with poly.Pool(1) as pool:
-        monkeypatch.setattr(arena_module, "_map", real if where == "drone" else no_space)
+        refuse_mappings(real if where == "drone" else no_space)
         for i in range(5):
             sent = [full(i), numbers(100_000, np.int8)]
             got = pool.doit(echo, sent)

@@ -36,7 +36,7 @@ import zmq
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
 from ..wire import endpoint
-from ..wire.arena import IDLE, Arena, Store
+from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot
 from ..wire.lane import Lane
 from ..wire.loans import Arrived, Ledger, Parcel
@@ -70,6 +70,7 @@ from ..wire.messages import (
     unpack_work,
 )  # fmt: skip
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
+from ..wire.store import IDLE, Store
 from .console import open_console
 from .definitions import Definition, define
 from .ear import Ear

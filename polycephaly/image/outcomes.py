@@ -18,7 +18,6 @@ from pickle import dumps
 from typing import Any
 
 from ..launch.page import Row
-from ..wire.arena import Store
 from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
 from ..wire.exceptions import pack_exception
 from ..wire.loans import Ledger, Parcel
@@ -32,6 +31,7 @@ from ..wire.messages import (
     pack_outcomes,
     pack_values,
 )
+from ..wire.store import Store
 from .console import Tail
 
 __all__ = ["Outcomes"]

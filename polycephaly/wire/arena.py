@@ -20,10 +20,6 @@ Why nobody's data changes under him:
 * a fork takes mappings along. So before each fork a reference to every mapped Keep is taken, until the child has
   ended: of our own forks the launcher knows when; of those of others a pipe tells, whose other end the child has.
 * what is written into a mapping is the reader's alone: it is private (copy-on-write).
-
-How fast: fresh pages cost more than the copy (100 MB on a 2-core machine: 47 ms by `write`, 81 by memory
-mapped; used again 8 by memory mapped, 16 by `write`). So blocks are kept warm for a while, and fresh ones are filled by
-`write`, which saves zeroing them. The GIL is let go between pieces of a copy.
 """
 
 from __future__ import annotations
@@ -35,42 +31,31 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic
 from typing import Any
 
-from ..launch.shield import Shield
-
 __all__ = [
+    "REGIONS",
     "SPAN",
     "Arena",
     "Full",
     "Keep",
-    "Segment",
-    "Store",
+    "Mapping",
+    "address_of",
+    "forks_run",
     "kept_through_fork",
-    "place_of",
-    "pristine_view",
+    "look_for_ended_forks",
+    "map_range",
     "view",
 ]
-
-Buffer = bytes | bytearray | memoryview
 
 SPAN = 1 << 41
 """Addresses of one region: 2 TiB, of which only what is written takes memory."""
 REGIONS = 1 << 21
 """A drone that comes after so many others has none, and finds no room."""
-ALIGN = 64
-MAPPED_FROM = 1 << 20
-"""Bytes of a block that its writer maps when it is used again; smaller ones are written, which is as fast."""
-PIECE = 4 << 20
-"""Bytes copied between two chances for other threads."""
-IDLE = 1.0
-"""Seconds that a block stays warm without use."""
 
-_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
+_MAP_FIXED = 0x10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +83,7 @@ class Arena:
         self._pid = os.getpid()
         self._image = 0
         self._keeps: dict[int, tuple[int, int]] = {}
-        self._mapped: dict[int, weakref.ref[_Mapping]] = {}
+        self._mapped: dict[int, weakref.ref[Mapping]] = {}
         self.ring: Callable[[], object] = lambda: None
         """Called, in any thread and in the middle of anything, when there may be something to tidy."""
         self._warned = False
@@ -159,7 +144,7 @@ class Arena:
             keep.lasting = True
         self.clear(0, REGIONS * SPAN)
         forked.clear()
-        _look_for_ended_forks()
+        look_for_ended_forks()
         self._let_go(0)
 
     def _let_go(self, key: int = -1) -> None:
@@ -217,213 +202,18 @@ class Keep:
         raise NotImplementedError
 
 
-class _Block:
-    __slots__ = ("filled", "idle_since", "mapping", "offset", "room")
-
-    def __init__(self, offset: int, room: int) -> None:
-        self.offset = offset
-        self.room = room
-        self.filled = 0  # so many bytes from its start have memory
-        self.mapping: mmap.mmap | None = None
-        self.idle_since = 0.0
-
-
-class Segment(Keep):
-    """What somebody has written: a block, until nobody needs it any more."""
-
-    __slots__ = ("_block", "_store")
-
-    def __init__(self, store: Store, block: _Block, length: int) -> None:
-        self._store = store
-        self._block = block
-        super().__init__(store.arena, block.offset, length)
-
-    def _give_back(self) -> None:
-        self._store._returned.append(self._block)
-        self.arena.ring()
-
-
-class Store:
-    """One image's region: where it writes. Any thread may call it."""
-
-    def __init__(self, arena: Arena, number: int) -> None:
-        self.arena = arena
-        self._pid = os.getpid()
-        self._top = number * SPAN
-        self._end = self._top + SPAN if number < REGIONS else self._top
-        self._free: dict[int, deque[_Block]] = {}  # by size; the warm ones at the right
-        self._warm = 0  # bytes that they have
-        self._returned: deque[_Block] = deque()
-        self._lock = threading.Lock()
-        self._owner = 0  # the thread that has it
-
-    def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
-        """Copies each of `runs`, its pieces end to end: the segment, and each run's offset in it and length.
-
-        Raises `Full` where that would be more than the ceiling, and `OSError` where the system refuses.
-        """
-        if os.getpid() != self._pid:  # somebody forked: what it would write into is its parent's
-            raise Full("the pool belongs to another process")
-        places: list[tuple[int, int]] = []
-        size = 0
-        for run in runs:
-            length = sum(map(len, run))
-            places.append((size, length))
-            size += -(-length // ALIGN) * ALIGN
-        if self._owner == threading.get_ident():
-            raise Full("a finalizer came while memory was being taken")
-        with self._lock, Shield():  # Ctrl-C between the lines would lose the block
-            self._owner = threading.get_ident()
-            try:
-                block = self._take(size)
-                segment = Segment(self, block, size)  # before the look: see Arena.end
-            finally:
-                self._owner = 0
-        if self.arena.ended:
-            raise Full("the pool has ended")
-        if size > block.filled:
-            self._check_room(size - block.filled)
-        try:
-            self._fill(block, runs, places, size)
-        except BaseException:
-            self._cool(block)  # nobody knows how much of it has memory
-            del segment  # or the traceback would hold it
-            raise
-        return segment, places
-
-    def _take(self, size: int) -> _Block:
-        room = _rounded(size)
-        self._take_back()
-        free = self._free.get(room)
-        if free:
-            block = free.pop()
-            self._warm -= block.filled
-            return block
-        if self._top + room > self._end:
-            raise Full("the addresses for shared memory are used up")
-        block = _Block(self._top, room)
-        self._top += room
-        return block
-
-    def _take_back(self) -> None:
-        now = monotonic()
-        while self._returned:
-            block = self._returned.popleft()
-            block.idle_since = now
-            free = self._free.setdefault(block.room, deque())
-            if self._warm + block.filled > self.arena.ceiling // 8:
-                self._cool(block)
-                free.appendleft(block)
-            else:
-                self._warm += block.filled
-                free.append(block)
-
-    def _check_room(self, more: int) -> None:
-        arena = self.arena
-        if arena.used() + more > arena.ceiling:
-            self.tidy(0.0)
-            used = arena.used()
-            if used + more > arena.ceiling:
-                raise Full(
-                    f"{more:,} bytes more of shared memory would be too much: "
-                    f"{used:,} of at most {arena.ceiling:,} are in use"
-                )
-
-    def _fill(self, block: _Block, runs: Sequence[Sequence[Buffer]], places: list[tuple[int, int]], size: int) -> None:
-        target: memoryview | None = None
-        if MAPPED_FROM <= size <= block.filled:
-            if block.mapping is None or len(block.mapping) < size:
-                block.mapping = _map(self.arena.fd, block.offset, block.filled, mmap.MAP_SHARED | _MAP_POPULATE)
-            target = memoryview(block.mapping)
-        for run, (at, _) in zip(runs, places, strict=True):
-            for piece in run:
-                if target is not None:
-                    _copy(target, at, memoryview(piece))
-                else:
-                    _write(self.arena.fd, block.offset + at, memoryview(piece))
-                at += len(piece)
-        block.filled = max(block.filled, size)
-
-    def tidy(self, idle: float = IDLE) -> bool:
-        """Gives back the memory of blocks that nobody has used for so many seconds, and lets go of what was held for
-        forked children that have ended. Is there more to come?"""
-        _look_for_ended_forks()
-        if not self._lock.acquire(blocking=False):  # who has it may run a finalizer that waits for who calls this
-            return True
-        try:
-            self._owner = threading.get_ident()
-            self._take_back()
-            latest = monotonic() - idle
-            for free in self._free.values():
-                for block in free:
-                    if block.filled and block.idle_since <= latest:
-                        self._warm -= block.filled
-                        self._cool(block)
-            return self.is_untidy()
-        finally:
-            self._owner = 0
-            self._lock.release()
-
-    def is_untidy(self) -> bool:
-        return self._warm > 0 or bool(self._returned) or len(_forks) > (-1 in _forks)
-
-    def _cool(self, block: _Block) -> None:
-        block.mapping = None
-        block.filled = 0
-        self.arena.punch(block.offset, block.room)
-
-
-def _rounded(size: int) -> int:
-    """Whole pages, and few different sizes: a sixteenth more at most. What is not written takes no memory."""
-    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
-    return max(step, -(-size // step) * step)
-
-
 def _whole_pages(length: int) -> int:
     return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _write(fd: int, offset: int, piece: memoryview) -> None:
-    done = 0
-    while done < len(piece):
-        done += os.pwrite(fd, piece[done : done + (64 << 20)], offset + done)
-
-
-def _copy(target: memoryview, at: int, piece: memoryview) -> None:
-    for done in range(0, len(piece), PIECE):
-        part = piece[done : done + PIECE]
-        target[at + done : at + done + len(part)] = part
 
 
 # -- looking at a range -------------------------------------------------------------------------------
 
 
-class _Mapping(mmap.mmap):
+class Mapping(mmap.mmap):
     """Memory of an arena in this image. Every view of it holds it, and it holds the Keep."""
 
     keep: Keep
     pristine = False  # nobody in this image writes into it
-
-
-def pristine_view(segment: Segment) -> memoryview:
-    """A view of what this image has written itself: nobody may write into it. What is pickled of it is not copied."""
-    whole = view(segment)
-    if isinstance(whole.obj, _Mapping):
-        whole.obj.pristine = True
-    return whole
-
-
-def place_of(buffer: memoryview, arena: Arena) -> tuple[Segment, int, int] | None:
-    """Where in `arena` it lies, if it is part of a pristine view."""
-    mapping: Any = buffer
-    while isinstance(mapping, memoryview):
-        mapping = mapping.obj
-    if not isinstance(mapping, _Mapping) or not mapping.pristine or mapping.keep.arena is not arena:
-        return None
-    if not mapping.keep.is_of_this_image():  # its writer does not know that it would be lent
-        return None
-    assert isinstance(mapping.keep, Segment)
-    return mapping.keep, _address(buffer) - _address(mapping), buffer.nbytes
 
 
 def view(keep: Keep) -> memoryview:
@@ -435,7 +225,7 @@ def view(keep: Keep) -> memoryview:
     if keep.offset + keep.length > _whole_pages(arena.size()):
         raise ValueError(f"a range of {keep.length} bytes at {keep.offset}, beyond the end of the arena")
     try:
-        mapping = _map(arena.fd, keep.offset, keep.length, mmap.MAP_PRIVATE)
+        mapping = map_range(arena.fd, keep.offset, keep.length, mmap.MAP_PRIVATE)
     except OSError:
         return memoryview(_read(arena.fd, keep.offset, keep.length))
     mapping.keep = keep
@@ -444,20 +234,20 @@ def view(keep: Keep) -> memoryview:
     return memoryview(mapping)
 
 
-def _map(fd: int, offset: int, length: int, flags: int) -> _Mapping:
+def map_range(fd: int, offset: int, length: int, flags: int) -> Mapping:
     """A mapping that holds no descriptor, while each `mmap.mmap` of a file has one of its own.
 
     So that thousands of arrays can be held, an anonymous mapping is replaced by that of the file, in place.
     """
-    mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = _address(mapping)
+    mapping = Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = address_of(mapping)
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
     if _libc.mmap(address, length, read_write, flags | _MAP_FIXED, fd, offset) != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return mapping
 
 
-def _address(buffer: Any) -> int:
+def address_of(buffer: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
@@ -495,7 +285,7 @@ def kept_through_fork(keeps: list[Keep]) -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    _look_for_ended_forks()
+    look_for_ended_forks()
     me = os.getpid()  # what this image has inherited is held by who lent it
     arenas = [arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me]
     mapped = [ref() for arena in arenas for ref in list(arena._mapped.values())]
@@ -532,7 +322,7 @@ def _after_fork_in_child() -> None:
     _forks.clear()
 
 
-def _look_for_ended_forks() -> None:
+def look_for_ended_forks() -> None:
     """At the end of a pipe, all who had its other end have closed it. One thread at a time: it closes what it reads."""
     if _forks and _looking.acquire(blocking=False):
         try:
@@ -542,6 +332,11 @@ def _look_for_ended_forks() -> None:
                     os.close(fd)
         finally:
             _looking.release()
+
+
+def forks_run() -> bool:
+    """Is anything held for a child that may end?"""
+    return len(_forks) > (-1 in _forks)
 
 
 def _at_end(pipe: int) -> bool:

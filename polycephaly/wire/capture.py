@@ -31,8 +31,9 @@ from weakref import ref
 
 import cloudpickle
 
-from .arena import Full, Store, place_of
+from .arena import Full
 from .loans import Parcel, Place
+from .store import Store, place_of
 
 __all__ = ["ATOMS", "BULKY", "LARGE_BUFFER", "MainSnapshot", "capture", "join", "pack", "pack_strictly", "stored"]
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from ..coroutines import is_coroutine_function
-from .arena import Store
 from .capture import ATOMS, MainSnapshot, main_namespace, pack
 from .loans import Parcel
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
+from .store import Store
 
 __all__ = ["Book", "Definition"]
 

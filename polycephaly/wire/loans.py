@@ -24,8 +24,9 @@ from pickle import loads
 from struct import Struct
 from typing import Any
 
-from .arena import SPAN, Arena, Keep, Segment, view
+from .arena import SPAN, Arena, Keep, view
 from .messages import Malformed
+from .store import Segment
 
 __all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined"]
 
