@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -110,23 +111,32 @@ class Crew:
         try:
             book = self.roster.book
             definition = book.define(what)
+            inputs: Sequence[Promise[Any]] = ()
             for arg in args:
                 if type(arg) not in SMALL:
+                    inputs = work.capture(definition, args, kwargs, book)
                     break
             else:
-                if not kwargs:  # what `capture` would find out, without the call
+                if kwargs:
+                    inputs = work.capture(definition, args, kwargs, book)
+                else:  # what `capture` would find out, without the call
                     work.definition, work.args = definition, args
-                    self._enqueue(work)
-                    return work
-            inputs = work.capture(definition, args, kwargs, book)
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
         if inputs:
             self._waiting.add(work)
             work.when_filled(inputs, self._filled)
-        else:
-            self._enqueue(work)
+        elif target is not None:
+            self._pin(work, target)
+        else:  # `_enqueue`, without the call
+            self.queue.append(work)
+            if self.hungry:
+                self.hub.serve(self)
+            elif not work.number & CATCH_UP:
+                self.hub.catch_up()
+            if self.over:
+                self._reject_all(self.queue, self.refusal)
         return work
 
     def close_without(self, holder: object) -> None:

@@ -121,7 +121,8 @@ class Pool(Executor):
 
     def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
         """Has `work` done by any free drone; see `Drone.promise`."""
-        check_work(work, args, kwargs)
+        if not callable(work):
+            check_work(work, args, kwargs)
         return self._crew.submit(work, args, kwargs)
 
     @overload
