@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -34,9 +35,10 @@ from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .limits import check_descriptors
 from .link import BUDGET, Link, State, drained
-from .plan import Plan
+from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, Milestone, Promise, race
 from .roster import Roster, because
+from .watch import Watch
 from .wire.capture import main_namespace
 from .wire.definitions import Book
 from .wire.messages import CANCEL, RECALL, pack_numbers
@@ -58,7 +60,8 @@ class Crew:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.output = plan.output
-        self._retries = plan.retries
+        self.terms = plan.terms
+        self._own_terms = plan.terms if plan.terms != (None, 0) else None
         self.queue: deque[Work] = deque()
         self.hungry = False  # a drone is idle: whoever adds work sees to it
         self.pinned_waiting = False
@@ -69,9 +72,12 @@ class Crew:
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
+        self.queue_limit = plan.max_queued
+        self._rooms: deque[_Room] = deque()  # of callers who wait for room in the queue
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
         self._abandoned = False
+        self.watch = Watch(self)
         check_descriptors(plan.size)
         try:
             with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
@@ -97,15 +103,25 @@ class Crew:
 
     # -- any thread -------------------------------------------------------------------------------
 
-    def submit(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Link | None = None) -> Work:
+    def submit(
+        self,
+        what: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Link | None = None,
+        terms: Terms | None = None,
+    ) -> Work:
         """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
+        if self.queue_limit is not None:
+            self._wait_for_room(target)
         if self.refusal is not None:
             self.check_open()
         if target is not None and target.state >= State.RETIRING:
             raise target.farewell()
         work = Work(self)
-        if self._retries:
-            work.retries = self._retries
+        terms = terms or self._own_terms
+        if terms is not None:
+            work.timeout, work.retries = terms
         if target is not None:
             work.target = target
         try:
@@ -139,6 +155,22 @@ class Crew:
                 self._reject_all(self.queue, self.refusal)
         return work
 
+    def _wait_for_room(self, target: Link | None) -> None:
+        """Until fewer pieces of work wait than may. Not where the wait would be for this very thread: a callback's.
+
+        The caller leaves its promise in `_rooms` and looks again; whoever shortens the queue does so in a turn, which
+        ends with a look at `_rooms`. So either the caller sees the shorter queue, or that turn sees the caller.
+        """
+        limit = self.queue_limit
+        assert limit is not None
+        queue = self.queue if target is None else target.pinned
+        while len(queue) >= limit and self.refusal is None and self.hub.can_be_waited_for():
+            room = _Room(self.hub, queue)
+            self._rooms.append(room)
+            if len(queue) < limit or self.refusal is not None:
+                return
+            room.result()
+
     def close_without(self, holder: object) -> None:
         """Is closed when nobody has `holder` any more."""
         self.finalizer = weakref.finalize(holder, self.close)
@@ -146,8 +178,13 @@ class Crew:
 
     def start(self, work: Work) -> None:
         """Takes work that was made elsewhere. Raises as `submit` does."""
+        if self.queue_limit is not None:
+            self._wait_for_room(None)
         self.check_open()
         self._enqueue(work)
+
+    def has_room(self) -> bool:
+        return self.queue_limit is None or len(self.queue) < self.queue_limit
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -213,6 +250,20 @@ class Crew:
         if self.hub.gone:
             self.hub.thread.join()
 
+    def finish(self, *, cancel: bool = False) -> None:
+        """Closes it and waits for its end. A Ctrl-C meanwhile cancels all that it has, which takes `GRACE` at most; a
+        second one kills all. (Or whatever else a signal's handler raises.)"""
+        self.close(cancel=cancel, running=cancel)
+        try:
+            self.wait_ended()
+        except BaseException:
+            if cancel:
+                self.kill()
+                self.wait_ended()
+            else:
+                self.finish(cancel=True)
+            raise
+
     def pending(self) -> int:
         return len(self.queue) + len(self._waiting) + sum(len(each.flight) + len(each.pinned) for each in self.links)
 
@@ -246,30 +297,35 @@ class Crew:
     def _send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
         most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
-        if self.plan.timeout is not None and not (queue and queue[0].definition.overlaps):
-            most = 0 if link.flight else 1  # so that the time it is given is its own
         batch, frames = link.load_batch(queue, most, now)
         if batch:
             self.hub.send(link, frames, batch)
-            if self.plan.timeout is not None and link.overlapping:
+            self.watch.begin()
+            if link.overlapping:
                 for work in batch:
-                    self.hub.after(self.plan.timeout, partial(self._end_if_it_runs, link, work.number, now))
-            elif self.plan.timeout is not None:
-                link.deadline = now + self.plan.timeout
-                if not link.timed:
-                    self._watch_time(link)
+                    if work.timeout is not None:
+                        self.hub.after(work.timeout, partial(self._end_if_it_runs, link, work.number, now))
+            elif batch[0].timeout is not None:  # it has gone alone, to an idle drone
+                link.timed = batch[0]
+                link.deadline = now + batch[0].timeout
+                self._set_timer(link)
         return len(batch)
 
-    def _watch_time(self, link: Link) -> None:
-        """One timer a drone: it looks at what runs then, and is set again while there is something."""
-        link.timed = False
-        if link.flight and link.alive:
-            left = link.deadline - monotonic()
-            if left > 0:
-                link.timed = True
-                self.hub.after(left, partial(self._watch_time, link))
+    def _set_timer(self, link: Link) -> None:
+        """For what it runs that has a time limit, unless one is set that comes before; that one sets the next."""
+        if link.deadline < link.timer_at:
+            link.timer_at = link.deadline
+            self.hub.after(link.deadline - monotonic(), partial(self._look_at_time, link, link.deadline))
+
+    def _look_at_time(self, link: Link, at: float) -> None:
+        if link.timer_at == at:
+            link.timer_at = inf
+        work = link.timed
+        if work is not None and work.number in link.flight and not work.done():
+            if monotonic() >= link.deadline:
+                self._timed_out(link, work)
             else:
-                self._timed_out(link, next(iter(link.flight.values())))
+                self._set_timer(link)
 
     def _end_if_it_runs(self, link: Link, number: int, sent: float) -> None:
         work = link.flight.get(number)
@@ -280,6 +336,8 @@ class Crew:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
         if self.look_for_end:
             self._end_if_done()
+        if self._rooms:
+            self._tell_of_room()
         idle = False
         for link in self.links:
             if link.state is State.READY and not link.flight:
@@ -291,6 +349,19 @@ class Crew:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
                     self.hub.after(2 * BUDGET, partial(self._recall_if_stuck, link, link.last_heard))
+
+    def _tell_of_room(self) -> None:
+        """As many as there is room for, in their order; when no more work is taken, all."""
+        limit = self.queue_limit or 0
+        told: dict[int, int] = {}
+        for _ in range(len(self._rooms)):
+            room = self._rooms.popleft()
+            key = id(room.queue)
+            told[key] = told.get(key, 0) + 1
+            if self.refusal is not None or len(room.queue) + told[key] <= limit:
+                self.hub.deliver(partial(room._settle, FINISHED, None, None))
+            else:
+                self._rooms.append(room)
 
     def _could_overlap(self) -> bool:
         """Is there a drone that could take one more beside what it overlaps? Not before what heads the queue."""
@@ -370,6 +441,9 @@ class Crew:
         else:
             work.payload = b""
             self.look_for_end |= self.closing
+            if self.queue_limit is not None:  # it takes no room
+                with suppress(ValueError):
+                    (self.queue if work.target is None else work.target.pinned).remove(work)
 
     def _interrupt(self, link: Link, work: Work) -> None:
         self.hub.send(link, pack_numbers(CANCEL, (work.number,)))
@@ -390,7 +464,7 @@ class Crew:
                 self.hub.after(GRACE, partial(self._kill_if_still, link, work))
 
     def _timed_out(self, link: Link, work: Work) -> None:
-        error = TimeoutError(f"{work.definition.label} ran for more than {self.plan.timeout} s on {link.name}")
+        error = TimeoutError(f"{work.definition.label} ran for more than {work.timeout} s on {link.name}")
         self.hub.deliver(partial(work._settle, FINISHED, None, error))
         self._interrupt(link, work)
 
@@ -516,6 +590,18 @@ class Crew:
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",
             )
+
+
+class _Room(Milestone[None]):
+    """There may be room in `queue`."""
+
+    def __init__(self, hub: Hub, queue: deque[Work]) -> None:
+        super().__init__()
+        self.queue = queue
+        self._hub = hub
+
+    def _help(self, end: float | None) -> None:
+        self._hub.drive(self, end)
 
 
 def _load(link: Link) -> float:

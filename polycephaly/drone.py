@@ -12,10 +12,22 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
+from .doer import Doer, wait_for
 from .image import namespace
 from .link import Link, State
 from .output import forward
-from .plan import Plan, check_cwd, check_env, check_initializer, check_start, check_timeout, check_work
+from .plan import (
+    Plan,
+    Terms,
+    check_cwd,
+    check_env,
+    check_hang_timeout,
+    check_initializer,
+    check_memory,
+    check_start,
+    check_timeout,
+    check_work,
+)
 from .promises import Promise
 
 __all__ = ["Drone", "doit", "promise"]
@@ -25,13 +37,13 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Drone:
+class Drone(Doer):
     """A headless copy of this image, with a namespace that stays.
 
     It is forked from the image as it is at this moment (``start="spawn"``: a fresh interpreter that imports
     the main module). `env` is added to its environment, `cwd` is its directory, ``initializer(*initargs)``
     runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
-    `TimeoutError`.
+    `TimeoutError`; see `Pool` for `hang_timeout` and `max_memory`, beyond which it is killed.
 
     It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
     it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
@@ -46,6 +58,8 @@ class Drone:
     42
     """
 
+    _link: Link
+
     def __init__(
         self,
         *,
@@ -56,6 +70,8 @@ class Drone:
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         timeout: float | None = None,
+        hang_timeout: float | None = None,
+        max_memory: int | None = None,
         detached: bool = False,
     ) -> None:
         name = name or f"drone-{next(_names)}"
@@ -70,9 +86,11 @@ class Drone:
             initargs=tuple(initargs),
             output=forward,
             width=1,
-            retries=0,
-            timeout=check_timeout(timeout),
+            terms=Terms(check_timeout(timeout), 0),
             max_tasks=None,
+            max_memory=check_memory(max_memory),
+            max_queued=None,
+            hang_timeout=check_hang_timeout(hang_timeout),
             on_death="end",
         )
         self._own(Crew(plan), detached)
@@ -93,41 +111,11 @@ class Drone:
         self._link = link
 
     @classmethod
-    def _of(cls, crew: Crew, link: Link) -> Drone:
+    def _of(cls, crew: Crew, link: Link, terms: Terms | None) -> Drone:
         """A pool's drone."""
         drone = cls.__new__(cls)
-        drone._crew, drone._link = crew, link
+        drone._crew, drone._link, drone._terms = crew, link, terms
         return drone
-
-    # -- work -------------------------------------------------------------------------------------
-
-    @overload
-    def promise(self, work: str, /) -> Promise[Any]: ...
-    @overload
-    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
-    @overload
-    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
-
-    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
-        """Has `work` done by this drone, after what it was given before; a promise of its value.
-
-        `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
-        the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
-        waited for first. Raises `TypeError` for anything else, `RuntimeError` when the drone was released.
-        """
-        check_work(work, args, kwargs)
-        return self._crew.submit(work, args, kwargs, self._link)
-
-    @overload
-    def doit(self, work: str, /) -> Any: ...
-    @overload
-    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
-    @overload
-    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
-
-    def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
-        return wait_for(self.promise(work, *args, **kwargs))
 
     # -- its namespace ----------------------------------------------------------------------------
 
@@ -164,7 +152,7 @@ class Drone:
         if self._crew.plan.on_death == "end":
             self._crew.close()
             if wait:
-                self._crew.wait_ended()
+                self._crew.finish()
         else:
             self._crew.hub.post(lambda: self._crew.roster.retire(self._link))
             if wait:
@@ -177,8 +165,7 @@ class Drone:
         if kind is None:
             self.release()
         else:
-            self._crew.close(cancel=True, running=True)
-            self._crew.wait_ended()
+            self._crew.finish(cancel=True)
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -199,6 +186,13 @@ class Drone:
         return self._link.alive
 
     @property
+    def unresponsive(self) -> str | None:
+        """Why nothing is heard of it while it should work, if that is so: it is stopped, waits for the disk, or C code
+        holds its interpreter without doing anything. Looked at twice a second, told after two seconds.
+        """
+        return self._link.unresponsive
+
+    @property
     def exitcode(self) -> int | None:
         """None while it lives; negative: the signal that ended it, as in `multiprocessing`."""
         return self._link.exitcode
@@ -212,6 +206,8 @@ class Drone:
     def __repr__(self) -> str:
         if self._link.state is State.DEAD:
             state = f"ended, exit code {self.exitcode}"
+        elif self._link.unresponsive:
+            state = f"unresponsive: {self._link.unresponsive}"
         elif self._link.flight:
             state = "busy"
         else:
@@ -246,14 +242,6 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
 def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
     return wait_for(promise(work, *args, **kwargs))
-
-
-def wait_for(promised: Promise[T]) -> T:
-    try:
-        return promised.result()
-    except BaseException:
-        promised.cancel()  # nothing, unless it was the wait that was broken off
-        raise
 
 
 # -- whose end is whose -----------------------------------------------------------------------------

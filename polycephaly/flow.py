@@ -29,6 +29,7 @@ from .work import Slice, Work
 
 if TYPE_CHECKING:
     from .crew import Crew
+    from .plan import Terms
     from .pool import Pool
 
 __all__ = ["results"]
@@ -63,6 +64,7 @@ class Results(chain[Any]):
 
 def results(
     pool: Pool,
+    terms: Terms | None,
     fn: Callable[..., Any],
     iterables: Sequence[Iterable[Any]],
     timeout: float | None,
@@ -73,7 +75,8 @@ def results(
     crew = pool._crew
     crew.check_open()
     end = None if timeout is None else monotonic() + timeout
-    flow = _flow((_Ordered if ordered else _Unordered)(_Source(crew, fn, iterables), buffersize), end)
+    source = _Source(crew, terms or crew.terms, fn, iterables)
+    flow = _flow((_Ordered if ordered else _Unordered)(source, buffersize), end)
     next(flow)
     made = Results.from_iterable(flow)
     made._flow, made._pool = flow, pool  # type: ignore[attr-defined]
@@ -143,7 +146,7 @@ class _Ordered:
         """Has as many calls under way as there should be."""
         most = self._buffersize or self.source.ahead()
         works = self.source.works_ahead()
-        while self._under_way < most and len(self._works) < works:
+        while self._under_way < most and len(self._works) < works and (not self._works or self.source.has_room()):
             best, room = self.source.best(), most - self._under_way
             if self._buffersize is not None:
                 best = min(best, 1 + most // 32)
@@ -228,9 +231,12 @@ class _Source:
     """Where the calls come from. `error` is what ended the input, if not its end: an error of its own, or the pool's
     shutdown. It is raised in its place, after the results of what was sent before."""
 
-    def __init__(self, crew: Crew, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]) -> None:
+    def __init__(
+        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+    ) -> None:
         self.error: Exception | None = None
         self._crew = crew
+        self._terms = terms
         self._fn = fn
         self._single = len(iterables) == 1
         self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
@@ -245,7 +251,7 @@ class _Source:
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
         plan = crew.plan
-        self._one_by_one = plan.timeout is not None or plan.max_tasks is not None
+        self._one_by_one = terms.timeout is not None or plan.max_tasks is not None
         self._definition = crew.book.define(fn)
 
     @property
@@ -267,6 +273,9 @@ class _Source:
     def works_ahead(self) -> int:
         """In how many pieces. Few at first: the first calls may tell little of how long the others take."""
         return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
+
+    def has_room(self) -> bool:
+        return self._crew.has_room()
 
     def learn(self, work: Work) -> None:
         """From what came of it. What follows a slice that was cut counts when it is answered itself."""
@@ -330,7 +339,7 @@ class _Source:
             args = (row,) if self._single else row
             pickled = self._pickled(args) if most > 1 else None
             if pickled is None:
-                self._next = self._crew.submit(self._fn, args, {})
+                self._next = self._crew.submit(self._fn, args, {}, None, self._terms)
                 break
             if form != PICKLED:
                 rows = [dumps((row,) if self._single else row, 5) for row in rows]
@@ -388,6 +397,7 @@ class _Source:
         calls = pack_calls(form, self._definition.once, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
         work = Slice(self._crew, self._definition, calls, len(rows))
+        work.retries = self._terms.retries
         self._crew.start(work)
         return work
 

@@ -230,6 +230,10 @@ class Hub:
                 promise._unhook(hook)
                 self._driver.release()
 
+    def can_be_waited_for(self) -> bool:
+        """Would what settles promises go on while this thread waits?"""
+        return not (self.gone or get_ident() in settlers or self._turn.is_mine())
+
     def _take_back_lanes(self) -> None:
         """In the hub's thread: at a tick, if they were not used since the last one."""
         now = monotonic()

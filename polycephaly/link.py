@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +89,20 @@ class Link:
         self._ringing = False
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
-        self.deadline = 0.0  # of what it runs, where there is a time limit
-        self.timed = False  # a timer is set for it
+        self.timed: Work | None = None  # the last one with a time limit that it was sent
+        self.deadline = 0.0  # of that
+        self.timer_at = inf  # when that is looked at
+        self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
+        self.verdict = ""  # why we have killed it
 
     @property
     def alive(self) -> bool:
         return self.state is not State.DEAD
+
+    def kill(self, verdict: str = "") -> None:
+        """SIGKILL. Its death tells the `verdict`."""
+        self.verdict = verdict
+        self.launcher.kill(self.number)
 
     def owes(self) -> bool:
         """Is there work that only it may do?"""
@@ -172,6 +181,11 @@ class Link:
                 takes = -1.0
                 most = 1
             else:
+                if work.timeout is not None:  # alone, so that the time that it is given is its own
+                    if flight:
+                        queue.appendleft(work)
+                        break
+                    most = 1
                 takes = seconds * work.count
                 if takes < SHORTEST:
                     takes = SHORTEST
@@ -376,7 +390,8 @@ def _more_of(definition: Definition, queue: deque[Work], most: int) -> list[Work
         while len(more) < most:
             work = queue.popleft()
             if work._state == PENDING:
-                if work.definition is not definition or work.args is None or work.weight != Work.weight:
+                alike = work.definition is definition and work.args is not None and work.weight == Work.weight
+                if not alike or work.timeout is not None:
                     queue.appendleft(work)
                     break
                 more.append(work)

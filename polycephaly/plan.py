@@ -5,15 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .launch.launcher import START_METHODS, default_start_method
 from .output import Line, forward
 
 __all__ = [
-    "Plan", "check_at_least", "check_cwd", "check_env", "check_initializer", "check_output", "check_start",
-    "check_timeout", "check_work",
+    "Plan",
+    "Terms",
+    "check_at_least",
+    "check_cwd",
+    "check_env",
+    "check_hang_timeout",
+    "check_initializer",
+    "check_memory",
+    "check_output",
+    "check_start",
+    "check_timeout",
+    "check_work",
 ]  # fmt: skip
+
+SHORTEST_HANG = 0.5  # seconds
+LEAST_MEMORY = 1 << 20  # bytes; less is a mistake
+
+
+class Terms(NamedTuple):
+    """What holds for one piece of work: how many seconds it may run, how often it is run again."""
+
+    timeout: float | None
+    retries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +50,11 @@ class Plan:
     initargs: tuple[Any, ...]
     output: Callable[[Line], object] | None
     width: int
-    retries: int
-    timeout: float | None
+    terms: Terms
     max_tasks: int | None
+    max_memory: int | None  # bytes
+    max_queued: int | None
+    hang_timeout: float | None
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
 
@@ -58,6 +80,21 @@ def check_timeout(timeout: float | None) -> float | None:
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return timeout
+
+
+def check_hang_timeout(seconds: float | None) -> float | None:
+    if seconds is not None and not seconds >= SHORTEST_HANG:
+        raise ValueError(
+            f"hang_timeout must be at least {SHORTEST_HANG} seconds, not {seconds!r}: "
+            "a drone shows every tenth of a second that it lives"
+        )
+    return seconds
+
+
+def check_memory(limit: int | None) -> int | None:
+    if limit is not None and check_at_least("max_memory", limit, 1) < LEAST_MEMORY:
+        raise ValueError(f"max_memory is in bytes, at least {LEAST_MEMORY:,} of them, not {limit}")
+    return limit
 
 
 def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:

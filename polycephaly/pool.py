@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar
 
 from .crew import Crew
-from .drone import Drone, wait_for
+from .doer import Doer
+from .drone import Drone
 from .flow import results
 from .link import State
 from .output import Line
 from .plan import (
     Plan,
+    Terms,
     check_at_least,
     check_cwd,
     check_env,
+    check_hang_timeout,
     check_initializer,
+    check_memory,
     check_output,
     check_start,
     check_timeout,
@@ -35,7 +39,7 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Pool(Executor):
+class Pool(Doer, Executor):
     """`drones` headless copies of this image behind one queue (by default as many as usable cores).
 
     All are forked from one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
@@ -48,6 +52,11 @@ class Pool(Executor):
                    that is given each line (a `str` with attributes ``text``, ``drone`` and ``stream``)
     ``retries``    how often work is run again whose drone died while running it
     ``max_tasks``  a drone is replaced after so many pieces of work
+    ``max_memory`` bytes that a drone and what it started may hold for themselves. A drone that comes near is
+                   replaced between two pieces of work; one that holds more is killed
+    ``max_queued`` how many pieces of work may wait for a drone: a call that gives one more waits for room
+    ``hang_timeout``  a drone that shows no sign of life for so many seconds, although it should work, is killed; one
+                   that computes or sleeps is alive. See `Drone.unresponsive`
     ``on_death``   "replace" the drone, or "break" the pool, as the standard library's executor does
 
     A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. A pool to
@@ -76,7 +85,10 @@ class Pool(Executor):
         output: str | Callable[[Line], object] = "forward",
         retries: int = 0,
         timeout: float | None = None,
+        hang_timeout: float | None = None,
         max_tasks: int | None = None,
+        max_memory: int | None = None,
+        max_queued: int | None = None,
         on_death: str = "replace",
     ) -> None:
         if drones is None:
@@ -96,9 +108,11 @@ class Pool(Executor):
             initargs=tuple(initargs),
             output=check_output(output),
             width=check_at_least("width", width, 1),
-            retries=check_at_least("retries", retries, 0),
-            timeout=check_timeout(timeout),
+            terms=Terms(check_timeout(timeout), check_at_least("retries", retries, 0)),
             max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
+            max_memory=check_memory(max_memory),
+            max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
+            hang_timeout=check_hang_timeout(hang_timeout),
             on_death=on_death,
         )
         self._crew = Crew(plan)
@@ -112,35 +126,11 @@ class Pool(Executor):
 
     # -- work -------------------------------------------------------------------------------------
 
-    @overload
-    def promise(self, work: str, /) -> Promise[Any]: ...
-    @overload
-    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
-    @overload
-    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
-
-    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
-        """Has `work` done by any free drone; see `Drone.promise`."""
-        if not callable(work):
-            check_work(work, args, kwargs)
-        return self._crew.submit(work, args, kwargs)
-
-    @overload
-    def doit(self, work: str, /) -> Any: ...
-    @overload
-    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
-    @overload
-    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
-
-    def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
-        return wait_for(self.promise(work, *args, **kwargs))
-
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""
         if not callable(fn):
             check_work(fn, args, kwargs)
-        return self._crew.submit(fn, args, kwargs)
+        return self._crew.submit(fn, args, kwargs, None, self._terms)
 
     def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
         """Has `work` done once by each drone: a list of promises, one per drone.
@@ -181,7 +171,7 @@ class Pool(Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        return results(self, fn, iterables, timeout, buffersize, ordered)
+        return results(self, self._terms, fn, iterables, timeout, buffersize, ordered)
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.
@@ -204,7 +194,8 @@ class Pool(Executor):
     @property
     def drones(self) -> list[Drone]:
         """Its drones at this moment; work given to one of them is run by that one."""
-        return [Drone._of(self._crew, link) for link in list(self._crew.links) if link.state < State.RETIRING]
+        now = [link for link in list(self._crew.links) if link.state < State.RETIRING]
+        return [Drone._of(self._crew, link, self._terms) for link in now]
 
     def refresh(self) -> None:
         """Takes a new snapshot of this image and replaces the drones by new ones forked from it.
@@ -221,14 +212,13 @@ class Pool(Executor):
         """
         self._crew.close(cancel=cancel_futures)
         if wait:
-            self._crew.wait_ended()
+            self._crew.finish()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._crew.close(cancel=kind is not None, running=kind is not None)
-        self._crew.wait_ended()
+        self._crew.finish(cancel=kind is not None)
 
     def __repr__(self) -> str:
         crew = self._crew

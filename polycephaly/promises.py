@@ -181,6 +181,15 @@ class Promise(Future[T], Generic[T]):
     def _help(self, end: float | None) -> None:
         """The caller waits: it may do what settles promises, until this one is or `time.monotonic()` is `end`."""
 
+    _stands_for: tuple[Future[Any], ...] = ()
+    """Of which it tells, while it is not settled."""
+
+    def _break_off(self) -> None:
+        """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to stop."""
+        for each in self._stands_for:
+            if isinstance(each, Promise):
+                each._break_off()
+
     def _look_up(self) -> None:
         """The caller still waits, and looks up now and then."""
 
@@ -190,8 +199,14 @@ class Promise(Future[T], Generic[T]):
         `fn` is called in the thread that settles this promise, so it must not wait.
         """
         after: Promise[U] = Promise()
+        after._stands_for = (self,)
+
+        def follow(inner: Promise[Any]) -> None:
+            after._stands_for = ()
+            after._settle(inner._state, inner._result, inner._exception)
 
         def go_on(done: Promise[Any]) -> None:
+            after._stands_for = ()
             if done._state == CANCELLED:
                 after._settle(CANCELLED, None, None)
                 return
@@ -204,7 +219,8 @@ class Promise(Future[T], Generic[T]):
                 after._settle(FINISHED, None, error)
                 return
             if isinstance(value, Promise):
-                value._hook(lambda inner: after._settle(inner._state, inner._result, inner._exception))
+                after._stands_for = (value,)
+                value._hook(follow)
             else:
                 after._settle(FINISHED, value, None)
 
@@ -351,6 +367,9 @@ class Promise(Future[T], Generic[T]):
                 self._help(end)
                 if not self.done():
                     self._wait_for_settler(timeout, end)
+            except KeyboardInterrupt:
+                self._break_off()
+                raise
             finally:
                 if before is None:
                     waiting.pop(me, None)
@@ -473,8 +492,10 @@ def race(*promises: Future[T]) -> Promise[T]:
     if not promises:
         raise ValueError("race() of no promises would never settle")
     first: Promise[T] = Promise()
+    first._stands_for = promises
 
     def one_settled(future: Future[T]) -> None:
+        first._stands_for = ()
         if future.cancelled():
             first._settle(CANCELLED, None, None)
         else:
@@ -513,11 +534,13 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
         _check_promises("as_completed", everyone)
         # One place a finisher: the k-th that settles fills the k-th place.
         self._places: list[Promise[Future[T]]] = [Promise() for _ in everyone]
+        self._open = set(everyone)
         self._next = 0
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
         def one_settled(future: Future[T]) -> None:
+            self._open.discard(future)
             self._places[next(turn)]._settle(FINISHED, future, None)
 
         for each in everyone:
@@ -530,7 +553,13 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
         if self._next == len(self._places):
             raise StopIteration
         left = None if self._end is None else max(0.0, self._end - monotonic())
-        future = self._places[self._next].result(left)
+        try:
+            future = self._places[self._next].result(left)
+        except KeyboardInterrupt:
+            for each in list(self._open):
+                if isinstance(each, Promise):
+                    each._break_off()
+            raise
         self._next += 1
         return future
 
@@ -557,6 +586,9 @@ class _Gathered(Promise[list[Any]]):
     def _withdraw(self) -> None:
         for each in self._promises:
             each.cancel()
+
+    def _break_off(self) -> None:
+        self.cancel()
 
     def running(self) -> bool:
         return any(each.running() for each in self._promises)

@@ -164,6 +164,7 @@ class Roster:
         for each in link.streams:
             self._hub.watch(each.fileno(), partial(self._read_stream, link, each))
         self.links.append(link)
+        self._crew.watch.begin()
         self.first = self.first or link
         self._hub.add_link(link)
         return True
@@ -246,6 +247,11 @@ class Roster:
         self._failed_starts = 0
         self._crew.pinned_waiting |= bool(link.pinned)
         self._crew.look_for_end = True
+
+    def too_large(self, link: Link, what: str) -> None:
+        """It holds more than it may before it has done anything: so would the next."""
+        link.kill(what)
+        self._start_failed(BrokenProcessPool(f"no drone of {self._plan.name} fits: {what}"))
 
     def _start_failed(self, error: BaseException) -> None:
         """A drone did not become ready. It is tried a few times over, not for ever."""
@@ -437,6 +443,8 @@ def _death(link: Link, work: Work | None) -> DroneDied:
     code = link.exitcode
     assert code is not None
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+    if link.verdict and code == -signal.SIGKILL:
+        how += f", because {link.verdict},"
     message = f"drone {link.name} (pid {link.pid}) {how}"
     running = work.definition.label if work is not None else None
     if running:

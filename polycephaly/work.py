@@ -49,8 +49,8 @@ class Work(Promise[Any]):
     place = 0  # among the overlapped work that was sent to its drone, from 1
     definition: Definition
     answer: Answer | AnswersTogether | None = None
-
-    retries = 0
+    timeout: float | None = None  # seconds that it may run
+    retries = 0  # how often it is run again when its drone dies
 
     def __init__(self, crew: Crew) -> None:
         self._open = None  # as Promise.__init__ does
@@ -134,6 +134,9 @@ class Work(Promise[Any]):
     def _withdraw(self) -> None:
         self.crew.hub.post(partial(self.crew.withdraw, self))
 
+    def _break_off(self) -> None:
+        self.cancel()
+
     def _help(self, end: float | None) -> None:
         self.crew.hub.drive(self, end)
 
@@ -211,7 +214,6 @@ class Slice(Work):
 
     def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
         super().__init__(crew)
-        self.retries = crew.plan.retries
         self.definition = definition
         self.payload = calls
         self.count = count

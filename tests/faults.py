@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -77,3 +78,71 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
         time.sleep(0.003)
     return value
+
+
+# -- ways to fail, wherever code of users runs ----------------------------------------------------------
+
+
+class Failed(Exception):
+    """What `fail("raise")` raises."""
+
+
+HOWS = ("raise", "sys.exit", "os._exit", "segfault", "SIGKILL")
+ENDS_A_PROCESS = ("os._exit", "segfault", "SIGKILL")
+STATUS = {"os._exit": 7, "segfault": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL}
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise Failed(how)
+    if how == "sys.exit":
+        sys.exit(7)
+    if how == "os._exit":
+        os._exit(7)
+    if how == "segfault":
+        segfault()
+    kill_myself()
+
+
+class FailsToPickle:
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fail(self.how)
+        raise AssertionError
+
+
+class FailsToUnpickle:
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return fail, (self.how,)
+
+
+class FailsWhenCollected:
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.me = self
+
+    def __del__(self) -> None:
+        fail(self.how)
+
+
+def take(thing: object) -> str:
+    return "taken"
+
+
+def give_what_fails_to_pickle(how: str) -> FailsToPickle:
+    return FailsToPickle(how)
+
+
+def give_what_fails_to_unpickle(how: str) -> FailsToUnpickle:
+    return FailsToUnpickle(how)
+
+
+def collect_what_fails(how: str) -> str:
+    FailsWhenCollected(how)
+    gc.collect()
+    return "collected"

@@ -1,4 +1,5 @@
-"""The ear: a drone's thread that listens while the main thread is busy with one task for longer than the window.
+"""The ear: a drone's thread that listens while the main thread is busy with one task for longer than the window, and
+shows that the drone is alive.
 
 It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
 Parking: it says so, then looks again, then waits for a token. The main thread looks at `_parked` at each
@@ -22,10 +23,10 @@ from ..launch import safepoint
 if TYPE_CHECKING:
     from .main import Drone
 
-__all__ = ["Ear"]
+__all__ = ["BEAT", "Ear"]
 
 WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
-LOOK_AGAIN = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
+BEAT = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
 
 class Ear:
@@ -55,9 +56,10 @@ class Ear:
                 self._parked = False
             elif current == seen:
                 # The descriptor tells of news only; what came before the ear began must be looked for.
+                self._drone.beat()
                 with suppress(zmq.ZMQError):
                     self._drone.hear_if_free()
-                    readable.poll(LOOK_AGAIN * 1000)
+                    readable.poll(BEAT * 1000)
                 continue
             seen = current
             sleep(WINDOW)

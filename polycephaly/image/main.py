@@ -73,7 +73,7 @@ from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, sp
 from ..wire.store import IDLE, Store
 from .console import open_console
 from .definitions import Definition, define
-from .ear import Ear
+from .ear import BEAT, Ear
 from .outcomes import Outcomes
 from .overlap import Overlap
 from .slices import Slice
@@ -356,10 +356,13 @@ class Drone:
             self.hear_all()
 
     def _sleep(self) -> None:
-        """Until there is news. Warm memory is given back when nothing comes for a while."""
+        """Until there is news. Warm memory is given back when nothing comes for a while. What is overlapped runs on
+        meanwhile, and the drone shows that it lives."""
         news: list[tuple[int, int]] = []
-        while not news and self._store.is_untidy():
-            news = self._news.poll(IDLE)
+        overlap = self._overlap
+        while not news and ((beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()):
+            news = self._news.poll(BEAT if beside else IDLE)
+            self._row.beat()
             if not news:
                 self._store.tidy()
         for fd, _ in news or self._news.poll():
@@ -516,6 +519,9 @@ class Drone:
                     self.hear_all()
             finally:
                 self.socket_turn.release()
+
+    def beat(self) -> None:
+        self._row.beat()
 
     @property
     def news_fd(self) -> int:

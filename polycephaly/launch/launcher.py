@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -111,6 +112,12 @@ class Launcher:
         """SIGKILL by the drone's own parent, so that it cannot hit another process with the same number."""
         with suppress(OSError):
             self._control.send(json.dumps({"kill": number}).encode())
+
+    def kill_zygote(self) -> None:
+        """SIGKILL, and the kernel ends its drones with it. It is our child, unreaped: the number is its own."""
+        if not self._reaped:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def reports(self) -> list[dict[str, Any]] | None:
         """What the zygote has told since the last call; None once it is gone."""

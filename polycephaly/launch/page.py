@@ -7,8 +7,9 @@ for the controller to know, when the drone has died, exactly what it took along.
     slot   started: the work begun last      sent: the last work whose result went to the socket
            ≤ sent       its result is in the socket's hands and may still arrive
            ≤ started    it had begun and no result was sent: it is lost, unless its result was
-           kept         bytes of results that are done and wait to be sent along with others
            beyond       never begun: it can run elsewhere without running twice
+           kept         bytes of results that are done and wait to be sent along with others
+           beat         counts while a task runs: a sign of life
 
 Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the controller counts as
 begun, besides what is started, all that was sent before something it has had an answer to.
@@ -26,7 +27,7 @@ import os
 __all__ = ["RunningPage"]
 
 ROOM = 16 * 1024  # bytes of a slot, of which most are for kept results
-_STARTED, _SENT, _KEPT, _CELLS = range(4)
+_STARTED, _SENT, _KEPT, _BEAT, _CELLS = range(5)
 _HEAD = _CELLS * 8
 
 
@@ -59,6 +60,9 @@ class RunningPage:
     def sent(self, slot: int) -> int:
         return self._read(slot, _SENT)
 
+    def beat(self, slot: int) -> int:
+        return self._read(slot, _BEAT)
+
     def kept(self, slot: int) -> bytes:
         """The results that were done and not yet known to be sent."""
         at = slot * ROOM + _HEAD
@@ -87,6 +91,10 @@ class Row:
 
     def start(self, number: int) -> None:
         self._cells[_STARTED] = number
+
+    def beat(self) -> None:
+        """In any thread of the drone: what two of them count at once may count as one, which changes it too."""
+        self._cells[_BEAT] += 1
 
     def keep(self, result: bytes) -> bool:
         """Keeps a result until `sent`; False where there is no room for it."""

@@ -1,0 +1,79 @@
+"""`Doer`: what can be given work, as a `Drone` and a `Pool` can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar, overload
+
+from .crew import Crew
+from .link import Link
+from .plan import Terms, check_at_least, check_timeout, check_work
+from .promises import Promise
+
+__all__ = ["Doer", "wait_for"]
+
+T = TypeVar("T")
+
+
+class Doer:
+    _crew: Crew
+    _link: Link | None = None  # the only drone that may do it, if there is one
+    _terms: Terms | None = None  # if they are not its crew's own
+    _original: Doer | None = None  # whose options these are: it lives as long
+
+    @overload
+    def promise(self, work: str, /) -> Promise[Any]: ...
+    @overload
+    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    @overload
+    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+
+    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
+        """Has `work` done, after what was given before; a promise of its value.
+
+        `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
+        the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
+        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release.
+        """
+        if not callable(work):
+            check_work(work, args, kwargs)
+        return self._crew.submit(work, args, kwargs, self._link, self._terms)
+
+    @overload
+    def doit(self, work: str, /) -> Any: ...
+    @overload
+    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+    @overload
+    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+    def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+        return wait_for(self.promise(work, *args, **kwargs))
+
+    def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
+        """The same drone or pool on other terms, for single pieces of work; what is not named stays.
+
+        Work that runs longer than `timeout` seconds is interrupted and rejected with `TimeoutError`; it is run again
+        up to `retries` times when its drone dies (a pool's work: a lone drone has nobody else to run it).
+
+        >>> import polycephaly as poly, time
+        >>> with poly.Pool(1) as pool:
+        ...     type(pool.options(timeout=0.1).promise(time.sleep, 100).exception())
+        <class 'TimeoutError'>
+        """
+        own = self._terms or self._crew.terms
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _original=self)
+        other._terms = Terms(
+            own.timeout if timeout is None else check_timeout(timeout),
+            own.retries if retries is None else check_at_least("retries", retries, 0),
+        )
+        return other
+
+
+def wait_for(promised: Promise[T]) -> T:
+    try:
+        return promised.result()
+    except BaseException:
+        promised.cancel()  # nothing, unless it was the wait that was broken off
+        raise

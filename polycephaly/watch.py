@@ -1,0 +1,169 @@
+"""The watch: looks at a crew's drones from outside, now and then.
+
+    running page: started, sent, beat ──┐
+    /proc: state, processor time ───────┴──> pulse ── the same for QUIET s ──> unresponsive ── hang_timeout ──> killed
+    /proc: memory of it and its descendants ─────────> near max_memory: replaced after its work;  more: killed
+
+A drone with work shows that it lives without a message: while a task runs its ear writes a *beat* into the page ten
+times a second, for which it needs the interpreter for an instant. So code that sleeps, waits or computes in Python
+has a pulse. C code that keeps the interpreter has one as long as it uses the processor. What has none is stopped by a
+signal, waits for a disk or for memory that was swapped out, or holds the interpreter and does nothing; the kernel
+tells which. Short pauses are normal, so it is told after QUIET seconds, and only `hang_timeout` makes it a death.
+
+Where this process itself did not run for a while, all counting begins anew: it would blame others for its own sleep.
+
+The watch looks while drones have work or are being started (and, with `max_memory`, always); else no timer runs.
+All of it happens in turns of the hub.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from .launch.launcher import Launcher
+from .link import Link, State
+from .procfs import memory_of, pulse_of, state_of
+
+if TYPE_CHECKING:
+    from .crew import Crew
+
+__all__ = ["Watch"]
+
+log = logging.getLogger("polycephaly")
+
+LOOK = 0.5  # seconds between two looks
+LOOK_AT_MEMORY = 0.2
+QUIET = 2.0  # seconds without a pulse after which it is told
+NEAR = 0.9  # of max_memory
+
+_WHY = {
+    "T": "it is stopped by a signal",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk, or for memory that was swapped out",
+    "Z": "it has ended, and its zygote does not say so",
+}
+_IDLE = "it holds its interpreter and does nothing"
+
+
+class _Patient:
+    """Whose pulse is felt."""
+
+    __slots__ = ("pulse", "since", "told")
+
+    def __init__(self, now: float) -> None:
+        self.pulse: object = None
+        self.since = now  # when it changed last
+        self.told = False
+
+    def quiet_for(self, pulse: object, now: float) -> float:
+        if pulse != self.pulse:
+            self.pulse = pulse
+            self.since = now
+        return now - self.since
+
+
+class Watch:
+    def __init__(self, crew: Crew) -> None:
+        plan = crew.plan
+        self._crew = crew
+        self._hang = plan.hang_timeout
+        self._memory = plan.max_memory
+        self._every = LOOK if self._memory is None else LOOK_AT_MEMORY
+        if self._hang is not None:
+            self._every = min(self._every, self._hang / 4)
+        self._quiet = QUIET if self._hang is None else min(QUIET, self._hang)
+        self._patients: dict[Link | Launcher, _Patient] = {}
+        self._looks = False
+        self._looked = 0.0
+
+    def begin(self) -> None:
+        """There is something to look at."""
+        if not self._looks:
+            self._looks = True
+            self._looked = monotonic()
+            self._patients.clear()
+            self._crew.hub.after(self._every, self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        if self._crew.over:
+            return
+        now = monotonic()
+        if now - self._looked > 2 * self._every + QUIET / 4:
+            self._patients.clear()  # we did not run ourselves
+        self._looked = now
+        awaited: set[Link | Launcher] = set()
+        for link in [each for each in self._crew.links if each.alive]:
+            if self._memory is not None and link.pid is not None:
+                self._look_at_memory(link, self._memory)
+            if link.pid is None or link.verdict or link.state is State.STOPPING:
+                awaited.add(link.launcher)  # it is the zygote that starts it, and tells of its end
+            if link.pid is not None and (link.flight or link.state is not State.READY):
+                awaited.add(link)
+        for gone in self._patients.keys() - awaited:
+            del self._patients[gone]
+            if isinstance(gone, Link):
+                gone.unresponsive = None
+        for one in awaited:
+            patient = self._patients.setdefault(one, _Patient(now))
+            if isinstance(one, Link):
+                self._feel(one, patient, now)
+            else:
+                self._feel_zygote(one, patient, now)
+        if awaited or self._memory is not None:
+            self._looks = True
+            self._crew.hub.after(self._every, self._look)
+
+    def fail(self, error: Exception) -> None:
+        self._crew.fail(error)
+
+    # -- signs of life --------------------------------------------------------------------------------
+
+    def _feel(self, link: Link, patient: _Patient, now: float) -> None:
+        page, slot, pid = link.launcher.page, link.slot, link.pid
+        assert pid is not None
+        quiet = patient.quiet_for((page.started(slot), page.sent(slot), page.beat(slot), pulse_of(pid)), now)
+        if quiet < self._quiet:
+            if link.unresponsive is not None:
+                link.unresponsive = None
+                log.info("drone %s (pid %s) responds again", link.name, pid)
+            return
+        if link.unresponsive is None:
+            link.unresponsive = _WHY.get(state_of(pid), _IDLE)
+            log.warning("drone %s (pid %s) does not respond: %s%s", link.name, pid, link.unresponsive, _while(link))
+        if self._hang is not None and quiet >= self._hang and not link.verdict:
+            link.kill(f"it did not respond for {quiet:.1f} s: {link.unresponsive}")
+
+    def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
+        """It waits most of the time, so only that it is stopped tells anything."""
+        quiet = patient.quiet_for(state_of(launcher.pid) in ("T", "t"), now)
+        if not patient.pulse or quiet < self._quiet:
+            return
+        if not patient.told:
+            patient.told = True
+            log.warning("the zygote of %s (pid %s) does not respond: it is stopped", self._crew.plan.name, launcher.pid)
+        if self._hang is not None and quiet >= self._hang:
+            launcher.kill_zygote()
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def _look_at_memory(self, link: Link, most: int) -> None:
+        assert link.pid is not None
+        held = memory_of(link.pid, int(most * NEAR))
+        if held < most * NEAR or link.verdict:
+            return
+        what = f"it and what it had started held {held >> 20:,} MiB, more than max_memory={most:,} bytes"
+        if link.state is State.READY and not link.flight and not link.tasks_done:
+            self._crew.roster.too_large(link, what)
+        elif held > most:
+            link.kill(what)
+        elif link.state is State.READY:
+            log.info("drone %s is replaced: it holds %s MiB", link.name, f"{held >> 20:,}")
+            self._crew.roster.retire(link)
+
+
+def _while(link: Link) -> str:
+    running = link.flight.get(link.launcher.page.started(link.slot))
+    return f"; it was running {running.definition.label}" if running is not None else ""

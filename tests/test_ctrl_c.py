@@ -1,0 +1,211 @@
+"""Ctrl-C at the controller: the first ends the wait and cancels what it was for; a second one ends everything."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from faults import lines, wait_for
+from scripts import Script, run_script
+
+WAITS = {
+    "value": ("p = pool.promise(block_for_ever, up)", "p.value", "p.cancelled()"),
+    "doit": ("pass", "pool.doit(block_for_ever, up)", "True"),
+    "result with timeout": ("p = pool.promise(block_for_ever, up)", "p.result(50)", "p.cancelled()"),
+    "exception": ("p = pool.promise(block_for_ever, up)", "p.exception()", "p.cancelled()"),
+    "gather": (
+        "ps = [pool.promise(block_for_ever, up) for _ in range(5)]",
+        "poly.gather(*ps).value", "all(p.cancelled() for p in ps)",
+    ),
+    "race": (
+        "ps = [pool.promise(block_for_ever, up) for _ in range(5)]",
+        "poly.race(*ps).value", "all(p.cancelled() for p in ps)",
+    ),
+    "then": ("p = pool.promise(block_for_ever, up)", "p.then(abs).then(abs).value", "p.cancelled()"),
+    "as_completed": (
+        "ps = [pool.promise(abs, 1), *(pool.promise(block_for_ever, up) for _ in range(5))]",
+        "list(poly.as_completed(ps))", "not ps[0].cancelled() and all(p.cancelled() for p in ps[1:])",
+    ),
+    "map": ("pass", "list(pool.map(block_for_ever, [up] * 5))", "True"),
+    "map, as they come": ("pass", "list(pool.map(block_for_ever, [up] * 5, ordered=False))", "True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_path):
+    given, waits, cancelled = WAITS[wait]
+    up = str(tmp_path / "up")
+    with Script(f"""
+        import sys
+        import polycephaly as poly
+        from faults import block_for_ever
+        up = sys.argv[1]
+        with poly.Pool(2) as pool:
+            drones = [d.pid for d in pool.drones]
+            {given}
+            try:
+                {waits}
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            print({cancelled}, [d.pid for d in pool.drones] == drones, pool.doit(abs, -3), flush=True)
+    """, up) as script:  # fmt: skip
+        running = 2 if wait in ("gather", "race", "as_completed") or "map" in wait else 1
+        wait_for(lambda: len(lines(up)) == running)
+        script.signal(signal.SIGINT)
+        assert script.read_line() == "interrupted"
+        assert script.read_line() == "True True 3"
+        assert script.wait(10) == 0
+        assert not script.left()
+
+
+def test_a_promise_that_nobody_works_on_is_not_cancelled():
+    done = run_script("""
+        import os, signal, threading
+        import polycephaly as poly
+        p = poly.Promise()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            p.value
+        except KeyboardInterrupt:
+            p.set_result(5)
+        print(p.value)
+    """)
+    assert done.stdout == "5\n", done.stderr
+
+
+@pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "an exception in a with block"])
+def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path):
+    up = str(tmp_path / "up")
+    end = {"pool.shutdown()": "pool.shutdown()", "an exception in a with block": "raise ZeroDivisionError"}
+    with Script(f"""
+        import sys
+        import polycephaly as poly
+        from faults import block_for_ever
+        with poly.Pool(2) as pool:
+            ps = [pool.promise(block_for_ever, sys.argv[1]) for _ in range(5)]
+            {end.get(ends, "pass")}
+    """, up) as script:  # fmt: skip
+        if "exception" not in ends:
+            wait_for(lambda: len(lines(up)) == 2)
+            script.signal(signal.SIGINT)
+            assert script.wait(5) == -signal.SIGINT
+        else:
+            assert script.wait(5) == 1
+        assert not script.left()
+
+
+@pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "drone.release()"])
+def test_a_second_one_ends_everything_at_once(ends, tmp_path):
+    up = str(tmp_path / "up")
+    made = "drone = poly.Drone()" if "drone" in ends else "pool = drone = poly.Pool(2)"
+    end = "with pool: pass" if "with" in ends else ends
+    with Script(f"""
+        import signal, sys, time
+        import polycephaly as poly
+        from polycephaly import crew
+        from faults import append
+        crew.GRACE = 100.0  # what does not want to end has all the time in the world
+
+        def refuse_to_end(started):
+            append(started, "up")
+            while True:
+                try:
+                    time.sleep(1000)
+                except KeyboardInterrupt:
+                    append(started, "interrupted")
+
+        {made}
+        p = drone.promise(refuse_to_end, sys.argv[1])
+        {end}
+    """, up) as script:  # fmt: skip
+        wait_for(lambda: lines(up) == ["up"])
+        script.signal(signal.SIGINT)
+        wait_for(lambda: "interrupted" in lines(up))
+        assert script.process.poll() is None
+        script.signal(signal.SIGINT)
+        assert script.wait(5) == -signal.SIGINT
+        assert not script.left()
+
+
+class Terminal:
+    """A Python at a terminal of its own, as a user has it."""
+
+    def __init__(self, folder):
+        tests = os.path.dirname(os.path.abspath(__file__))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "TMPDIR": str(folder)}
+        env |= {"TERM": "dumb", "PYTHON_BASIC_REPL": "1"}
+        self.keys, its = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-q"], stdin=its, stdout=its, stderr=its, env=env, start_new_session=True,
+            preexec_fn=_take_terminal,
+        )  # fmt: skip
+        os.close(its)
+        self.said = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.keys)
+
+    def type(self, text):
+        os.write(self.keys, text.encode())
+
+    def read_until(self, wanted, seconds=20.0):
+        end = time.monotonic() + seconds
+        while wanted not in self.said:
+            assert time.monotonic() < end, f"{wanted!r} did not come, but {self.said!r}"
+            if select.select([self.keys], [], [], 0.1)[0]:
+                try:
+                    self.said += os.read(self.keys, 4096).decode()
+                except OSError:  # its other end is closed
+                    assert wanted in self.said, self.said
+        said, _, self.said = self.said.partition(wanted)
+        return said
+
+
+def _take_terminal():
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.type("import polycephaly as poly, time\n")
+        terminal.type("pool = poly.Pool(2); pids = [d.pid for d in pool.drones]\n")
+        for _ in range(3):
+            terminal.type("p = pool.promise(time.sleep, 1000)\n")
+            terminal.type("print('up' + '!'); p.value\n")
+            terminal.read_until("up!")
+            time.sleep(0.2)  # whenever it comes, it is to be right: here, most often, in the wait
+            terminal.type("\x03")
+            terminal.read_until("KeyboardInterrupt")
+            terminal.type("print('is', p.cancelled(), pool.doit(abs, -3), [d.pid for d in pool.drones] == pids)\n")
+            terminal.read_until("is True 3 True")
+        terminal.type("pool.shutdown(); print('en' + 'ded')\n")
+        terminal.read_until("ended")
+        terminal.read_until(">>> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(10) == 0
+
+
+def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.type("import polycephaly as poly, time\n")
+        terminal.type("pool = poly.Pool(2); p = pool.promise('import time; time.sleep(1); 42')\n")
+        terminal.type("print('up' + '!')\n")
+        terminal.read_until("up!")
+        terminal.type("\x03")
+        terminal.read_until("KeyboardInterrupt")
+        terminal.type("print('got', p.value)\n")
+        terminal.read_until("got 42")
+        terminal.type("exit()\n")
+        assert terminal.process.wait(10) == 0

@@ -1,0 +1,116 @@
+"""Options: single pieces of work on other terms than their pool's."""
+
+import gc
+import os
+import signal
+import time
+import weakref
+
+import pytest
+from faults import append, lines, wait_for
+
+import polycephaly as poly
+
+
+def slow(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def die_once(path):
+    append(path, "once")
+    if len(lines(path)) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+    return len(lines(path))
+
+
+def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours():
+    with poly.Pool(2) as pool:
+        drones = {drone.pid for drone in pool.drones}
+        limited = [pool.options(timeout=0.3).promise(slow, 100) for _ in range(3)]
+        others = [pool.promise(slow, 0.01) for _ in range(50)]
+        for each in limited:
+            with pytest.raises(TimeoutError, match=r"slow ran for more than 0.3 s on pool-"):
+                each.result(20)
+        assert [p.value for p in others] == [0.01] * 50
+        assert {drone.pid for drone in pool.drones} == drones
+
+
+def test_time_in_the_queue_or_behind_other_work_does_not_count():
+    with poly.Pool(1) as pool:
+        for _ in range(100):
+            pool.doit(abs, 1)  # known to be short: sent ahead
+        before = [pool.promise(slow, 0.5), *[pool.promise(abs, 1) for _ in range(50)]]
+        limited = pool.options(timeout=0.4)
+        promises = [limited.promise(slow, 0.01) for _ in range(50)] + [limited.promise(abs, -1) for _ in range(50)]
+        assert [p.value for p in promises] == [0.01] * 50 + [1] * 50
+        assert before[0].done()
+
+
+def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
+    with poly.Pool(1, timeout=0.5) as pool:
+        assert pool.options(timeout=5).doit(slow, 0.8) == 0.8
+        with pytest.raises(TimeoutError, match=r"0\.1 s"):
+            pool.options(timeout=0.1).doit(slow, 0.4)
+        with pytest.raises(TimeoutError, match=r"0\.5 s"):
+            pool.doit(slow, 5)
+
+
+def test_a_drone_has_options_too():
+    with poly.Drone() as drone:
+        drone.doit("x = 5")
+        with pytest.raises(TimeoutError):
+            drone.options(timeout=0.2).doit("import time; time.sleep(100)")
+        assert drone.doit("x") == 5
+        assert drone.options(timeout=3) == drone
+    with poly.Pool(1) as pool:
+        with pytest.raises(TimeoutError):
+            pool.drones[0].options(timeout=0.2).doit(slow, 100)
+        with pytest.raises(TimeoutError):
+            pool.options(timeout=0.2).drones[0].doit(slow, 100)
+
+
+def test_retries_of_one_promise(tmp_path):
+    with poly.Pool(1) as pool:
+        assert pool.options(retries=1).doit(die_once, str(tmp_path / "a")) == 2
+        with pytest.raises(poly.DroneDied):
+            pool.doit(die_once, str(tmp_path / "b"))
+    with poly.Pool(1, retries=3) as pool, pytest.raises(poly.DroneDied):
+        pool.options(retries=0).doit(die_once, str(tmp_path / "c"))
+
+
+def test_options_hold_for_each_call_of_a_map(tmp_path):
+    with poly.Pool(2) as pool:
+        assert list(pool.options(timeout=0.5).map(slow, [0.01] * 200)) == [0.01] * 200
+        results = pool.options(timeout=0.3).map(slow, [0.01, 100, 0.01])
+        assert next(results) == 0.01
+        with pytest.raises(TimeoutError, match=r"0\.3 s"):
+            next(results)
+        assert list(pool.options(retries=1).map(die_once, [str(tmp_path / "d")])) == [2]
+
+
+def test_options_are_added_up_and_everything_else_is_the_pools():
+    with poly.Pool(2, name="mine") as pool:
+        both = pool.options(timeout=3).options(retries=2)
+        assert both._terms == (3, 2) and pool._terms is None
+        assert [d.pid for d in both.drones] == [d.pid for d in pool.drones]
+        assert repr(both) == repr(pool)
+        assert sorted(p.value for p in both.everywhere(os.getpid)) == sorted(d.pid for d in pool.drones)
+        assert both.submit(pow, 2, 5).result() == 32
+
+
+def test_a_pool_lives_as_long_as_its_options():
+    limited = poly.Pool(1).options(timeout=5)
+    gc.collect()
+    assert limited.doit(abs, -1) == 1
+    gone = weakref.ref(limited._original)
+    del limited
+    gc.collect()
+    wait_for(lambda: gone() is None)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1}, {"retries": -1}])
+def test_options_that_make_no_sense_are_refused(wrong):
+    with poly.Pool(1) as pool, pytest.raises(ValueError, match="|".join(wrong)):
+        pool.options(**wrong)

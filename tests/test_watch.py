@@ -1,0 +1,284 @@
+"""The watch: a drone without a sign of life is told apart from a busy one; who holds too much memory is replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+from faults import append, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+from scripts import Script, run_script
+
+import polycephaly as poly
+from polycephaly import watch
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK", 0.1)
+    monkeypatch.setattr(watch, "QUIET", 0.6)
+
+
+@pytest.fixture
+def started(tmp_path):
+    return str(tmp_path / "started")
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+    return "slept"
+
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return "spun"
+
+
+def compute_holding_the_gil(started):
+    append(started, str(os.getpid()))
+    return len(str(3 ** 1_200_000)) if sys.set_int_max_str_digits(0) is None else 0
+
+
+async def sleep_in_green(seconds):
+    from polycephaly import green
+
+    await green.sleep(seconds)
+    return "slept"
+
+
+def wait_in_a_program(seconds):
+    subprocess.run(["sleep", str(seconds)], check=True)
+    return "slept"
+
+
+def hold(mib, started=None, seconds=0.0):
+    held = bytearray(os.urandom(1)) * (mib * MIB)
+    if started:
+        append(started, str(os.getpid()))
+    time.sleep(seconds)
+    return len(held)
+
+
+kept = []
+
+
+def keep(mib):
+    kept.append(b"x" * (mib * MIB))
+    return os.getpid()
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if "does not respond" in r.getMessage()]
+
+
+# -- who is alive -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", [(sleep, 2), (spin, 2), (wait_in_a_program, 2), (sleep_in_green, 2)])
+@pytest.mark.parametrize("width", [1, 2])
+def test_one_that_sleeps_computes_or_waits_is_alive(work, width, quick, caplog):
+    with poly.Pool(1, width=width, hang_timeout=0.5) as pool:
+        assert pool.doit(*work) in ("slept", "spun")
+    assert not warnings_of(caplog)
+
+
+def test_c_code_that_computes_and_keeps_the_interpreter_is_alive(started, quick, caplog):
+    with poly.Pool(1, hang_timeout=0.5) as pool:
+        began = time.monotonic()
+        assert pool.doit(compute_holding_the_gil, started) > 1000
+        took = time.monotonic() - began
+    assert took > 1, "too short to show anything"
+    assert not warnings_of(caplog)
+
+
+def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, started):
+    with poly.Pool(2) as pool:
+        drone = pool.drones[0]
+        promised = drone.promise(spin, 0.5)
+        wait_for(promised.running)
+        os.kill(drone.pid, signal.SIGSTOP)
+        wait_for(lambda: drone.unresponsive)
+        assert "stopped by a signal" in drone.unresponsive and "unresponsive" in repr(drone)
+        assert pool.drones[1].unresponsive is None
+        assert pool.doit(abs, -1) == 1
+        os.kill(drone.pid, signal.SIGCONT)
+        assert promised.value == "spun"
+        wait_for(lambda: drone.unresponsive is None)
+    (told,) = warnings_of(caplog)
+    assert drone.name in told and "stopped by a signal" in told and "spin" in told
+
+
+def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
+    with poly.Pool(1) as pool:
+        (drone,) = pool.drones
+        pool.doit(abs, 1)
+        os.kill(drone.pid, signal.SIGSTOP)
+        time.sleep(1)  # nothing is expected of it
+        assert drone.unresponsive is None
+        promised = pool.promise(abs, -2)
+        wait_for(lambda: drone.unresponsive)
+        os.kill(drone.pid, signal.SIGCONT)
+        assert promised.value == 2
+
+
+def test_one_that_holds_its_interpreter_and_does_nothing_is_told(quick, started):
+    with poly.Pool(1) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(sleep_holding_the_gil, started, 2)
+        wait_for(lambda: drone.unresponsive)
+        assert "holds its interpreter" in drone.unresponsive
+        promised.result()
+
+
+def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on(quick, started):
+    with poly.Pool(1, hang_timeout=1) as pool:
+        hung = pool.promise(sleep_holding_the_gil, started, 1000)
+        behind = [pool.promise(abs, -i) for i in range(5)]
+        with pytest.raises(poly.DroneDied, match=r"not respond for [\d.]+ s: it holds.*while running sleep_holding"):
+            hung.result(20)
+        assert [p.value for p in behind] == list(range(5))
+        stopped = pool.promise(spin_for_ever, started)
+        wait_for(lambda: len(lines(started)) == 2)
+        os.kill(int(lines(started)[1]), signal.SIGSTOP)
+        with pytest.raises(poly.DroneDied, match="stopped by a signal"):
+            stopped.result(20)
+        assert pool.doit(abs, -7) == 7
+
+
+def test_with_retries_the_work_of_a_hung_drone_is_run_again(quick, tmp_path):
+    def hang_once(path):
+        append(path, "once")
+        if len(lines(path)) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return len(lines(path))
+
+    with poly.Pool(1, hang_timeout=0.5, retries=1) as pool:
+        assert pool.doit(hang_once, str(tmp_path / "n")) == 2
+
+
+def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
+    def hang():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with poly.Pool(1, hang_timeout=0.5, initializer=hang) as pool:
+        promised = pool.promise(abs, 1)
+        with pytest.raises(BrokenProcessPool, match="die before they are ready"):
+            promised.result(30)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, caplog):
+    with poly.Pool(1, hang_timeout=1, start=start) as pool:
+        pool.doit(abs, 1)
+        zygote = pool._crew.roster._launcher.pid
+        os.kill(zygote, signal.SIGSTOP)
+        victim = pool.promise(os.kill, pool.drones[0].pid, signal.SIGKILL)
+        assert isinstance(victim.exception(), poly.DroneDied)
+        assert pool.promise(abs, -3).result(30) == 3
+    assert any("zygote" in each for each in warnings_of(caplog))
+
+
+def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
+    with Script("""
+        import polycephaly as poly, time
+        with poly.Pool(1, hang_timeout=0.5) as pool:
+            p = pool.promise(time.sleep, 4)
+            print("up", flush=True)
+            p.result()
+            print("done", flush=True)
+    """) as script:
+        script.read_until("up")
+        script.signal(signal.SIGSTOP)
+        time.sleep(2)
+        script.signal(signal.SIGCONT)
+        assert script.read_line() == "done"
+        assert script.wait() == 0
+        assert "respond" not in script.process.stderr.read()
+
+
+def test_an_idle_pool_has_no_timer_and_no_patients():
+    with poly.Pool(2, hang_timeout=0.5) as pool:
+        assert pool.doit(abs, -1) == 1
+        watching = pool._crew.watch
+        wait_for(lambda: not watching._looks)
+        assert not watching._patients
+        pool.doit(abs, -1)
+        assert watching._looks
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 0.1, float("nan")])
+def test_a_hang_timeout_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match="hang_timeout"):
+        poly.Pool(1, hang_timeout=wrong)
+    with pytest.raises(ValueError, match="hang_timeout"):
+        poly.Drone(hang_timeout=wrong)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def test_who_holds_too_much_is_killed_and_the_rest_is_done(started):
+    with poly.Pool(2, max_memory=150 * MIB) as pool:
+        large = pool.promise(hold, 300, started, 1000)
+        others = [pool.promise(sleep, 0.01) for _ in range(100)]
+        with pytest.raises(poly.DroneDied, match=r"held \d+ MiB, more than max_memory=157,286,400 bytes.*running hold"):
+            large.result(20)
+        assert [p.value for p in others] == ["slept"] * 100
+        assert pool.doit(hold, 10) == 10 * MIB
+
+
+def test_what_a_drone_has_started_counts(started):
+    with poly.Pool(1, max_memory=150 * MIB) as pool:
+        script = "import time; held = b'x' * (300 << 20); time.sleep(1000)"
+        with pytest.raises(poly.DroneDied, match="max_memory"):
+            pool.promise(subprocess.run, [sys.executable, "-c", script]).result(20)
+        assert pool.doit(abs, -1) == 1
+
+
+def test_one_that_comes_near_is_replaced_between_two_pieces_of_work_and_nothing_is_lost():
+    with poly.Pool(1, max_memory=100 * MIB) as pool:
+        first = pool.doit(keep, 95)
+        wait_for(lambda: pool.doit(os.getpid) != first)
+        seen = set()
+        for _ in range(8):
+            promises = [pool.promise(keep, 12) for _ in range(4)]
+            seen |= {p.value for p in promises}
+            time.sleep(0.3)
+        assert len(seen) > 1
+
+
+def test_the_main_images_own_memory_does_not_count():
+    done = run_script("""
+        import os
+        import polycephaly as poly
+        table = os.urandom(1 << 20) * 400
+        with poly.Pool(1, max_memory=100 << 20) as pool:
+            p = pool.promise("import time; time.sleep(1); len(table)")
+            print(p.value, pool.drones[0].pid == pool.doit(os.getpid))
+    """)
+    assert done.stdout == f"{400 << 20} True\n", done.stderr
+
+
+def test_a_limit_that_no_drone_keeps_is_one_clear_error():
+    def large():
+        kept.append(b"x" * (50 * MIB))
+
+    def until_it_breaks(pool):
+        while True:
+            pool.promise(sleep, 0.1).result(20)
+
+    pool = poly.Pool(1, max_memory=20 * MIB, initializer=large)
+    with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
+        until_it_breaks(pool)
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (1000, ValueError), (-5, ValueError), (1.5e9, TypeError)])
+def test_a_memory_limit_that_makes_no_sense_is_refused(wrong, kind):
+    with pytest.raises(kind, match="max_memory"):
+        poly.Pool(1, max_memory=wrong)
