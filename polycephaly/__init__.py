@@ -20,17 +20,21 @@ __all__ = [
     "RemoteError",
     "Shared",
     "as_completed",
+    "connect",
     "doit",
     "gather",
     "green",
     "promise",
     "race",
+    "serve",
 ]
 
 if TYPE_CHECKING:
     from . import green
     from .drone import Drone, doit, promise
     from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
+    from .net.client import connect
+    from .net.server import serve
     from .pool import Pool
     from .promises import Promise, as_completed, gather, race
     from .shared import Shared
@@ -45,11 +49,13 @@ _HOMES = {
     "RemoteError": "errors",
     "Shared": "shared",
     "as_completed": "promises",
+    "connect": "net.client",
     "doit": "drone",
     "gather": "promises",
     "green": "green",
     "promise": "drone",
     "race": "promises",
+    "serve": "net.server",
 }
 
 

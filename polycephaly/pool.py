@@ -187,6 +187,7 @@ class Pool(Doer, Executor):
         """
         self._crew.check_open()
         book = self._crew.book
+        assert book.store is not None
         return share(obj, book.snapshot, book.store)
 
     # -- the pool itself --------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Roster:
 
     def launch(self) -> Launcher:
         """Takes a snapshot of this image as it is now. In the thread that asked for it."""
-        nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size)
+        nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size, lifeline.new_family())
         try:
             return Launcher(self._plan.start, nest, self._arena)
         except OSError as error:
@@ -396,6 +396,8 @@ class Roster:
             if link.pid is not None:  # the kernel has killed it with the zygote; not so what it had started
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(link.pid, signal.SIGKILL)
+        if orphaned:
+            lifeline.end_family(launcher.family, launcher.pid)
         if self._crew.begun.done():
             for link in orphaned:
                 self._died(link, -signal.SIGKILL)  # the page tells what each was running, so before it is closed

@@ -43,6 +43,7 @@ class Launcher:
 
     def __init__(self, method: str, nest: Nest, arena: Arena) -> None:
         self.page = RunningPage(nest.slots)
+        self.family = nest.family
         self.arena = arena
         self._held: list[Keep] = []  # shared memory that the zygote and its drones have from this image, as it is now
         self._reaped = False

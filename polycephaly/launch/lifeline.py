@@ -15,19 +15,24 @@ Three means, each for what the others cannot see:
   armed: hence the look at `getppid()` afterwards.
 
 `PR_SET_CHILD_SUBREAPER` makes orphans of a dead drone children of the zygote, even those that made a session
-of their own, so that it can find and kill them.
+of their own, so that it can find and kill them. Where the zygote itself was killed, nobody is their parent; then its
+owner finds them by the *family* in their environment, a name that each program started by a drone inherits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import sys
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-__all__ = ["OURS", "become_subreaper", "children", "close", "die_with_parent", "end_process_group", "open_pidfd", "own"]
+__all__ = [
+    "OURS", "become_subreaper", "children", "close", "die_with_parent", "end_family", "end_process_group",
+    "join_family", "new_family", "open_pidfd", "own",
+]  # fmt: skip
 
 
 class Closable(Protocol):
@@ -111,3 +116,44 @@ def end_process_group(leader: int) -> None:
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
+
+
+_FAMILY = "POLYCEPHALY_FAMILY"
+_ROUNDS = 20
+
+
+def new_family() -> str:
+    """Of a zygote that is to be made; it completes it by its own number. Those of zygotes below begin with it."""
+    return os.environ.get(_FAMILY) or secrets.token_hex(8)
+
+
+def join_family(family: str) -> None:
+    """In the zygote: all programs that are started below it belong to its family."""
+    os.environ[_FAMILY] = f"{family}/{os.getpid()}"
+
+
+def end_family(family: str, zygote: int) -> None:
+    """SIGKILL for all programs of the family of a zygote that is dead: again, until there is none, since what is about to
+    be killed may still be starting others; not for ever, since some may be where even SIGKILL takes its time."""
+    mark = f"{_FAMILY}={family}/{zygote}".encode()
+    for _ in range(_ROUNDS):
+        if not sum(_killed_if_marked(int(name), mark) for name in os.listdir("/proc") if name.isdigit()):
+            return
+
+
+def _killed_if_marked(pid: int, mark: bytes) -> bool:
+    """Whether there was one to kill. By a descriptor, so that it hits nobody who has got the number since."""
+    fd = open_pidfd(pid)
+    if fd is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:
+            marked = any(each == mark or each.startswith(mark + b"/") for each in environ.read().split(b"\0"))
+        if marked and pid != os.getpid():
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            return True
+    except OSError:  # it has just ended, or is somebody else's
+        pass
+    finally:
+        os.close(fd)
+    return False

@@ -43,6 +43,8 @@ SWEEP = 0.02  # seconds between looks for orphans
 SWEEP_FOR = 0.5  # seconds after a drone's death
 MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
 
+_NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+"""What a whole session or `pkill` gets: the zygote ends when its owner does, and sees to the others then."""
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
 
 
@@ -68,6 +70,7 @@ class Nest:
     hatch: Callable[[Order, Nest, socket.socket, RunningPage, Arena, MainSnapshot], None]
     home: str  # the owner's private directory, with its socket
     slots: int
+    family: str  # see lifeline.py
 
 
 def run_zygote(
@@ -119,7 +122,9 @@ class _Zygote:
             os.setsid()
         lifeline.become_subreaper()
         leave_the_main_image()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for name in _NOT_FOR_IT:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        lifeline.join_family(nest.family)
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
@@ -208,6 +213,8 @@ class _Zygote:
             lifeline.become_subreaper()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for name in _NOT_FOR_IT:
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             stdout, stderr, lane = handed
             os.dup2(stdout, 1)

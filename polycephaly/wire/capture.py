@@ -112,11 +112,13 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
 
 
-def pack(value: object, snapshot: MainSnapshot, store: Store, bulky: bool = False) -> bytes | Parcel:
-    """The same, with what is large in shared memory while there is room for it.
+def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False) -> bytes | Parcel:
+    """The same, with what is large in shared memory, if there is a store, while there is room for it.
 
     Raises whatever the value's own pickling raises, whose code may be run twice.
     """
+    if store is None:
+        return capture(value, snapshot)
     if not bulky:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
@@ -203,8 +205,10 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-def stored(pickled: bytes, store: Store) -> bytes | Parcel:
+def stored(pickled: bytes, store: Store | None) -> bytes | Parcel:
     """A pickle, in shared memory if it is large and there is room for it."""
+    if store is None:
+        return pickled
     try:
         return _put([pickled], [], store)
     except (Full, OSError) as error:
@@ -212,7 +216,7 @@ def stored(pickled: bytes, store: Store) -> bytes | Parcel:
         return pickled
 
 
-def join(head: Any, parts: Sequence[bytes | Parcel], store: Store) -> bytes | Parcel:
+def join(head: Any, parts: Sequence[bytes | Parcel], store: Store | None) -> bytes | Parcel:
     """Several payloads as one, with something to say of them: plain data. See `load_joined`."""
     inlines: list[tuple[bytes, int]] = []
     places: list[Place] = []

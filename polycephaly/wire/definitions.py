@@ -74,7 +74,7 @@ class _Entry(NamedTuple):
 class Book:
     """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
 
-    def __init__(self, snapshot: MainSnapshot, store: Store, overlaps: bool = False) -> None:
+    def __init__(self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False) -> None:
         self.snapshot = snapshot
         self.store = store
         self._overlaps = overlaps

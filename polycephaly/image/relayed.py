@@ -1,0 +1,46 @@
+"""Work of a client's of a served pool: opened here, in a drone, and nowhere on its way.
+
+The server gives it to its pool as a call of `relayed` on bytes, and sends back the bytes that come of it. So nothing
+of a client's is ever unpickled in the server's image.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+from ..wire.capture import MainSnapshot, capture
+from ..wire.exceptions import pack_exception
+from ..wire.messages import ERROR, VALUE
+from .definitions import Definition, define
+
+__all__ = ["relayed"]
+
+_NOTHING = MainSnapshot(())
+"""What the client's `__main__` and this one have in common."""
+
+_KEPT = 256
+
+
+@lru_cache(_KEPT)
+def _defined(kind: int, definition: bytes) -> Definition:
+    return define(kind, definition)
+
+
+def relayed(definition_kind: int, definition: bytes, kind: int, payload: bytes) -> tuple[int, bytes]:
+    """What came of it: status and payload, for its client."""
+    capture_all = partial(capture, snapshot=_NOTHING)
+    try:
+        value = _defined(definition_kind, definition).call(kind, payload)
+        return VALUE, b"" if value is None else _packed(value)
+    except KeyboardInterrupt:  # it is interrupted: nobody waits for what came of it
+        raise
+    except BaseException as error:
+        return ERROR, pack_exception(error, capture_all)
+
+
+def _packed(value: object) -> bytes:
+    try:
+        return capture(value, _NOTHING)
+    except BaseException as error:
+        error.add_note(f"while pickling the result, a {type(value).__qualname__}")
+        raise

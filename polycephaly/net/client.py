@@ -1,0 +1,503 @@
+"""`connect`: a pool in another process, used like one's own.
+
+    callers ──append──> waiting ──┐            ┌── WORK, at most `AHEAD` calls unanswered ──> server
+                                  ├── thread ──┤
+    promises <──settle────────────┘            └── RESULTS <──
+
+One thread owns the socket. What waits when it gets to send goes as one message; a function is sent once. Arguments are
+pickled when the call is made, and functions and classes of this image's `__main__` travel by value: the server's image
+is another one.
+
+When the connection is lost, what was not answered is rejected with `ConnectionError`: nobody knows whether it was done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pickle import dumps
+from time import monotonic
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..doer import Doer
+from ..errors import another
+from ..launch import safepoint
+from ..plan import Terms, check_at_least, check_timeout, check_work
+from ..promises import FINISHED, Promise, settlers
+from ..wire.capture import MainSnapshot
+from ..wire.definitions import Book
+from ..wire.endpoint import has_news
+from ..wire.exceptions import unpack_exception
+from ..wire.messages import ERROR, FORGET, Malformed
+from ..work import Work
+from .forks import reached
+from .frames import (
+    BYE,
+    CANCEL,
+    HELLO,
+    PING,
+    REFUSED,
+    RESULTS,
+    Item,
+    hello,
+    pack_numbers,
+    pack_work,
+    read_hello,
+    read_results,
+)
+from .keys import Card, check_address, check_key, wants_ipv6
+
+__all__ = ["RemotePool", "connect"]
+
+log = logging.getLogger("polycephaly")
+
+T = TypeVar("T")
+
+AHEAD = 2048  # calls that are sent and unanswered
+BYTES_AHEAD = 64 << 20
+PACKET = 256 * 1024  # bytes after which a message is full
+PING_EVERY = 2.0  # seconds
+HEARTBEAT_MS = 3000
+HEARTBEAT_TIMEOUT_MS = 12000
+_DEFINITIONS_KEPT = 256
+
+_EVENTS = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+)  # fmt: skip
+
+
+class _AsPlanned(NamedTuple):
+    """What `Crew.plan` says of a pool of one's own."""
+
+    name: str
+    max_tasks: int | None = None
+
+
+class _Connection:
+    """The socket and its thread. To work and promises it is what a crew and its hub are."""
+
+    def __init__(self, card: Card, timeout: float) -> None:
+        self.address = card.address
+        self.hub = self
+        self.terms = Terms(None, 0)
+        self.plan = _AsPlanned("")
+        self.drones = 0
+        self.refusal: BaseException | None = None  # why no more work is taken
+        self.book = Book(MainSnapshot(()), None)
+        self.welcome: Promise[None] = Promise()
+        self._queue: deque[Work] = deque()
+        self._acts: deque[Callable[[], object]] = deque()
+        self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
+        self._bytes = 0
+        self._waiting: set[Work] = set()
+        self._defined: dict[int, None] = {}
+        self._asleep = False
+        self._stopping = self._lost = False
+        self._pinged = 0.0
+        self._peer: tuple[str, int] | None = None
+        self._turn = safepoint.Turn()
+        with ExitStack() as undo:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._bell)
+            context = zmq.Context()
+            undo.callback(context.term)
+            self._socket = context.socket(zmq.DEALER)
+            undo.callback(self._socket.close)
+            for option, value in (
+                (zmq.LINGER, 500), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IPV6, wants_ipv6(card.address)),
+                (zmq.CURVE_SERVERKEY, card.server.encode()), (zmq.CURVE_PUBLICKEY, card.public.encode()),
+                (zmq.CURVE_SECRETKEY, card.secret.encode()), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            ):  # fmt: skip
+                self._socket.setsockopt(option, value)
+            self._monitor = self._socket.get_monitor_socket(_EVENTS)
+            undo.callback(self._monitor.close)
+            undo.callback(self._socket.disable_monitor)
+            self._socket.connect(card.address)
+            self._made = undo.pop_all()
+        _connections.add(self)
+        self._thread = threading.Thread(target=self._live, name="polycephaly-client", daemon=True)
+        safepoint.add_turn(self._thread, self._turn)
+        self._thread.start()
+        try:
+            self.welcome.result(timeout)
+        except TimeoutError:
+            self.close()
+            raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{self._why()}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    _trouble = ""
+
+    def _why(self) -> str:
+        return f": {self._trouble}" if self._trouble else ""
+
+    # -- what work and promises use, in any thread ------------------------------------------------------
+
+    def submit(
+        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: None = None, terms: Terms | None = None
+    ) -> Work:
+        self.check_open()
+        work = Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        terms = terms or self.terms
+        work.timeout, work.retries = terms
+        try:
+            inputs = work.capture(self.book.define(what), args, kwargs, self.book)
+        except Exception as error:
+            work._settle(FINISHED, None, error)
+            return work
+        if inputs:
+            self._waiting.add(work)
+            work.when_filled(inputs, self._filled)
+        else:
+            self._enqueue(work)
+        return work
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise another(self.refusal)
+
+    def _filled(self, work: Work) -> None:
+        if not work.done():
+            self._enqueue(work)
+        self._waiting.discard(work)
+
+    def _enqueue(self, work: Work) -> None:
+        self._queue.append(work)
+        self._ring()
+        if self._lost:
+            self._reject_all()
+
+    def drive(self, promise: Promise[Any], end: float | None) -> None:
+        """Nothing that a waiting thread could do."""
+
+    def post(self, act: Callable[[], object]) -> None:
+        self._acts.append(act)
+        self._ring()
+
+    def withdraw(self, work: Work) -> None:
+        """In the thread: it was cancelled."""
+        self._waiting.discard(work)
+        if work.number in self._flight:
+            self._socket.send_multipart(pack_numbers(CANCEL, [work.number]))
+            self._answered(work.number)
+
+    def explain(self, error: BaseException) -> None:
+        """There is nothing to add."""
+
+    def _ring(self) -> None:
+        if self._asleep:
+            with suppress(OSError):
+                os.eventfd_write(self._bell, 1)
+
+    def close(self, *, cancel: bool = True, wait: bool = True) -> None:
+        """Without `cancel`, what was submitted is finished first."""
+        self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
+        if cancel:
+            self.post(self._cancel_all)
+        self._stopping = True
+        self._ring()
+        if wait:
+            while self._thread.is_alive():
+                self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        settlers.add(get_ident())
+        poller = zmq.Poller()
+        for each in (self._socket, self._monitor, self._bell):
+            poller.register(each, zmq.POLLIN)
+        self._socket.send_multipart(hello())
+        try:
+            while not self._lost and not (self._stopping and self._is_done()):
+                self._asleep = True
+                if not self._acts and not self._could_send():
+                    poller.poll(int(PING_EVERY * 1000))
+                self._asleep = False
+                settled: list[tuple[Work, int, bytes]] = []
+                with self._turn:
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+                    self._look_at_connection()
+                    self._hear_all(settled)
+                    while self._acts:
+                        self._acts.popleft()()
+                    self._send_what_waits()
+                    self._ping()
+                for work, status, payload in settled:
+                    _settle(work, status, payload)
+                del settled
+        except Exception as error:
+            log.exception("a bug in polycephaly breaks the connection to %s", self.address)
+            self._lose(f"a bug in polycephaly: {error}")
+        finally:
+            self._end()
+
+    def _is_done(self) -> bool:
+        return not (self._queue or self._flight or self._waiting or self._acts)
+
+    def _end(self) -> None:
+        with self._turn:
+            with suppress(zmq.ZMQError):
+                self._socket.send_multipart([BYE], zmq.NOBLOCK)
+            safepoint.remove_turn(self._thread)
+            _connections.discard(self)
+            if self._peer is not None:
+                reached.discard(self._peer)
+            self._made.close()
+        self._lost = True
+        self.refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
+        self._reject_all()
+        if not self.welcome.done():
+            self.welcome._settle(FINISHED, None, another(self.refusal))
+        settlers.discard(get_ident())
+
+    def _reject_all(self) -> None:
+        """Whoever pops a piece of work rejects it."""
+        refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
+        with suppress(IndexError, KeyError):
+            while True:
+                self._queue.popleft()._settle(FINISHED, None, another(refusal))
+        with suppress(KeyError):
+            while True:
+                self._flight.popitem()[1][0]._settle(FINISHED, None, another(refusal))
+        with suppress(KeyError):
+            while True:
+                self._waiting.pop()._settle(FINISHED, None, another(refusal))
+
+    def _lose(self, why: str) -> None:
+        self._lost = True
+        if self.refusal is None or not isinstance(self.refusal, ConnectionError):
+            self.refusal = ConnectionError(f"the connection to {self.address} is lost: {why}")
+
+    def _look_at_connection(self) -> None:
+        while has_news(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            kind = event["event"]
+            if kind == zmq.EVENT_CONNECTED:
+                host, _, port = event["endpoint"].decode().removeprefix("tcp://").rpartition(":")
+                self._peer = host.strip("[]").removeprefix("::ffff:"), int(port)
+                reached.add(self._peer)
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._lose("it does not know our key (was it taken off the allow-list?)")
+            elif kind in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                self._trouble = "somebody is there who has not the server's key, or is no server of ours"
+                if not self.welcome.done():
+                    self._lose(self._trouble)
+            elif kind == zmq.EVENT_DISCONNECTED and self.welcome.done():
+                self._lose("the server has ended, or cannot be reached")
+
+    def _hear_all(self, settled: list[tuple[Work, int, bytes]]) -> None:
+        while not self._lost and has_news(self._socket):
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                if frames[0] == RESULTS:
+                    for number, status, payload in read_results(frames):
+                        work = self._answered(number)
+                        if work is not None:
+                            settled.append((work, status, payload))
+                elif frames[0] == HELLO:
+                    why, self.drones, name = read_hello(frames)
+                    if why is not None:
+                        raise Malformed(why)
+                    self.plan = _AsPlanned(name)
+                    self.welcome._settle(FINISHED, None, None)
+                elif frames[0] == REFUSED:
+                    self._lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
+                elif frames[0] != PING:
+                    raise Malformed(f"a message of type {frames[0][:8]!r}")
+            except Malformed as wrong:
+                self._lose(str(wrong))
+
+    def _answered(self, number: int) -> Work | None:
+        work, size = self._flight.pop(number, (None, 0))
+        self._bytes -= size
+        return work
+
+    def _could_send(self) -> bool:
+        return bool(self._queue) and self._has_credit()
+
+    def _has_credit(self) -> bool:
+        return self.welcome.done() and len(self._flight) < AHEAD and (not self._flight or self._bytes < BYTES_AHEAD)
+
+    def _send_what_waits(self) -> None:
+        while not self._lost and self._could_send():
+            items: list[Item] = []
+            size = 0
+            while size < PACKET and self._has_credit():
+                try:
+                    work = self._queue.popleft()
+                except IndexError:
+                    break
+                if work.done():  # cancelled while it waited
+                    continue
+                definition = work.definition
+                if definition.number not in self._defined:
+                    self._define(definition.number, definition.kind, definition.payload, items)
+                    size += len(definition.payload)
+                payload = work.payload
+                if work.args is not None:
+                    payload = dumps(work.args, 5) if work.args else b""
+                work.payload = b""
+                timeout, retries = (work.timeout, work.retries or None)
+                items.append((work.number, definition.number, work.kind, timeout, retries, payload))
+                self._flight[work.number] = work, len(payload)
+                self._bytes += len(payload)
+                size += len(payload) + 32
+            if items:
+                self._socket.send_multipart(pack_work(items))
+
+    def _define(self, number: int, kind: int, payload: Any, items: list[Item]) -> None:
+        if len(self._defined) >= _DEFINITIONS_KEPT:
+            oldest = next(iter(self._defined))
+            del self._defined[oldest]
+            items.append((oldest, 0, FORGET, None, None, b""))
+        self._defined[number] = None
+        items.append((number, 0, kind, None, None, payload))
+
+    def _ping(self) -> None:
+        now = monotonic()
+        if now - self._pinged >= PING_EVERY and self.welcome.done():
+            self._pinged = now
+            self._socket.send_multipart([PING])
+
+    def _cancel_all(self) -> None:
+        for work in [*self._queue, *self._waiting, *(work for work, _ in self._flight.values())]:
+            work.cancel()
+
+
+def _settle(work: Work, status: int, payload: bytes) -> None:
+    value, error = None, None
+    try:
+        if status == ERROR:
+            error = unpack_exception(payload)
+        elif payload:
+            value = work.read(payload)
+    except BaseException as wrong:
+        error = wrong
+        with suppress(BaseException):
+            error.add_note(f"while unpickling the result of {work.definition.label}")
+    try:
+        work._settle(FINISHED, value, error)
+    except BaseException:
+        log.exception("a callback of %r failed", work)
+
+
+class RemotePool(Doer, Executor):
+    """A served pool, from another process; made by `connect`. Any thread may use it.
+
+    Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions run in drones of the
+    server's image. What is `__main__` here travels by value. When the connection is lost, what was not answered is
+    rejected with `ConnectionError`.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self._crew = connection  # type: ignore[assignment]  # it does what a crew does
+        self._connection = connection
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
+        """The standard library's spelling of `promise`."""
+        if not callable(fn):
+            check_work(fn, args, kwargs)
+        return self._connection.submit(fn, args, kwargs, None, self._terms)
+
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+    ) -> Iterator[T]:
+        """The results of ``fn(*items)``, in their order. Inputs: `buffersize` calls ahead (by default 2,048)."""
+        if chunksize is not None:
+            check_at_least("chunksize", chunksize, 1)
+        ahead = AHEAD if buffersize is None else check_at_least("buffersize", buffersize, 1)
+        check_work(fn, iterables or ((),), {})
+        self._connection.check_open()
+        calls = zip(*iterables, strict=False)
+        promises = deque(self.submit(fn, *args) for args in islice(calls, ahead))
+        end = None if timeout is None else monotonic() + timeout
+
+        def results() -> Iterator[T]:
+            try:
+                while promises:
+                    yield promises[0].result(None if end is None else end - monotonic())
+                    promises.popleft()
+                    promises.extend(self.submit(fn, *args) for args in islice(calls, 1))
+            finally:
+                for each in promises:
+                    each.cancel()
+
+        return results()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leaves, when what was submitted is done; the pool itself goes on. Twice is no error."""
+        self._connection.close(cancel=cancel_futures, wait=wait)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._connection.close(cancel=kind is not None)
+
+    def __repr__(self) -> str:
+        connection = self._connection
+        if connection.refusal is not None:
+            return f"<RemotePool at {connection.address}, closed>"
+        return f"<RemotePool {connection.plan.name} at {connection.address}: {connection.drones} drones>"
+
+
+def connect(
+    where: str | os.PathLike[str],
+    *,
+    server_key: str | None = None,
+    keys: tuple[str, str] | None = None,
+    timeout: float = 5.0,
+) -> RemotePool:
+    """A pool that another process serves. `where` is its connection file, or its address (``tcp://HOST:PORT``) with its
+    public key and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one.
+
+    Raises `ConnectionError` where nobody answers within `timeout` seconds or the keys do not fit, `PermissionError` for
+    a file that others may read, `ValueError` for what is no file, address or key.
+    """
+    check_timeout(timeout)
+    if server_key is None and keys is None:
+        if os.fspath(where).startswith("tcp://"):
+            raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")
+        card = Card.read(where)
+    elif server_key is None or keys is None:
+        raise ValueError("server_key= and keys= go together")
+    else:
+        card = Card(check_address(os.fspath(where)), *map(check_key, (server_key, *keys)))
+    return RemotePool(_Connection(card, timeout))
+
+
+_connections: set[_Connection] = set()
+_left_behind: list[_Connection] = []
+
+
+def _forget_connections() -> None:
+    """In a forked child: they stayed behind with their threads."""
+    for connection in _connections:
+        connection._lost = True
+        connection.refusal = RuntimeError(f"the connection to {connection.address} belongs to another process")
+    _left_behind.extend(_connections)
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forget_connections)
