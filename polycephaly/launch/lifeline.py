@@ -133,7 +133,7 @@ def join_family(family: str) -> None:
 
 
 def end_family(family: str, zygote: int) -> None:
-    """SIGKILL for all programs of the family of a zygote that is dead: again, until there is none, since what is about to
+    """SIGKILL for all programs of the family of a zygote that is dead: again until there is none, as what is about to
     be killed may still be starting others; not for ever, since some may be where even SIGKILL takes its time."""
     mark = f"{_FAMILY}={family}/{zygote}".encode()
     for _ in range(_ROUNDS):

@@ -91,6 +91,7 @@ class Server:
 
     def __init__(self, pool: Pool, address: str, allow: Iterable[str]) -> None:
         self._pool = pool
+        check_address(address)
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, _Client] = {}
@@ -118,7 +119,10 @@ class Server:
             self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             undo.callback(self._monitor.close)
             undo.callback(self._router.disable_monitor)
-            self._router.bind(check_address(address).replace(":0", ":*") if address.endswith(":0") else address)
+            try:
+                self._router.bind(f"{address[:-1]}*" if address.endswith(":0") else address)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, f"{address}: {error.strerror}") from None
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
             self._made = undo.pop_all()
         _serving.add(self)
@@ -301,7 +305,7 @@ class Server:
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:
-            self._router.send_multipart([identity, *frames], copy=False)
+            self._router.send_multipart([identity, *frames])
         except zmq.ZMQError:  # it is gone
             client = self._clients.get(identity)
             if client is not None:

@@ -1,0 +1,622 @@
+"""Served pools: other processes use a pool by TCP, with a key; who has none gets nothing."""
+
+import asyncio
+import os
+import pickle
+import random
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import zmq
+from faults import append, block_for_ever, lines, spin_for_ever, wait_for
+from scripts import Script, run_script
+
+import polycephaly as poly
+from polycephaly.net import client as client_module
+from polycephaly.net import frames
+from polycephaly.net import server as server_module
+from polycephaly.net.keys import Card, new_pair
+from polycephaly.wire.messages import CALL, DEFINE_CALLABLE, Malformed
+
+np = pytest.importorskip("numpy")
+
+SOON = 10.0
+
+
+@pytest.fixture
+def card(tmp_path):
+    return str(tmp_path / "pool.json")
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def server(pool, card):
+    with poly.serve(pool, file=card) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(server, card):
+    with poly.connect(card) as remote:
+        yield remote
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def refuse(x):
+    raise ValueError("not this one", x)
+
+
+def slow(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+# -- work -----------------------------------------------------------------------------------------------
+
+
+def test_work_of_every_kind_is_done(remote):
+    assert remote.doit(pow, 2, 8) == 256
+    assert remote.doit("6 * 7") == 42
+    assert remote.doit("x = 5") is None
+    assert remote.doit(lambda a, *, b: a + b, 1, b=2) == 3
+    assert remote.submit(sorted, [3, 1, 2], reverse=True).result() == [3, 2, 1]
+    assert remote.doit(Point, 4).x == 4
+
+    async def later(x):
+        return x + 1
+
+    assert remote.doit(later, 1) == 2
+    assert list(remote.map(pow, range(5), range(5))) == [1, 1, 4, 27, 256]
+
+
+def test_large_values_travel_whole(remote):
+    table = np.arange(2_000_000.0)
+    assert (remote.doit(lambda a: a * 2, table) == table * 2).all()
+    assert remote.doit(len, b"x" * 5_000_000) == 5_000_000
+    assert remote.doit(bytes, 3_000_000) == bytes(3_000_000)
+
+
+def test_errors_come_home_as_what_they_are(remote):
+    with pytest.raises(ValueError, match="not this one") as caught:
+        remote.doit(refuse, 3)
+    assert caught.value.args == ("not this one", 3)
+    assert "refuse" in str(caught.value.__cause__)
+    assert isinstance(remote.promise(len, threading.Lock()).exception(), TypeError)
+    assert isinstance(remote.promise(threading.Lock).exception(), TypeError)
+    with pytest.raises(poly.DroneDied, match="exit status 3"):
+        remote.doit(os._exit, 3)
+    with pytest.raises(TypeError):
+        remote.promise(5)
+
+
+def test_what_is_main_travels_by_value(server, card):
+    done = run_script("""
+        import sys
+        import polycephaly as poly
+
+        class Mine:
+            def __init__(self, x):
+                self.x = x
+
+        def double(mine):
+            if mine.x < 0:
+                raise Wrong(mine.x)
+            return Mine(factor * mine.x)
+
+        class Wrong(Exception):
+            pass
+
+        factor = 2
+        with poly.connect(sys.argv[1]) as pool:
+            got = pool.doit(double, Mine(4))
+            print(type(got) is Mine, got.x)
+            factor = 3
+            print(pool.doit(double, Mine(4)).x)
+            try:
+                pool.doit(double, Mine(-1))
+            except Wrong as error:
+                print("Wrong", error.args)
+    """, card)  # fmt: skip
+    assert done.stdout == "True 8\n12\nWrong (-1,)\n", done.stderr
+
+
+def test_promises_are_promises(remote):
+    promises = [remote.promise(abs, -i) for i in range(3000)]
+    assert poly.gather(*promises).value == list(range(3000))
+    assert remote.promise(pow, remote.promise(abs, -3), remote.promise(abs, -2)).value == 9
+    assert remote.promise(abs, -3).then(lambda x: x + 1).value == 4
+
+    async def main():
+        return await asyncio.gather(*(remote.promise(abs, -i) for i in range(10)))
+
+    assert asyncio.run(main()) == list(range(10))
+
+
+def test_map_is_lazy_and_ends_with_its_error(remote):
+    taken = []
+
+    def inputs():
+        for i in range(1_000_000):
+            taken.append(i)
+            yield i
+
+    results = remote.map(abs, inputs(), buffersize=10)
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert len(taken) <= 16
+    results.close()
+    results = remote.map(refuse, range(3))
+    with pytest.raises(ValueError, match="not this one"):
+        next(results)
+
+
+def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path):
+    started = str(tmp_path / "started")
+    drones = {drone.pid for drone in pool.drones}
+    spinning = [remote.promise(spin_for_ever, started) for _ in range(2)]
+    behind = [remote.promise(append, str(tmp_path / "behind"), str(i)) for i in range(10)]
+    wait_for(lambda: len(lines(started)) == 2)
+    assert all(p.cancel() for p in behind[::2])
+    assert all(p.cancel() for p in spinning)
+    for each in behind[1::2]:
+        each.result(SOON)
+    assert sorted(lines(tmp_path / "behind")) == ["1", "3", "5", "7", "9"]
+    assert {drone.pid for drone in pool.drones} == drones
+    with pytest.raises(CancelledError):
+        spinning[0].result()
+
+
+def test_options_hold_for_single_pieces_of_work(remote, tmp_path):
+    with pytest.raises(TimeoutError, match=r"more than 0\.2 s"):
+        remote.options(timeout=0.2).doit(slow, 100)
+    path = str(tmp_path / "tries")
+
+    def die_once(path):
+        append(path, "x")
+        if len(lines(path)) == 1:
+            os._exit(1)
+        return len(lines(path))
+
+    assert remote.options(retries=2).doit(die_once, path) == 2
+
+
+def test_several_clients_at_once_do_not_meet(server, card):
+    with poly.connect(card) as one, poly.connect(card) as two:
+        mine = [one.promise(lambda i: ("one", i), i) for i in range(500)]
+        its = [two.promise(lambda i: ("two", i), i) for i in range(500)]
+        assert [p.value for p in mine] == [("one", i) for i in range(500)]
+        assert [p.value for p in its] == [("two", i) for i in range(500)]
+        assert server.clients == 2
+        one.shutdown()
+        assert two.doit(abs, -1) == 1
+
+
+def test_many_threads_use_one_connection(remote):
+    got = {}
+
+    def use(n):
+        got[n] = [p.value for p in [remote.promise(pow, n, i) for i in range(200)]]
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == {n: [n**i for i in range(200)] for n in range(5)}
+
+
+def test_more_definitions_than_the_server_keeps(remote):
+    for i in range(600):
+        assert remote.doit(lambda i=i: i) == i
+    assert remote.doit(abs, -1) == 1
+
+
+# -- endings ----------------------------------------------------------------------------------------------
+
+CLIENT = """
+    import sys
+    import polycephaly as poly
+    from faults import block_for_ever
+    remote = poly.connect(sys.argv[1])
+    promises = [remote.promise(block_for_ever, sys.argv[2]) for _ in range(5)]
+    print("up", flush=True)
+    promises[0].result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_clients_end_cancels_its_own_work_only(number, server, card, pool, tmp_path):
+    started = str(tmp_path / "started")
+    with poly.connect(card) as other, Script(CLIENT, card, started) as script:
+        script.read_until("up")
+        wait_for(lambda: len(lines(started)) == 2)
+        behind = [other.promise(abs, -i) for i in range(5)]
+        script.signal(number)
+        script.wait()
+        assert [p.result(SOON) for p in behind] == list(range(5))
+        wait_for(lambda: server.clients == 1 and not pool._crew.pending())
+
+
+def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
+    monkeypatch.setattr(server_module, "LOOK", 0.2)
+    with Script(CLIENT, card, str(tmp_path / "started")) as script:
+        script.read_until("up")
+        wait_for(lambda: len(lines(tmp_path / "started")) == 2)
+        script.signal(signal.SIGSTOP)
+        wait_for(lambda: server.clients == 0 and not pool._crew.pending())
+        script.signal(signal.SIGCONT)
+
+
+SERVER = """
+    import sys
+    import polycephaly as poly
+    if __name__ == "__main__":
+        with poly.Pool(2) as pool, poly.serve(pool, file=sys.argv[1]):
+            print("up", flush=True)
+            sys.stdin.read()
+            import time
+            time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_servers_end_rejects_what_was_not_answered(number, card, tmp_path):
+    with Script(SERVER, card) as script:
+        script.read_until("up")
+        remote = poly.connect(card)
+        running = remote.promise(block_for_ever, str(tmp_path / "started"))
+        queued = [remote.promise(abs, -i) for i in range(5)]
+        wait_for(lambda: lines(tmp_path / "started"))
+        done = [p.result(SOON) for p in queued]  # the other drone does them
+        script.signal(number)
+        error = running.exception(SOON)
+        assert isinstance(error, (ConnectionError, CancelledError)), error
+        script.wait()
+        assert not script.left()
+        with pytest.raises((ConnectionError, RuntimeError)):
+            for _ in range(1000):
+                remote.doit(abs, -1)
+        remote.shutdown()
+    assert done == list(range(5))
+
+
+def test_a_shut_connection_takes_no_more_and_finishes_what_it_has(server, card):
+    remote = poly.connect(card)
+    promises = [remote.promise(slow, 0.01) for _ in range(50)]
+    remote.shutdown()
+    assert [p.value for p in promises] == [0.01] * 50
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        remote.promise(abs, 1)
+    remote.shutdown()
+    with pytest.raises(ZeroDivisionError), poly.connect(card) as remote:
+        left = remote.promise(time.sleep, 1000)
+        raise ZeroDivisionError
+    assert left.cancelled()
+
+
+def test_a_closed_server_lets_go_of_its_port_though_the_pool_has_drones_since(pool, card):
+    server = poly.serve(pool, file=card)
+    with poly.connect(card) as remote:
+        pool.refresh()  # a new zygote, which inherits all that is open
+        assert remote.doit(abs, -1) == 1
+        with poly.Pool(1) as another:
+            assert another.doit(abs, -2) == 2
+            port = server.port
+            server.close()
+            lost = wait_for(lambda: remote._connection._lost)
+            assert lost
+            with poly.serve(pool, f"tcp://127.0.0.1:{port}") as again:
+                assert again.port == port
+    server.close()
+
+
+def test_a_pool_that_has_ended_refuses_its_clients_work(card):
+    with poly.Pool(1) as pool:
+        server = poly.serve(pool, file=card)
+        remote = poly.connect(card)
+    with server, remote, pytest.raises(RuntimeError, match="shutdown"):
+        remote.promise(abs, 1).result(SOON)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        poly.serve(pool)
+
+
+def test_a_full_queue_does_not_stop_the_server(card):
+    with poly.Pool(1, max_queued=1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert [p.value for p in [remote.promise(abs, -i) for i in range(500)]] == list(range(500))
+
+
+# -- who may --------------------------------------------------------------------------------------------
+
+
+def test_the_connection_file_is_for_its_owner_alone(server, card):
+    assert stat.S_IMODE(os.stat(card).st_mode) == 0o600
+    found = Card.read(card)
+    assert found.secret not in repr(found)
+    os.chmod(card, 0o640)
+    with pytest.raises(PermissionError, match="0600, not 0640"):
+        poly.connect(card)
+    with pytest.raises(PermissionError):
+        Card.read(card)
+
+
+def test_its_directory_gets_no_other_file_and_an_old_one_is_replaced(pool, card, tmp_path):
+    (tmp_path / "pool.json").write_text("old")
+    os.chmod(card, 0o666)
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert remote.doit(abs, -1) == 1
+        assert os.listdir(tmp_path) == ["pool.json"]
+        assert stat.S_IMODE(os.stat(card).st_mode) == 0o600
+
+
+def test_a_key_on_the_allow_list_comes_in_until_it_is_taken_off(pool):
+    public, secret = new_pair()
+    with poly.serve(pool, allow=[public]) as server:
+        where = {"server_key": server.key, "keys": (public, secret)}
+        with poly.connect(server.address, **where) as remote:
+            assert remote.doit(abs, -1) == 1
+            server.forbid(public)
+            assert remote.doit(abs, -2) == 2
+        with pytest.raises(ConnectionError, match="does not know our key"):
+            poly.connect(server.address, **where)
+        server.allow(public)
+        with poly.connect(server.address, **where) as remote:
+            assert remote.doit(abs, -3) == 3
+
+
+def test_a_key_that_is_not_on_the_list_is_told_so(server):
+    with pytest.raises(ConnectionError, match="does not know our key"):
+        poly.connect(server.address, server_key=server.key, keys=new_pair())
+
+
+def test_a_server_that_is_another_gets_nothing_of_ours(server, card):
+    found = Card.read(card)
+    with pytest.raises(ConnectionError, match="has not the server's key"):
+        poly.connect(server.address, server_key=new_pair()[0], keys=(found.public, found.secret))
+
+
+def test_nobody_there_is_told_with_the_address():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"nobody answered at {where} within 0.3 s"):
+            poly.connect(where, server_key=new_pair()[0], keys=new_pair(), timeout=0.3)
+
+
+def test_another_version_is_told_by_which(server, card, monkeypatch):
+    monkeypatch.setattr(frames, "PROTOCOL", 77)
+    hello = frames.hello()
+    monkeypatch.setattr(frames, "PROTOCOL", 1)
+    monkeypatch.setattr(client_module, "hello", lambda: hello)
+    with pytest.raises(ConnectionError, match="speaks protocol 77, and this end protocol 1"):
+        poly.connect(card)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "127.0.0.1:5", "tcp://", "tcp://host", "tcp://host:port", "ipc:///x", "tcp://h:99999"]
+)
+def test_an_address_that_is_none_is_refused(pool, wrong):
+    with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
+        poly.serve(pool, wrong)
+
+
+def test_an_address_that_is_taken_is_an_error_and_leaves_nothing(pool, server):
+    with pytest.raises(OSError, match="in use"):
+        poly.serve(pool, server.address)
+
+
+@pytest.mark.parametrize("wrong", ["", "short", "x" * 39 + "~", 5])
+def test_a_key_that_is_none_is_refused(pool, wrong):
+    with pytest.raises(ValueError, match="40 characters of Z85"):
+        poly.serve(pool, allow=[wrong])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"address": "tcp://h:1"}', "null", '{"address": 5, "server": 1}'])
+def test_a_file_that_is_no_connection_file_is_told(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="is no connection file"):
+        poly.connect(path)
+    with pytest.raises(FileNotFoundError):
+        poly.connect(tmp_path / "none")
+    with pytest.raises(ValueError, match="server_key"):
+        poly.connect("tcp://127.0.0.1:5")
+
+
+# -- strangers --------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def zmtp(mechanism):
+    """A ZeroMQ greeting (RFC 23): signature, version, mechanism."""
+    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def ready():
+    body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    return b"\x04" + bytes([len(body)]) + body
+
+
+def message(*parts):
+    return b"".join(bytes([i < len(parts) - 1, len(p)]) + p for i, p in enumerate(parts) if len(p) < 256)
+
+
+def what_it_gets(server, sent):
+    """All that the server sends to somebody who sends this, until it closes."""
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.settimeout(SOON)
+        try:
+            for piece in sent:
+                stranger.sendall(piece)
+            got = b""
+            while piece := stranger.recv(4096):
+                got += piece
+        except ConnectionResetError:
+            pass
+        return got
+
+
+def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(server, remote, tmp_path):
+    fuse = str(tmp_path / "exploded")
+    bomb = pickle.dumps(Bomb(fuse))
+    work = frames.pack_work([(1, 0, DEFINE_CALLABLE, None, None, bomb), (2, 1, CALL, None, None, bomb)])
+    speech = [message(*frames.hello()), message(*work), message(b"C", b"12345678")]
+    curve = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + os.urandom(32 + 8 + 80)
+    greeting = {
+        "NULL": [zmtp(b"NULL"), ready(), *speech],
+        "PLAIN": [zmtp(b"PLAIN"), b"\x04\x10\x05HELLO\x04user\x04pass", *speech],
+        "CURVE, and then in the clear": [zmtp(b"CURVE"), *speech],
+        "CURVE with a made-up hello": [zmtp(b"CURVE"), curve, *speech],
+        "HTTP": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+        "noise": [os.urandom(5000)],
+        "a very long frame": [zmtp(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 62)],
+    }
+    for name, sent in greeting.items():
+        got = what_it_gets(server, sent)
+        assert len(got) <= 64, (name, got)
+        assert zmtp(b"CURVE")[:1] == got[:1] or not got, (name, got)
+        assert b"pool" not in got and server.key.encode() not in got, (name, got)
+        assert remote.doit(abs, -1) == 1
+    assert not os.path.exists(fuse)
+    assert server.clients == 1
+
+
+def test_one_who_says_nothing_is_put_out(pool, monkeypatch):
+    monkeypatch.setattr(server_module, "HANDSHAKE_MS", 300)
+    with poly.serve(pool) as server:
+        got = what_it_gets(server, [])
+        assert len(got) <= 64
+
+
+def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    public, secret = zmq.curve_keypair()
+    stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = server.key.encode(), public, secret
+    stranger.linger = 0
+    monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    stranger.connect(server.address)
+    stranger.send_multipart(frames.hello())
+    from zmq.utils.monitor import recv_monitor_message
+
+    assert monitor.poll(10_000)
+    assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert not stranger.poll(300)
+    assert server.clients == 0
+    stranger.disable_monitor()
+    monitor.close()
+    stranger.close()
+    context.term()
+
+
+def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
+    """It has a key, so it could do anything; but by mistake it breaks nothing."""
+    found = Card.read(card)
+    context = zmq.Context()
+    fool = context.socket(zmq.DEALER)
+    fool.linger = 0
+    fool.curve_serverkey, fool.curve_publickey, fool.curve_secretkey = (
+        key.encode() for key in (found.server, found.public, found.secret)
+    )
+    fool.connect(server.address)
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rnd = random.Random(seed)
+    good = [
+        frames.hello(),
+        frames.pack_work([(1, 0, DEFINE_CALLABLE, None, None, b"not a pickle"), (2, 1, CALL, 0.5, 3, b"nor this")]),
+        frames.pack_numbers(frames.CANCEL, [1, 2, 1 << 60]),
+        [frames.PING],
+        [frames.BYE],
+    ]
+    for _ in range(2000):
+        sent = [bytearray(part) for part in rnd.choice(good)]
+        for _ in range(rnd.randrange(4)):
+            part = rnd.choice(sent)
+            if part and rnd.random() < 0.7:
+                part[rnd.randrange(len(part))] ^= 1 << rnd.randrange(8)
+            elif rnd.random() < 0.5:
+                del part[rnd.randrange(len(part) + 1) :]
+            else:
+                sent.insert(rnd.randrange(len(sent) + 1), bytearray(rnd.randbytes(rnd.randrange(40))))
+        fool.send_multipart([bytes(part) for part in sent])
+    fool.send_multipart(frames.hello())
+    assert remote.doit(abs, -5) == 5
+    fool.close()
+    context.term()
+    wait_for(lambda: server.clients == 1)
+    assert remote.doit(abs, -6) == 6
+
+
+@pytest.mark.parametrize("reader", [frames.read_work, frames.read_results, frames.read_numbers, frames.read_hello])
+def test_the_readers_refuse_every_other_shape(reader):
+    rnd = random.Random(5)
+    for _ in range(20_000):
+        parts = [rnd.randbytes(rnd.choice([0, 1, 8, 9, 29, 58, 100])) for _ in range(rnd.randrange(5))]
+        try:
+            result = reader(parts)
+            if not isinstance(result, (list, tuple)):
+                list(result)
+        except Malformed:
+            pass
+
+
+def test_connections_do_not_cross_forks(server, card, remote):
+    """What a script forks by itself has no part in them."""
+    assert remote.doit(abs, -1) == 1
+    pid = os.fork()
+    if pid == 0:
+        try:
+            remote.promise(abs, 1)
+        except RuntimeError as error:
+            os._exit(0 if "another process" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert remote.doit(abs, -2) == 2
+
+
+def test_a_client_in_a_drone_uses_its_own_pool(server, card):
+    """Connections work in drones: here one gives work to the pool that runs it, of which another drone is free."""
+
+    def inside(card):
+        with poly.connect(card) as remote:
+            return remote.doit(abs, -9)
+
+    with poly.connect(card) as remote:
+        assert remote.doit(inside, card) == 9
+
+
+def test_it_is_an_executor_for_asyncio(remote):
+    async def main():
+        return await asyncio.get_running_loop().run_in_executor(remote, pow, 2, 5)
+
+    assert asyncio.run(main()) == 32
+
+
+def test_python_starts_without_it():
+    done = run_script("import sys, polycephaly; polycephaly.Pool; print('polycephaly.net' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
