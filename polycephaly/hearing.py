@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from pickle import loads
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from .wire.messages import (
     head_type,
     numbers,
     unpack_outcomes,
+    unpack_together,
 )
 from .wire.slices import RUNNING, unpack_split
 from .work import Answer, AnswersTogether, Slice, Work
@@ -112,6 +112,8 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 continue
             if status == WITHDRAWN:
                 work.payload = b""
+                if not work.done():  # nobody has asked for that: nor will anybody hear more of it
+                    crew.hub.deliver(work.cancel)
                 continue
             if work.place > link.begun:
                 link.begun = work.place
@@ -137,11 +139,15 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
 
 def _hear_values(link: Link, payload: Any, now: float) -> None:
     """The outcomes of many works, with small and immutable values."""
-    numbers, started, finished, values = loads(payload)
+    numbers, started, finished, values = unpack_together(payload, 4)
+    try:
+        seconds = sum(finished) - sum(started)
+    except TypeError:
+        raise Malformed("times that are none") from None
     works = link.answered_all(numbers)
     definitions = {work.definition for work in works if work is not None}
     if len(definitions) == 1:
-        definitions.pop().took(sum(finished) - sum(started), len(works))
+        definitions.pop().took(seconds, len(works))
     else:
         for work, began, ended in zip(works, started, finished, strict=True):
             if work is not None:

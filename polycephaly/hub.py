@@ -62,6 +62,7 @@ from .wire.messages import Malformed
 
 if TYPE_CHECKING:
     from .crew import Crew
+    from .launch.launcher import Launcher
     from .work import Work
 
 __all__ = ["Hub", "lease_hub"]
@@ -114,6 +115,9 @@ class Hub:
         self.crews: list[Crew] = []
         self.ending: list[Promise[None]] = []
         """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
+        self.last_zygotes: list[Launcher] = []
+        """Of crews that have ended. If this process is killed they remove its directory, so those of the last crew end
+        when that is gone."""
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
         self._turn = safepoint.Turn()
@@ -372,6 +376,9 @@ class Hub:
                 batch = None  # nothing of it is kept while this sleeps
             self._run_errands()
             gone = self.leases == 0 and self._end()
+            if gone or self.leases:
+                while self.last_zygotes:
+                    self.last_zygotes.pop().end()
             ended, self.ending = self.ending, []
             for promise in ended:
                 promise._settle(FINISHED, None, None)

@@ -81,7 +81,7 @@ class Roster:
                 self.book = self._new_book(self._launcher)
                 self._initializer = self._capture_initializer()
             except BaseException:
-                _discard(self._launcher)
+                self._launcher.end()
                 raise
         except BaseException:
             self._arena.end()
@@ -317,7 +317,7 @@ class Roster:
     def _use_or_discard(self, launcher: Launcher) -> None:
         self.renew(launcher, Promise())
         if launcher is not self._launcher:  # nobody wants drones any more
-            _discard(launcher)
+            launcher.end()
 
     # -- deaths -----------------------------------------------------------------------------------
 
@@ -430,15 +430,11 @@ class Roster:
         """No drone is left: ends the zygotes."""
         for launcher in self._launchers:
             self._hub.unwatch(launcher.fileno())
-            launcher.close()
-        for launcher in self._launchers[:]:
-            self._reap(launcher)  # nothing is left to it but to end
+            if launcher.pidfd is not None:
+                self._hub.unwatch(launcher.pidfd)
+        self._hub.last_zygotes += self._launchers
+        self._launchers.clear()
         self._arena.end()
-
-
-def _discard(launcher: Launcher) -> None:
-    launcher.close()
-    launcher.reap()
 
 
 def _death(link: Link, work: Work | None) -> DroneDied:

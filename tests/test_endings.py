@@ -114,23 +114,6 @@ def test_ctrl_c_to_the_whole_foreground_group_ends_the_controller_by_keyboard_in
         assert "KeyboardInterrupt" in script.process.stderr.read()
 
 
-def test_a_controller_that_handles_ctrl_c_goes_on_with_its_pool():
-    done = run_script("""
-        import os, signal, threading
-        import polycephaly as poly
-        with poly.Pool(2) as pool:
-            drones = [d.pid for d in pool.drones]
-            p = pool.promise("import time; time.sleep(0.5); 'slept'")
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            try:
-                p.value
-            except KeyboardInterrupt:
-                print("interrupted")
-            print(p.value, pool.doit(abs, -3), [d.pid for d in pool.drones] == drones)
-    """)
-    assert done.stdout == "interrupted\nslept 3 True\n", done.stderr
-
-
 def test_ctrl_c_in_a_doit_cancels_its_work(tmp_path):
     started = tmp_path / "started"
     with Script("""

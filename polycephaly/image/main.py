@@ -27,7 +27,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pickle import loads
 from time import monotonic
 from typing import Any
 
@@ -67,6 +66,7 @@ from ..wire.messages import (
     pack_numbers,
     pack_outcome,
     pack_outcomes,
+    unpack_together,
     unpack_work,
 )  # fmt: skip
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
@@ -394,7 +394,14 @@ class Drone:
             self._hear(frames)
 
     def _hear_lane(self) -> None:
-        while (frames := self._lane.receive()) is not None:
+        while True:
+            try:
+                frames = self._lane.receive()
+            except Malformed as wrong:
+                _dropped(wrong)
+                continue
+            if frames is None:
+                return
             if not frames:  # the hub has let go of us
                 os._exit(0)
             self._hear(frames)
@@ -423,7 +430,7 @@ class Drone:
         try:
             self._HEARD[head_type(frames)](self, frames)
         except (Malformed, KeyError) as wrong:
-            os.write(2, f"a malformed message was dropped: {wrong}\n".encode())
+            _dropped(wrong)
 
     def _hear_work(self, frames: list[bytes]) -> None:
         definitions, todo = self._definitions, self._todo
@@ -436,7 +443,7 @@ class Drone:
             elif kind == FORGET:
                 definitions.pop(number, None)
             elif kind == CALLS and definition in definitions:
-                todo.append(Calls(definitions[definition], *loads(payload)))
+                todo.append(Calls(definitions[definition], *_calls(payload)))
             elif kind == CAME_BACK:
                 self._ledger.came_back(number)
             elif definition in definitions:
@@ -444,7 +451,7 @@ class Drone:
             else:
                 bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
                 error = self._outcomes.pack_error(bug)
-                unknown = loads(payload)[0] if kind == CALLS else [number]
+                unknown = _calls(payload)[0] if kind == CALLS else [number]
                 self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
 
     def _hear_recall(self, frames: list[bytes]) -> None:
@@ -526,3 +533,14 @@ class Drone:
     @property
     def news_fd(self) -> int:
         return self._news.fileno()
+
+
+def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
+    numbers, calls = unpack_together(payload, 2)
+    if set(map(type, calls)) != {tuple} or min(numbers) < 0 or max(numbers) >= 1 << 64:
+        raise Malformed("calls that are none")
+    return numbers, calls
+
+
+def _dropped(wrong: Exception) -> None:
+    os.write(2, f"a malformed message was dropped: {wrong}\n".encode(errors="replace"))

@@ -148,6 +148,11 @@ class Launcher:
             self._control.send(json.dumps({"goodbye": True}).encode())
         lifeline.close(self._control)
 
+    def end(self) -> int | None:
+        """Lets it go, and waits for its end: nothing is left to it but to end."""
+        self.close()
+        return self.reap()
+
     def reap(self) -> int | None:
         """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is known.
         Twice is no error."""

@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -55,6 +56,8 @@ class Definition:
         if not calls:  # a slice of which the last call had just ended when it was cut
             return
         seconds /= calls
+        if not 0 <= seconds < inf:  # no time: what is reckoned with it would never be one again
+            return
         old = self.seconds
         self.reports += 1
         if old is None or (seconds < old and self.reports <= _COLD):

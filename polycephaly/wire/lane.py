@@ -16,6 +16,7 @@ The pair is made for one drone and handed to it by the zygote, so its other end 
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -62,6 +63,8 @@ class Lane:
         except OSError:
             return []
         if not packet:
+            if self._is_open():
+                raise Malformed("an empty packet")
             return []
         if len(packet) < _SIZES.size:
             raise Malformed(f"a packet of {len(packet)} bytes")
@@ -71,6 +74,12 @@ class Lane:
             raise Malformed(f"a packet of {len(packet)} bytes that says {count} frames, the first of {size}")
         head = packet[_SIZES.size : body]
         return [head] if count == 1 else [head, packet[body:]]
+
+    def _is_open(self) -> bool:
+        """Has the other end not been closed yet? An empty packet looks as its end does."""
+        look = select.poll()
+        look.register(self._end, 0)  # a hang-up is told unasked
+        return not look.poll(0)
 
     def close(self) -> None:
         with suppress(OSError):

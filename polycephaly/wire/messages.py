@@ -24,14 +24,14 @@ Frames are checked for shape and size before anything in them is used; `Malforme
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pickle import dumps
+from pickle import dumps, loads
 from struct import Struct, error, unpack
 from struct import pack as struct_pack
 from typing import Any
 
 __all__ = [
     "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_numbers", "pack_outcome",
-    "pack_outcomes", "pack_values", "unpack_outcomes", "unpack_work",
+    "pack_outcomes", "pack_values", "unpack_outcomes", "unpack_together", "unpack_work",
 ]  # fmt: skip
 
 PROTOCOL = 1
@@ -161,6 +161,19 @@ def pack_values(numbers: list[int], started: list[float], finished: list[float],
     """One entry of a RESULTS body for many works."""
     payload = dumps((numbers, started, finished, values), 5)
     return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
+
+
+def unpack_together(payload: Any, count: int) -> tuple[list[Any], ...]:
+    """The lists in a CALLS or VALUES payload: `count` of them, of one length, the first one of whole numbers."""
+    try:
+        lists = loads(payload)
+    except Exception as wrong:
+        raise Malformed(f"a pickle of many works: {type(wrong).__name__}: {wrong}") from wrong
+    if type(lists) is not tuple or len(lists) != count or set(map(type, lists)) != {list}:
+        raise Malformed("a pickle of many works which is none")
+    if len(set(map(len, lists))) != 1 or set(map(type, lists[0])) != {int}:
+        raise Malformed("a pickle of many works, whose numbers are none, or not as many")
+    return lists
 
 
 def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
