@@ -140,19 +140,23 @@ class Crew:
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
-        if inputs:
-            self._waiting.add(work)
-            work.when_filled(inputs, self._filled)
-        elif target is not None:
-            self._pin(work, target)
-        else:  # `_enqueue`, without the call
-            self.queue.append(work)
-            if self.hungry:
-                self.hub.serve(self)
-            elif not work.number & CATCH_UP:
-                self.hub.catch_up()
-            if self.over:
-                self._reject_all(self.queue, self.refusal)
+        try:
+            if inputs:
+                self._waiting.add(work)
+                work.when_filled(inputs, self._filled)
+            elif target is not None:
+                self._pin(work, target)
+            else:  # `_enqueue`, without the call
+                self.queue.append(work)
+                if self.hungry:
+                    self.hub.serve(self)
+                elif not work.number & CATCH_UP:
+                    self.hub.catch_up()
+                if self.over:
+                    self._reject_all(self.queue, self.refusal)
+        except BaseException:  # Ctrl-C: nobody will have its promise
+            work.cancel()
+            raise
         return work
 
     def _wait_for_room(self, target: Link | None) -> None:

@@ -125,7 +125,7 @@ class Link:
     def takes(self, pinned: bool = False) -> bool:
         """May it be sent something now? If idle, anything; else known short work, up to half the budget; beside
         work that is overlapped, more of that. A retiring drone takes only its own (`pinned`) work."""
-        if not (self.state is State.READY or (pinned and self.state is State.RETIRING)):
+        if not (self.state is State.READY or (pinned and self.state is State.RETIRING)) or self.unresponsive:
             return False
         if self.overlapping:
             return self.overlapping < self.crew.plan.width and not self.hung

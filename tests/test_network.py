@@ -1,6 +1,7 @@
 """Served pools: other processes use a pool by TCP, with a key; who has none gets nothing."""
 
 import asyncio
+import gc
 import os
 import pickle
 import random
@@ -475,7 +476,7 @@ def what_it_gets(server, sent):
             got = b""
             while piece := stranger.recv(4096):
                 got += piece
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):  # it had enough of it
             pass
         return got
 
@@ -583,6 +584,19 @@ def test_the_readers_refuse_every_other_shape(reader):
                 list(result)
         except Malformed:
             pass
+
+
+def test_a_connection_that_nobody_has_any_more_is_closed(server, card):
+    remote = poly.connect(card)
+    limited = remote.options(timeout=5)
+    last = remote.promise(slow, 0.1)
+    del remote
+    gc.collect()
+    assert limited.doit(abs, -1) == 1
+    del limited
+    gc.collect()
+    assert last.result(SOON) == 0.1
+    wait_for(lambda: server.clients == 0)
 
 
 def test_connections_do_not_cross_forks(server, card, remote):

@@ -114,6 +114,21 @@ def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, start
     assert drone.name in told and "stopped by a signal" in told and "spin" in told
 
 
+def test_one_that_does_not_respond_is_given_no_more_work(quick):
+    with poly.Pool(2) as pool:
+        for _ in range(50):
+            pool.doit(abs, 1)  # known to be short, so it would be sent ahead
+        stopped, other = pool.drones
+        os.kill(stopped.pid, signal.SIGSTOP)
+        held = [pool.promise(abs, -i) for i in range(2)]
+        wait_for(lambda: stopped.unresponsive)
+        done = [pool.promise(abs, -i) for i in range(200)]
+        assert [p.result(10) for p in done] == list(range(200))
+        assert other.alive
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert [p.value for p in held] == [0, 1]
+
+
 def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
     with poly.Pool(1) as pool:
         (drone,) = pool.drones

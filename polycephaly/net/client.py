@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -68,6 +69,7 @@ AHEAD = 2048  # calls that are sent and unanswered
 BYTES_AHEAD = 64 << 20
 PACKET = 256 * 1024  # bytes after which a message is full
 PING_EVERY = 2.0  # seconds
+AS_THE_POOL_SAYS = -1  # retries
 HEARTBEAT_MS = 3000
 HEARTBEAT_TIMEOUT_MS = 12000
 _DEFINITIONS_KEPT = 256
@@ -91,7 +93,7 @@ class _Connection:
     def __init__(self, card: Card, timeout: float) -> None:
         self.address = card.address
         self.hub = self
-        self.terms = Terms(None, 0)
+        self.terms = Terms(None, AS_THE_POOL_SAYS)
         self.plan = _AsPlanned("")
         self.drones = 0
         self.refusal: BaseException | None = None  # why no more work is taken
@@ -353,8 +355,8 @@ class _Connection:
                 if work.args is not None:
                     payload = dumps(work.args, 5) if work.args else b""
                 work.payload = b""
-                timeout, retries = (work.timeout, work.retries or None)
-                items.append((work.number, definition.number, work.kind, timeout, retries, payload))
+                retries = None if work.retries == AS_THE_POOL_SAYS else work.retries
+                items.append((work.number, definition.number, work.kind, work.timeout, retries, payload))
                 self._flight[work.number] = work, len(payload)
                 self._bytes += len(payload)
                 size += len(payload) + 32
@@ -402,12 +404,13 @@ class RemotePool(Doer, Executor):
 
     Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions run in drones of the
     server's image. What is `__main__` here travels by value. When the connection is lost, what was not answered is
-    rejected with `ConnectionError`.
+    rejected with `ConnectionError`. It is closed when nobody has it any more.
     """
 
     def __init__(self, connection: _Connection) -> None:
         self._crew = connection  # type: ignore[assignment]  # it does what a crew does
         self._connection = connection
+        weakref.finalize(self, connection.close, cancel=False, wait=False).atexit = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""

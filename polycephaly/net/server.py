@@ -96,6 +96,7 @@ class Server:
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, _Client] = {}
         self._outcomes: deque[tuple[_Client, int, Promise[Any]]] = deque()
+        self._turned_away = 0
         self._asleep = False
         self._closing = False
         self._turn = safepoint.Turn()
@@ -198,6 +199,7 @@ class Server:
                     if self._somebody_left() or monotonic() >= look:
                         look = monotonic() + LOOK
                         self._drop_the_gone()
+                        self._tell_of_strangers()
                 except Exception:
                     log.exception("a bug in polycephaly: a server's turn failed")
         with self._turn:
@@ -219,7 +221,7 @@ class Server:
             known = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
             status = (b"200", b"OK", key.encode()) if known and domain == DOMAIN else (b"400", b"", b"")
             if not known:
-                log.warning("somebody without an allowed key was turned away at %s", self.address)
+                self._turned_away += 1
             self._zap.send_multipart([version, number, *status, b""])
 
     def _hear_all(self) -> None:
@@ -240,6 +242,8 @@ class Server:
             if why is not None:
                 self._send(identity, [REFUSED, why.encode()])
                 return
+            if client is not None:
+                self._drop(client, "it has begun anew")
             self._clients[identity] = _Client(identity, key, monotonic())
             crew = self._pool._crew
             self._send(identity, hello(crew.plan.size, crew.plan.name))
@@ -327,6 +331,11 @@ class Server:
                 self._drop(client, f"it was not heard of for {SILENCE:g} s")
             else:
                 self._send(client.identity, [PING])
+
+    def _tell_of_strangers(self) -> None:
+        if self._turned_away:  # now and then, or they could fill the log
+            log.warning("%s: %d times somebody without an allowed key was turned away", self.address, self._turned_away)
+            self._turned_away = 0
 
     def _drop(self, client: _Client, why: str) -> None:
         if self._clients.pop(client.identity, None) is None:
