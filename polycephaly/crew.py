@@ -49,6 +49,7 @@ __all__ = ["Crew"]
 
 log = logging.getLogger("polycephaly")
 
+DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
 GRACE = 1.0  # seconds between an interrupt and a kill
 _BATCH = 2048
 CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
@@ -260,6 +261,8 @@ class Crew:
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
+        except Exception:  # it cannot be waited for here: in a callback, say
+            raise
         except BaseException:
             if cancel:
                 self.kill()
@@ -305,36 +308,34 @@ class Crew:
         if batch:
             self.hub.send(link, frames, batch)
             self.watch.begin()
-            if link.overlapping:
+            if link.overlapping or batch[0].timeout is not None:
+                if not link.overlapping:  # it has gone alone, to an idle drone
+                    link.deadlines.clear()
                 for work in batch:
                     if work.timeout is not None:
-                        self.hub.after(work.timeout, partial(self._end_if_it_runs, link, work.number, now))
-            elif batch[0].timeout is not None:  # it has gone alone, to an idle drone
-                link.timed = batch[0]
-                link.deadline = now + batch[0].timeout
+                        link.deadlines[work.number] = now + work.timeout
                 self._set_timer(link)
         return len(batch)
 
     def _set_timer(self, link: Link) -> None:
-        """For what it runs that has a time limit, unless one is set that comes before; that one sets the next."""
-        if link.deadline < link.timer_at:
-            link.timer_at = link.deadline
-            self.hub.after(link.deadline - monotonic(), partial(self._look_at_time, link, link.deadline))
+        """For the first of what has a time limit, unless one is set that comes before; that one sets the next."""
+        first = min(link.deadlines.values(), default=inf)
+        if first < link.timer_at:
+            link.timer_at = first
+            self.hub.after(first - monotonic(), partial(self._look_at_times, link, first))
 
-    def _look_at_time(self, link: Link, at: float) -> None:
+    def _look_at_times(self, link: Link, at: float) -> None:
         if link.timer_at == at:
             link.timer_at = inf
-        work = link.timed
-        if work is not None and work.number in link.flight and not work.done():
-            if monotonic() >= link.deadline:
+        now = monotonic()
+        for number, deadline in list(link.deadlines.items()):
+            work = link.flight.get(number)
+            if work is None or work.done():
+                del link.deadlines[number]
+            elif deadline <= now:
+                del link.deadlines[number]
                 self._timed_out(link, work)
-            else:
-                self._set_timer(link)
-
-    def _end_if_it_runs(self, link: Link, number: int, sent: float) -> None:
-        work = link.flight.get(number)
-        if work is not None and work.sending is not None and work.sending.at == sent and not work.done():
-            self._timed_out(link, work)
+        self._set_timer(link)
 
     def after_turn(self) -> None:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
@@ -344,7 +345,7 @@ class Crew:
             self._tell_of_room()
         idle = False
         for link in self.links:
-            if link.state is State.READY and not link.flight:
+            if link.state is State.READY and not link.flight and not link.unresponsive:
                 idle = True
                 break
         self.hungry = idle or (self.plan.width > 1 and self._could_overlap())
@@ -486,6 +487,23 @@ class Crew:
             else:
                 work.payload = b""
                 self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
+
+    def doubt(self, link: Link) -> None:
+        """It has sent what is no message. If that was an answer, what it answered would be waited for for ever."""
+        if not link.doubted and link.alive:
+            link.doubted = True
+            self.hub.after(DOUBT, partial(self._kill_if_it_owes, link, next(iter(link.flight), None)))
+
+    def _kill_if_it_owes(self, link: Link, head: int | None) -> None:
+        """`head` was the next that it had to answer, and still is, though it does not run that: so it never will."""
+        link.doubted = False
+        if not link.flight or not link.alive:
+            return
+        page, now = link.launcher.page, next(iter(link.flight))
+        if now == head and (page.sent(link.slot) == head or page.started(link.slot) != head) and not link.overlapping:
+            link.kill("it has sent what is no message, and owes an answer")
+        else:
+            self.doubt(link)
 
     def fail(self, error: Exception) -> None:
         """A bug in our own code: better all its work is rejected than anybody waits for ever."""

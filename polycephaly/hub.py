@@ -46,6 +46,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ __all__ = ["Hub", "lease_hub"]
 
 log = logging.getLogger("polycephaly")
 
+BULK_MOST = 100  # messages read in one turn: a stranger may send without end, and is not to keep all others waiting
+LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
 TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
 
 _hub: Hub | None = None
@@ -337,15 +340,17 @@ class Hub:
                 hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
+                link.crew.doubt(link)
             except Exception as error:
                 link.crew.fail(error)
             if not all_of_it:
                 return
 
-    def receive(self) -> None:
-        """Reads all that drones have sent by bulk."""
+    def receive(self, most: float = inf) -> None:
+        """Reads what drones have sent by bulk; at most so many messages."""
         router = self._router
-        while router is not None and has_news(router):
+        while router is not None and most > 0 and has_news(router):
+            most -= 1
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
             link = self._links.get(identity)
             if link is None:  # a drone that is gone by now, or a stranger: nothing of it is looked at
@@ -357,6 +362,7 @@ class Hub:
                 hear(link, frames)
             except Malformed as wrong:
                 log.warning("a message of %s was dropped: %s", link.name, wrong)
+                link.crew.doubt(link)
             except Exception as error:
                 link.crew.fail(error)
 
@@ -390,7 +396,7 @@ class Hub:
         inbox = self._inbox
         while inbox:
             self._guarded(inbox.popleft())
-        self._guarded(self.receive)
+        self._guarded(partial(self.receive, BULK_MOST))
         now = monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._guarded(heapq.heappop(self._timers)[2])
@@ -459,11 +465,11 @@ class Hub:
             timeout = max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
             if (self._lent or not self.leases) and not 0 <= timeout < TICK:
                 timeout = TICK
-            news = self._epoll.poll(timeout)
+            news = self._epoll.poll(min(timeout, LONGEST))
             if self._lent:
                 self._take_back_lanes()
         else:
-            news = []
+            news = self._epoll.poll(0)  # or who sends by bulk without end would keep it from all others
         self._asleep = False
         try:
             del self._bell

@@ -71,6 +71,7 @@ class Link:
         self.load = 0.0  # seconds of work in flight, as estimated
         self.unknown = 0  # how many in flight have no estimate
         self.overlapping = 0  # how many in flight are run beside each other; then all are
+        self.doubted = False  # it has sent what is no message, and is looked after
         self.hung = False  # something that nobody waits for any more does not come back: it is to run dry
         self.places = 0  # how many of these it was sent, all told
         self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
@@ -89,9 +90,8 @@ class Link:
         self._ringing = False
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
-        self.timed: Work | None = None  # the last one with a time limit that it was sent
-        self.deadline = 0.0  # of that
-        self.timer_at = inf  # when that is looked at
+        self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
+        self.timer_at = inf  # when these are looked at
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
         self.verdict = ""  # why we have killed it
 
@@ -337,6 +337,8 @@ class Link:
             assert sending is not None
             if sending.by_bulk:
                 self._bulk_unanswered -= 1
+            if work.timeout is not None:
+                self.deadlines.pop(number, None)
             if work.definition.overlaps:
                 self.overlapping -= 1
             elif sending.estimate < 0:

@@ -51,6 +51,8 @@ log = logging.getLogger("polycephaly")
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
 IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
 START_TRIES = 3
+SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is IN_TRANSIT
+TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are there
 
 
 class Roster:
@@ -64,6 +66,7 @@ class Roster:
         self.first: Link | None = None
         self._zygote_lost = False
         self._failed_starts = 0
+        self.too_large_so_far = 0  # drones in a row
         self._renewals: list[Promise[None]] = []  # refreshes that wait for their drones
         self._free_slots = list(range(2 * self._plan.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
@@ -156,7 +159,11 @@ class Roster:
         except Exception as error:
             link.close(self._hub.unwatch)
             self._free_slots.append(slot)
-            self._crew.cannot_start(named(error))
+            if self._crew.begun.done() and any(each.state is State.READY for each in self.links):
+                log.warning("%s goes on with fewer drones for a while: %s", self._plan.name, named(error))
+                self._hub.after(TRY_AGAIN, self.fill_up)
+            else:
+                self._crew.cannot_start(named(error))
             return False
         finally:
             for fd in ends:
@@ -251,7 +258,9 @@ class Roster:
     def too_large(self, link: Link, what: str) -> None:
         """It holds more than it may before it has done anything: so would the next."""
         link.kill(what)
-        self._start_failed(BrokenProcessPool(f"no drone of {self._plan.name} fits: {what}"))
+        self.too_large_so_far += 1
+        if self.too_large_so_far >= START_TRIES:
+            self._crew.break_(BrokenProcessPool(f"no drone of {self._plan.name} fits: {what}"))
 
     def _start_failed(self, error: BaseException) -> None:
         """A drone did not become ready. It is tried a few times over, not for ever."""
@@ -329,7 +338,7 @@ class Roster:
         link.state = State.DEAD
         print_lines(link)
         self._hub.receive_by_lane(link, all_of_it=True)  # what had already reached this process counts
-        self._hub.receive()
+        self._hub.receive(SENT_MOST)
         page = link.launcher.page
         hear_kept(link, page.kept(link.slot))
         order = list(link.flight)

@@ -100,7 +100,7 @@ class Watch:
                 self._look_at_memory(link, self._memory)
             if link.pid is None or link.verdict or link.state is State.STOPPING:
                 awaited.add(link.launcher)  # it is the zygote that starts it, and tells of its end
-            if link.pid is not None and (link.flight or link.state is not State.READY):
+            if link.pid is not None and (link.flight or link.state < State.READY):
                 awaited.add(link)
         for gone in self._patients.keys() - awaited:
             del self._patients[gone]
@@ -153,13 +153,15 @@ class Watch:
         assert link.pid is not None
         held = memory_of(link.pid, int(most * NEAR))
         if held < most * NEAR or link.verdict:
+            if link.state is State.READY:
+                self._crew.roster.too_large_so_far = 0
             return
         what = f"it and what it had started held {held >> 20:,} MiB, more than max_memory={most:,} bytes"
-        if link.state is State.READY and not link.flight and not link.tasks_done:
+        if link.state is State.READY and not link.flight and not link.tasks_done and self._crew.plan.on_death != "end":
             self._crew.roster.too_large(link, what)
         elif held > most:
             link.kill(what)
-        elif link.state is State.READY:
+        elif link.state is State.READY and self._crew.plan.on_death != "end":  # which would end with it
             log.info("drone %s is replaced: it holds %s MiB", link.name, f"{held >> 20:,}")
             self._crew.roster.retire(link)
 

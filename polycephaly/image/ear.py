@@ -9,14 +9,14 @@ token too many costs one tick.
 
 from __future__ import annotations
 
+import os
 import select
 import threading
+import traceback
 from contextlib import suppress
 from queue import SimpleQueue
 from time import sleep
 from typing import TYPE_CHECKING
-
-import zmq
 
 from ..launch import safepoint
 
@@ -57,9 +57,15 @@ class Ear:
             elif current == seen:
                 # The descriptor tells of news only; what came before the ear began must be looked for.
                 self._drone.beat()
-                with suppress(zmq.ZMQError):
+                try:
                     self._drone.hear_if_free()
-                    readable.poll(BEAT * 1000)
+                except BaseException:
+                    # What it had taken, to hear or to send, would be lost, and somebody would wait for it for ever. So
+                    # the drone ends: the page tells what was done, what was being run, and what can run elsewhere.
+                    with suppress(BaseException):
+                        os.write(2, traceback.format_exc().encode())
+                    os._exit(1)
+                readable.poll(BEAT * 1000)
                 continue
             seen = current
             sleep(WINDOW)

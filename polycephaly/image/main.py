@@ -377,6 +377,7 @@ class Drone:
             with suppress(Exception):
                 stream.flush()
         with self.socket_turn:
+            self._waiting = True  # the ear leaves them alone from now on
             if self._bulk is not None:
                 self._bulk.close()
                 self._context.term()

@@ -1,7 +1,7 @@
 """Work of a client's of a served pool: opened here, in a drone, and nowhere on its way.
 
 The server gives it to its pool as a call of `relayed` on bytes, and sends back the bytes that come of it. So nothing
-of a client's is ever unpickled in the server's image.
+of a client's is unpickled in the server's image.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def relayed(definition_kind: int, definition: bytes, kind: int, payload: bytes) 
     try:
         value = _defined(definition_kind, definition).call(kind, payload)
         return VALUE, b"" if value is None else _packed(value)
-    except KeyboardInterrupt:  # it is interrupted: nobody waits for what came of it
-        raise
-    except BaseException as error:
+    except BaseException as error:  # all of them: what would be raised here would be rebuilt in the server's image
         return ERROR, pack_exception(error, capture_all)
 
 

@@ -35,19 +35,21 @@ from ..doer import Doer
 from ..errors import another
 from ..launch import safepoint
 from ..plan import Terms, check_at_least, check_timeout, check_work
-from ..promises import FINISHED, Promise, settlers
+from ..promises import CANCELLED, FINISHED, Promise, settlers
 from ..wire.capture import MainSnapshot
 from ..wire.definitions import Book
 from ..wire.endpoint import has_news
 from ..wire.exceptions import unpack_exception
-from ..wire.messages import ERROR, FORGET, Malformed
+from ..wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
 from ..work import Work
-from .forks import reached
+from .forks import Peer, peer_of, reached
 from .frames import (
     BYE,
     CANCEL,
     HELLO,
+    LARGEST,
     PING,
+    RECALL,
     REFUSED,
     RESULTS,
     Item,
@@ -106,9 +108,10 @@ class _Connection:
         self._waiting: set[Work] = set()
         self._defined: dict[int, None] = {}
         self._asleep = False
-        self._stopping = self._lost = False
+        self._stopping = self._lost = self._left_behind = False
+        self._cancels = ""
         self._pinged = 0.0
-        self._peer: tuple[str, int] | None = None
+        self._peer: Peer | None = None
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -121,7 +124,7 @@ class _Connection:
                 (zmq.LINGER, 500), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IPV6, wants_ipv6(card.address)),
                 (zmq.CURVE_SERVERKEY, card.server.encode()), (zmq.CURVE_PUBLICKEY, card.public.encode()),
                 (zmq.CURVE_SECRETKEY, card.secret.encode()), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.MAXMSGSIZE, LARGEST),
             ):  # fmt: skip
                 self._socket.setsockopt(option, value)
             self._monitor = self._socket.get_monitor_socket(_EVENTS)
@@ -136,10 +139,10 @@ class _Connection:
         try:
             self.welcome.result(timeout)
         except TimeoutError:
-            self.close()
+            self.close(cancel="all")
             raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{self._why()}") from None
         except BaseException:
-            self.close()
+            self.close(cancel="all")
             raise
 
     _trouble = ""
@@ -185,6 +188,8 @@ class _Connection:
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Nothing that a waiting thread could do."""
+        if self._left_behind:
+            raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
 
     def post(self, act: Callable[[], object]) -> None:
         self._acts.append(act)
@@ -205,11 +210,10 @@ class _Connection:
             with suppress(OSError):
                 os.eventfd_write(self._bell, 1)
 
-    def close(self, *, cancel: bool = True, wait: bool = True) -> None:
-        """Without `cancel`, what was submitted is finished first."""
+    def close(self, *, cancel: str = "", wait: bool = True) -> None:
+        """What was submitted is finished first; or cancelled: "all" of it, or what is "not begun"."""
         self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
-        if cancel:
-            self.post(self._cancel_all)
+        self._cancels = cancel or self._cancels
         self._stopping = True
         self._ring()
         if wait:
@@ -227,27 +231,33 @@ class _Connection:
         try:
             while not self._lost and not (self._stopping and self._is_done()):
                 self._asleep = True
-                if not self._acts and not self._could_send():
+                if not self._acts and not self._could_send() and not self._cancels:
                     poller.poll(int(PING_EVERY * 1000))
                 self._asleep = False
-                settled: list[tuple[Work, int, bytes]] = []
-                with self._turn:
-                    with suppress(BlockingIOError):
-                        os.eventfd_read(self._bell)
-                    self._look_at_connection()
-                    self._hear_all(settled)
-                    while self._acts:
-                        self._acts.popleft()()
-                    self._send_what_waits()
-                    self._ping()
-                for work, status, payload in settled:
-                    _settle(work, status, payload)
-                del settled
+                self._once()
         except Exception as error:
             log.exception("a bug in polycephaly breaks the connection to %s", self.address)
             self._lose(f"a bug in polycephaly: {error}")
         finally:
             self._end()
+
+    def _once(self) -> None:
+        """A turn, and after it what may run code of users: settling and cancelling."""
+        settled: list[tuple[Work, int, bytes]] = []
+        with self._turn:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+            self._look_at_connection()
+            self._hear_all(settled)
+            while self._acts:
+                self._acts.popleft()()
+            self._send_what_waits()
+            self._ping()
+        for work, status, payload in settled:
+            _settle(work, status, payload)
+        if self._cancels:
+            cancels, self._cancels = self._cancels, ""
+            self._cancel_all(running=cancels == "all")
 
     def _is_done(self) -> bool:
         return not (self._queue or self._flight or self._waiting or self._acts)
@@ -271,15 +281,10 @@ class _Connection:
     def _reject_all(self) -> None:
         """Whoever pops a piece of work rejects it."""
         refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
-        with suppress(IndexError, KeyError):
-            while True:
-                self._queue.popleft()._settle(FINISHED, None, another(refusal))
-        with suppress(KeyError):
-            while True:
-                self._flight.popitem()[1][0]._settle(FINISHED, None, another(refusal))
-        with suppress(KeyError):
-            while True:
-                self._waiting.pop()._settle(FINISHED, None, another(refusal))
+        for take in (self._queue.popleft, lambda: self._flight.popitem()[1][0], self._waiting.pop):
+            with suppress(IndexError, KeyError):
+                while True:
+                    _finish(take(), None, another(refusal))
 
     def _lose(self, why: str) -> None:
         self._lost = True
@@ -291,8 +296,7 @@ class _Connection:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
-                host, _, port = event["endpoint"].decode().removeprefix("tcp://").rpartition(":")
-                self._peer = host.strip("[]").removeprefix("::ffff:"), int(port)
+                self._peer = peer_of(event["value"])
                 reached.add(self._peer)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._lose("it does not know our key (was it taken off the allow-list?)")
@@ -377,13 +381,24 @@ class _Connection:
             self._pinged = now
             self._socket.send_multipart([PING])
 
-    def _cancel_all(self) -> None:
-        for work in [*self._queue, *self._waiting, *(work for work, _ in self._flight.values())]:
-            work.cancel()
+    def _cancel_all(self, running: bool) -> None:
+        """All, or what the server has not begun: of what it has it knows that."""
+        sent = list(self._flight)
+        for work in [*self._queue, *self._waiting, *(work for work, _ in self._flight.values() if running)]:
+            try:
+                work.cancel()
+            except BaseException:
+                log.exception("a callback of %r failed", work)
+        if not running and not self._lost:
+            with self._turn:
+                self._socket.send_multipart(pack_numbers(RECALL, sent))
 
 
 def _settle(work: Work, status: int, payload: bytes) -> None:
     value, error = None, None
+    if status == WITHDRAWN:
+        _finish(work, None, None, CANCELLED)
+        return
     try:
         if status == ERROR:
             error = unpack_exception(payload)
@@ -393,8 +408,12 @@ def _settle(work: Work, status: int, payload: bytes) -> None:
         error = wrong
         with suppress(BaseException):
             error.add_note(f"while unpickling the result of {work.definition.label}")
+    _finish(work, value, error)
+
+
+def _finish(work: Work, value: Any, error: BaseException | None, state: str = FINISHED) -> None:
     try:
-        work._settle(FINISHED, value, error)
+        work._settle(state, value, error)
     except BaseException:
         log.exception("a callback of %r failed", work)
 
@@ -410,7 +429,7 @@ class RemotePool(Doer, Executor):
     def __init__(self, connection: _Connection) -> None:
         self._crew = connection  # type: ignore[assignment]  # it does what a crew does
         self._connection = connection
-        weakref.finalize(self, connection.close, cancel=False, wait=False).atexit = False
+        weakref.finalize(self, connection.close, wait=False).atexit = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""
@@ -449,14 +468,15 @@ class RemotePool(Doer, Executor):
         return results()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leaves, when what was submitted is done; the pool itself goes on. Twice is no error."""
-        self._connection.close(cancel=cancel_futures, wait=wait)
+        """Leaves, when what was submitted is done; the pool itself goes on. With `cancel_futures`, what no drone has
+        begun is cancelled. Twice is no error."""
+        self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._connection.close(cancel=kind is not None)
+        self._connection.close(cancel="all" if kind is not None else "")
 
     def __repr__(self) -> str:
         connection = self._connection
@@ -497,7 +517,7 @@ _left_behind: list[_Connection] = []
 def _forget_connections() -> None:
     """In a forked child: they stayed behind with their threads."""
     for connection in _connections:
-        connection._lost = True
+        connection._lost = connection._left_behind = True
         connection.refusal = RuntimeError(f"the connection to {connection.address} belongs to another process")
     _left_behind.extend(_connections)
     _connections.clear()

@@ -11,12 +11,29 @@ import socket
 import stat
 from contextlib import suppress
 
-__all__ = ["listening", "reached"]
+__all__ = ["Peer", "listening", "peer_of", "reached"]
+
+Peer = tuple[str, int] | None
 
 listening: set[int] = set()
 """Ports on which this image listens."""
-reached: set[tuple[str, int]] = set()
+reached: set[Peer] = set()
 """Hosts and ports to which it is connected."""
+
+
+def peer_of(fd: int) -> Peer:
+    """To whom a socket is connected, by number; None if it is not, or not any more."""
+    try:
+        connection = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    try:
+        host, port = connection.getpeername()[:2]
+        return host, port
+    except OSError:
+        return None
+    finally:
+        connection.detach()
 
 
 def _close_in_child() -> None:
@@ -36,12 +53,10 @@ def _is_ours(fd: int) -> bool:
             return False
         if connection.getsockname()[1] in listening:
             return True
-        with suppress(OSError):  # it is not connected
-            host, port = connection.getpeername()[:2]
-            return (host.removeprefix("::ffff:"), port) in reached
-        return False
     finally:
         connection.detach()
+    peer = peer_of(fd)
+    return peer is not None and peer in reached
 
 
 os.register_at_fork(after_in_child=_close_in_child)

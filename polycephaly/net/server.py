@@ -42,13 +42,25 @@ from ..promises import CANCELLED, Promise, settlers
 from ..wire.capture import MainSnapshot, capture
 from ..wire.endpoint import has_news
 from ..wire.exceptions import pack_exception
-from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CALLABLE, DEFINE_CODE, ERROR, FORGET, Malformed
+from ..wire.messages import (
+    CALL,
+    CALL_FILLED,
+    CALL_KEYWORDS,
+    DEFINE_CALLABLE,
+    DEFINE_CODE,
+    ERROR,
+    FORGET,
+    WITHDRAWN,
+    Malformed,
+)
 from .forks import listening
 from .frames import (
     BYE,
     CANCEL,
     HELLO,
+    LARGEST,
     PING,
+    RECALL,
     REFUSED,
     WORK,
     hello,
@@ -71,7 +83,6 @@ SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
-MOST_FRAME = 1 << 31  # bytes of one argument or result
 
 
 class _Client:
@@ -114,7 +125,7 @@ class Server:
                 (zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.ROUTER_MANDATORY, 1),
                 (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, DOMAIN),
                 (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret.encode()),
-                (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, MOST_FRAME),
+                (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
             self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -196,9 +207,11 @@ class Server:
                     self._let_in()
                     self._hear_all()
                     self._send_outcomes()
-                    if self._somebody_left() or monotonic() >= look:
-                        look = monotonic() + LOOK
+                    late = monotonic() >= look
+                    if self._somebody_left() or late:
                         self._drop_the_gone()
+                    if late:
+                        look = monotonic() + LOOK
                         self._tell_of_strangers()
                 except Exception:
                     log.exception("a bug in polycephaly: a server's turn failed")
@@ -243,24 +256,26 @@ class Server:
                 self._send(identity, [REFUSED, why.encode()])
                 return
             if client is not None:
-                self._drop(client, "it has begun anew")
+                self._drop(client, "you have begun anew")
             self._clients[identity] = _Client(identity, key, monotonic())
             crew = self._pool._crew
             self._send(identity, hello(crew.plan.size, crew.plan.name))
             return
-        if client is None:
-            raise Malformed("it has not said hello")
+        if client is None:  # it was let go, or has not said hello
+            if kind != BYE:
+                self._send(identity, [REFUSED, b"the server does not know it (any more): connect again"])
+            return
         client.heard = monotonic()
         if kind == WORK:
             for number, definition, what, timeout, retries, payload in read_work(frames):
                 self._take(client, number, definition, what, timeout, retries, payload)
-        elif kind == CANCEL:
+        elif kind in (CANCEL, RECALL):
             for number in read_numbers(frames):
                 promise = client.works.get(number)
                 if promise is not None:
-                    promise.cancel()
+                    promise.cancel(running=kind == CANCEL)
         elif kind == BYE:
-            self._drop(client, "it has left")
+            self._drop(client, "you have left")
         elif kind != PING:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
@@ -269,8 +284,7 @@ class Server:
         payload: bytes,
     ) -> None:  # fmt: skip
         if kind in (DEFINE_CALLABLE, DEFINE_CODE):
-            defined = client.definitions[number] = partial(relayed, kind, payload)
-            defined.__qualname__ = f"work of a client's ({client.key[:8]})"  # type: ignore[attr-defined]
+            client.definitions[number] = partial(relayed, kind, payload)
         elif kind == FORGET:
             client.definitions.pop(number, None)
         elif kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
@@ -296,10 +310,12 @@ class Server:
         results: dict[bytes, list[tuple[int, int, bytes]]] = {}
         for _ in range(len(self._outcomes)):
             client, number, promise = self._outcomes.popleft()
-            if client.works.pop(number, None) is None or promise._state == CANCELLED:
+            if client.works.pop(number, None) is None:
                 continue  # nobody waits for it
             error = promise._exception
-            if error is None:
+            if promise._state == CANCELLED:
+                status, payload = WITHDRAWN, b""
+            elif error is None:
                 status, payload = promise._result
             else:
                 status, payload = ERROR, pack_exception(error, partial(capture, snapshot=_NOTHING))
@@ -313,11 +329,12 @@ class Server:
         except zmq.ZMQError:  # it is gone
             client = self._clients.get(identity)
             if client is not None:
-                self._drop(client, "its connection is gone")
+                self._drop(client, "your connection is gone")
             return False
         return True
 
     def _somebody_left(self) -> bool:
+        """Perhaps only a stranger."""
         left = False
         while has_news(self._monitor):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
@@ -328,7 +345,7 @@ class Server:
         now = monotonic()
         for client in list(self._clients.values()):
             if now - client.heard > SILENCE:
-                self._drop(client, f"it was not heard of for {SILENCE:g} s")
+                self._drop(client, f"you were not heard of for {SILENCE:g} s")
             else:
                 self._send(client.identity, [PING])
 
@@ -342,6 +359,7 @@ class Server:
             return
         works = list(client.works.values())
         log.info("a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, len(works))
+        self._send(client.identity, [REFUSED, why.encode()])
         client.works.clear()
         for promise in works:
             promise.cancel()

@@ -78,7 +78,7 @@ class Lane:
     def _is_open(self) -> bool:
         """Has the other end not been closed yet? An empty packet looks as its end does."""
         look = select.poll()
-        look.register(self._end, 0)  # a hang-up is told unasked
+        look.register(self._end, select.POLLRDHUP)
         return not look.poll(0)
 
     def close(self) -> None:
