@@ -172,9 +172,12 @@ class Crew:
         while len(queue) >= limit and self.refusal is None and self.hub.can_be_waited_for():
             room = _Room(self.hub, queue)
             self._rooms.append(room)
-            if len(queue) < limit or self.refusal is not None:
-                return
-            room.result()
+            try:
+                if len(queue) < limit or self.refusal is not None:
+                    return
+                room.result()
+            finally:  # or it could be told in the place of one who waits
+                room._settle(FINISHED, None, None)
 
     def close_without(self, holder: object) -> None:
         """Is closed when nobody has `holder` any more."""
@@ -361,6 +364,8 @@ class Crew:
         told: dict[int, int] = {}
         for _ in range(len(self._rooms)):
             room = self._rooms.popleft()
+            if room.done():  # its caller has gone
+                continue
             key = id(room.queue)
             told[key] = told.get(key, 0) + 1
             if self.refusal is not None or len(room.queue) + told[key] <= limit:

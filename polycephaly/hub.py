@@ -385,9 +385,9 @@ class Hub:
             if gone or self.leases:
                 while self.last_zygotes:
                     self.last_zygotes.pop().end()
-            ended, self.ending = self.ending, []
-            for promise in ended:
-                promise._settle(FINISHED, None, None)
+                ended, self.ending = self.ending, []
+                for promise in ended:
+                    promise._settle(FINISHED, None, None)
             if gone:
                 return
             self._sleep()
@@ -488,7 +488,7 @@ class Hub:
             self._inbox
             or (self._deliveries and not self._delivering)
             or self._errands
-            or self.ending
+            or (self.ending and self.leases)
             or (self._router is not None and has_news(self._router))
             or self._could_send()
         )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-__all__ = ["descendants", "memory_of", "pulse_of", "state_of"]
+__all__ = ["descendants", "memory_of", "processor_time", "state_of"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _OWN = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields after the name, from the state on."""
+def _stat(what: str) -> list[str]:
+    """Of a process, or of one of its threads: the fields after the name, from the state on."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
+        with open(f"/proc/{what}/stat") as stat:
             return stat.read().rpartition(")")[2].split()
     except OSError:
         return []
@@ -22,12 +23,16 @@ def _stat(pid: int) -> list[str]:
 
 def state_of(pid: int) -> str:
     """One letter: R(unning), S(leeping), D(isk), T (stopped), t (traced), Z(ombie); empty where there is none."""
-    return (_stat(pid) or [""])[0]
+    return (_stat(str(pid)) or [""])[0]
 
 
-def pulse_of(pid: int) -> tuple[str, ...]:
-    """The processor time that all its threads have used, in ticks: it changes while it computes."""
-    return tuple(_stat(pid)[11:13])
+def processor_time(pid: int) -> tuple[float, float]:
+    """Seconds that its main thread has used, and all of its threads; in steps of a hundredth, mostly."""
+    return _used(f"{pid}/task/{pid}"), _used(str(pid))
+
+
+def _used(what: str) -> float:
+    return sum(int(ticks) for ticks in _stat(what)[11:13]) / _TICKS
 
 
 def descendants(pid: int) -> list[int]:

@@ -156,6 +156,10 @@ class Roster:
             link.lane = lifeline.own(Lane(mine))
             order = Order(link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd)
             self._launcher.start(order, ends)
+        except (BrokenPipeError, ConnectionResetError):  # its zygote is gone: the end of its reports tells, and why
+            link.close(self._hub.unwatch)
+            self._free_slots.append(slot)
+            return False
         except Exception as error:
             link.close(self._hub.unwatch)
             self._free_slots.append(slot)
@@ -443,6 +447,7 @@ class Roster:
                 self._hub.unwatch(launcher.pidfd)
         self._hub.last_zygotes += self._launchers
         self._launchers.clear()
+        self.book.forget()
         self._arena.end()
 
 

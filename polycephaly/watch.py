@@ -1,14 +1,15 @@
 """The watch: looks at a crew's drones from outside, now and then.
 
     running page: started, sent, beat ──┐
-    /proc: state, processor time ───────┴──> pulse ── the same for QUIET s ──> unresponsive ── hang_timeout ──> killed
+    /proc: processor time ──────────────┴──> pulse ── the same for QUIET s ──> unresponsive ── hang_timeout ──> killed
     /proc: memory of it and its descendants ─────────> near max_memory: replaced after its work;  more: killed
 
 A drone with work shows that it lives without a message: while a task runs its ear writes a *beat* into the page ten
 times a second, for which it needs the interpreter for an instant. So code that sleeps, waits or computes in Python
-has a pulse. C code that keeps the interpreter has one as long as it uses the processor. What has none is stopped by a
-signal, waits for a disk or for memory that was swapped out, or holds the interpreter and does nothing; the kernel
-tells which. Short pauses are normal, so it is told after QUIET seconds, and only `hang_timeout` makes it a death.
+has a pulse. C code that keeps the interpreter has one as long as it computes: in the main thread, at all, or else in
+all threads for a tenth of the time. What has none is stopped by a signal, waits for a disk or for memory that was
+swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses are normal, so it is told
+after QUIET seconds, and only `hang_timeout` makes it a death.
 
 Where this process itself did not run for a while, all counting begins anew: it would blame others for its own sleep.
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from .launch.launcher import Launcher
 from .link import Link, State
-from .procfs import memory_of, pulse_of, state_of
+from .procfs import memory_of, processor_time, state_of
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -36,6 +37,8 @@ log = logging.getLogger("polycephaly")
 LOOK = 0.5  # seconds between two looks
 LOOK_AT_MEMORY = 0.2
 QUIET = 2.0  # seconds without a pulse after which it is told
+BUSY = 0.1
+"""Of a processor, by all threads together. Threads that wait for the interpreter look up every few milliseconds."""
 NEAR = 0.9  # of max_memory
 
 _WHY = {
@@ -50,18 +53,21 @@ _IDLE = "it holds its interpreter and does nothing"
 class _Patient:
     """Whose pulse is felt."""
 
-    __slots__ = ("pulse", "since", "told")
+    __slots__ = ("_pulse", "_since", "_used", "told")
 
     def __init__(self, now: float) -> None:
-        self.pulse: object = None
-        self.since = now  # when it changed last
+        self._pulse: object = None
+        self._used = 0.0
+        self._since = now
         self.told = False
 
-    def quiet_for(self, pulse: object, now: float) -> float:
-        if pulse != self.pulse:
-            self.pulse = pulse
-            self.since = now
-        return now - self.since
+    def quiet_for(self, now: float, pulse: object, used: float = 0.0) -> float:
+        """Seconds since `pulse` has changed, or a notable share of a processor was `used`."""
+        if pulse != self._pulse or used - self._used > BUSY * (now - self._since):
+            self._pulse = pulse
+            self._used = used
+            self._since = now
+        return now - self._since
 
 
 class Watch:
@@ -124,7 +130,8 @@ class Watch:
     def _feel(self, link: Link, patient: _Patient, now: float) -> None:
         page, slot, pid = link.launcher.page, link.slot, link.pid
         assert pid is not None
-        quiet = patient.quiet_for((page.started(slot), page.sent(slot), page.beat(slot), pulse_of(pid)), now)
+        main, everyone = processor_time(pid)
+        quiet = patient.quiet_for(now, (page.started(slot), page.sent(slot), page.beat(slot), main), everyone)
         if quiet < self._quiet:
             if link.unresponsive is not None:
                 link.unresponsive = None
@@ -138,8 +145,9 @@ class Watch:
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
         """It waits most of the time, so only that it is stopped tells anything."""
-        quiet = patient.quiet_for(state_of(launcher.pid) in ("T", "t"), now)
-        if not patient.pulse or quiet < self._quiet:
+        stopped = state_of(launcher.pid) in ("T", "t")
+        quiet = patient.quiet_for(now, stopped)
+        if not stopped or quiet < self._quiet:
             return
         if not patient.told:
             patient.told = True

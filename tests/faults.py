@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 
 def segfault() -> None:
@@ -146,3 +151,175 @@ def collect_what_fails(how: str) -> str:
     FailsWhenCollected(how)
     gc.collect()
     return "collected"
+
+
+# -- faults from outside, at random points of a drone's life --------------------------------------------
+
+FAULTS = ("kill", "stop and continue", "stop and kill")
+
+
+class Killer:
+    """Every `seconds` one of `faults`, drawn at random, befalls a random drone of `pool`, while its block lasts.
+
+    What a "stop" holds is held for up to `hold` seconds, beside the faults that follow; at the end of the block it goes
+    on. What is drawn, and in which order, follows from `seed` alone. `did` counts what was done.
+
+        with Killer(pool, seconds=0.2, seed=7) as killer:
+            ...
+        print(killer.did)
+    """
+
+    def __init__(
+        self,
+        pool: object,
+        *,
+        seconds: float = 0.2,
+        faults: tuple[str, ...] = FAULTS,
+        hold: float = 0.5,
+        seed: object = None,
+    ) -> None:
+        assert set(faults) <= set(FAULTS), faults
+        self.seed = random.randrange(1 << 32) if seed is None else seed
+        self.did: Counter[str] = Counter()
+        self._pool = pool
+        self._seconds = seconds
+        self._faults = faults
+        self._hold = hold
+        self._dice = random.Random(f"{self.seed}")
+        self._held: list[tuple[float, int, int]] = []  # until when, who, and by what signal it ends
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="killer")
+
+    def __enter__(self) -> Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _live(self) -> None:
+        due = time.monotonic() + self._seconds
+        while not self._over.wait(max(0.0, min([due, *(each[0] for each in self._held)]) - time.monotonic())):
+            now = time.monotonic()
+            self._let_go(now)
+            if now >= due:
+                due = now + self._seconds
+                self._strike(now)
+        self._let_go(None)
+
+    def _strike(self, now: float) -> None:
+        fault, place, held_for = self._dice.choice(self._faults), self._dice.random(), self._dice.random() * self._hold
+        drones = self._pool.drones
+        if not drones:
+            return
+        drone = drones[int(place * len(drones))]
+        try:
+            victim = os.pidfd_open(drone.pid)  # from now on the number is surely its own
+        except (OSError, RuntimeError):  # it has just ended, or never began
+            return
+        if not drone.alive:
+            os.close(victim)
+            return
+        self.did[fault] += 1
+        if fault == "kill":
+            _send(victim, signal.SIGKILL)
+            os.close(victim)
+        else:
+            _send(victim, signal.SIGSTOP)
+            self._held.append((now + held_for, victim, signal.SIGKILL if fault == "stop and kill" else signal.SIGCONT))
+
+    def _let_go(self, now: float | None) -> None:
+        """Of those whose time has come; without `now`, of all."""
+        for each in self._held[:]:
+            until, victim, number = each
+            if now is None or until <= now:
+                _send(victim, number)
+                os.close(victim)
+                self._held.remove(each)
+
+
+def _send(pidfd: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+# -- limits: for a pool's `initializer`, as work, or at the head of a script ----------------------------
+
+
+def limit(what: str, most: int) -> None:
+    """From now on this process, and what it forks, may have at most so many of AS, NOFILE, FSIZE, ...; until `limit`
+    is called again."""
+    number = getattr(resource, f"RLIMIT_{what}")
+    resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
+
+
+def limit_memory(more: int) -> None:
+    """So many bytes of addresses more than this process has now."""
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[0])
+    limit("AS", pages * resource.getpagesize() + more)
+
+
+def limit_descriptors(more: int) -> None:
+    """So many descriptors more than are open now: those that are stay."""
+    taken = {fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)}
+    most = 0
+    while more or most in taken:
+        more -= most not in taken
+        most += 1
+    limit("NOFILE", most)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def small_disk(folder: object, size: str = "64k") -> Iterator[str]:
+    """A file system of so many bytes at `folder`. Raises `OSError` where that takes a right that we have not got."""
+    path = str(folder)
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    except FileNotFoundError as error:
+        raise OSError(f"no mount: {error}") from error
+    if done.returncode:
+        raise OSError(done.stderr.decode().strip())
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+# -- what uses up what there is, as work ------------------------------------------------------------------
+
+
+def take_memory(size: int) -> int:
+    return len(bytearray(size))
+
+
+def take_all_descriptors(then: Callable[[], object] | None = None) -> object:
+    """Opens files until no more can be; `then` is called while they are open."""
+    held: list[int] = []
+    try:
+        while True:
+            try:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                if then is None:
+                    raise
+                return then()
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def fill_disk(path: str) -> None:
+    """Writes until there is no more room."""
+    with open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))

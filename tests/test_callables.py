@@ -1,10 +1,13 @@
 """Callables: by reference where the drone has them, by value else; captured when the call is made."""
 
+import contextlib
 import functools
+import gc
 import operator
 import os
 
 import pytest
+from faults import wait_for
 from scripts import output_of
 
 import polycephaly as poly
@@ -395,3 +398,21 @@ def test_a_name_of_another_module_that_main_has_too_shows_as_at_each_call(tmp_pa
         )
         == "1\n2\n"
     )
+
+
+def test_a_large_closure_is_forgotten_with_its_pool():
+    table = os.urandom(300_000)
+    gc.collect()
+    gc.disable()
+    try:
+        with poly.Pool(1) as pool:
+            assert pool.doit(lambda i: table[i], 5) == table[5]
+        wait_for(lambda: not any("polycephaly-arena" in link for link in _links()))
+    finally:
+        gc.enable()
+
+
+def _links():
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{fd}")

@@ -1,101 +1,42 @@
 """Nothing outlives its owner: however the controller ends, all it started is gone within 2 s."""
 
+import itertools
 import os
+import random
 import signal
+import subprocess
+import sys
 
 import pytest
+from endings import OF_SPAWN, STATUS, moments, run_ending, run_moment, seconds_from_start_to_stop
 from faults import lines, wait_for
 from scripts import Script, run_script
 
-CONTROLLER = """
-    import ctypes, os, signal, subprocess, sys
-    import polycephaly as poly
-    from faults import append, block_for_ever, hold_until, lines, spin_for_ever, wait_for
-
-    start, load, ending, up = sys.argv[1:]
-
-    def nest():
-        global inner
-        inner = poly.Pool(2)
-        inner.promise(block_for_ever, up)
-        inner.promise(deeper)
-
-    def deeper():
-        global deepest
-        deepest = poly.Drone()
-        deepest.promise("import subprocess; child = subprocess.Popen(['sleep', '1000'])").value
-        deepest.doit(spin_for_ever, up)
-
-    def programs():
-        children.append(subprocess.Popen(["sleep", "1000"]))
-        children.append(subprocess.Popen(["sleep", "1000"], start_new_session=True))
-        children.append(subprocess.Popen("sleep 1000 & exec setsid sleep 1000", shell=True))
-        append(up, "programs")
-
-    children = []
-
-    LOADS = {
-        "idle": [],
-        "busy": [(block_for_ever, up), (spin_for_ever, up)],
-        "nested": [(nest,)],
-        "programs": [(programs,)],
-        "all": [(spin_for_ever, up), (nest,), (programs,)],
-    }
-    SIGNS = {"idle": 0, "busy": 2, "nested": 2, "programs": 1, "all": 4}
-
-    def end():
-        if ending == "exception":
-            raise ZeroDivisionError("the script's own")
-        elif ending == "sys.exit":
-            sys.exit(3)
-        elif ending == "os._exit":
-            os._exit(4)
-        elif ending == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif ending == "segfault":
-            ctypes.string_at(0)
-        elif ending in ("SIGTERM", "SIGINT"):
-            pool.promise(block_for_ever).value
-
-    if __name__ == "__main__":
-        pool = poly.Pool(max(2, len(LOADS[load])) + (ending == "with"), start=start)
-        pool.doit(abs, 1)
-        going = [pool.promise(*work) for work in LOADS[load]]
-        wait_for(lambda: len(lines(up)) >= SIGNS[load])
-        print("up", flush=True)
-        if ending == "with":
-            with pool:
-                1 / 0
-        end()
-"""
-
-STATUS = {
-    "return": 0, "exception": 1, "sys.exit": 3, "os._exit": 4, "with": 1,
-    "SIGKILL": -signal.SIGKILL, "segfault": -signal.SIGSEGV,
-    "SIGTERM": -signal.SIGTERM, "SIGINT": -signal.SIGINT,
-}  # fmt: skip
+# With a few loads here, with each in the long program: `python tests/endings.py`.
+ROTATED = dict(zip(STATUS, itertools.cycle(("nested", "programs", "gil", "memory")), strict=False))
+FORKED = [(ending, load) for ending in STATUS for load in ("idle", "busy", ROTATED[ending], "all")]
+SPAWNED = [*((ending, "all") for ending in OF_SPAWN), ("SIGKILL", "idle"), ("SIGKILL", "gil"), ("return", "gil")]
 
 
-def check_ending(ending: str, load: str, start: str, up: str) -> None:
-    with Script(CONTROLLER, start, load, ending, up) as script:
-        script.read_until("up")
-        if ending in ("SIGINT", "SIGTERM"):
-            script.signal(getattr(signal, ending))
-        status = script.wait(4)
-        left = script.left()
-        assert not left, left
-        assert status == STATUS[ending], script.process.stderr.read()
+def case(ending, load):
+    """Where both are killed at once, nobody is left to see to programs and the directory: see docs/guarantees.md."""
+    both = ending == "zygote and controller"
+    return pytest.param(ending, load, marks=[pytest.mark.xfail(strict=False)] if both else [])
 
 
-@pytest.mark.parametrize("load", ["idle", "busy", "all"])
-@pytest.mark.parametrize("ending", STATUS)
-def test_nothing_is_left_after_the_controller_ends(ending, load, tmp_path):
-    check_ending(ending, load, "fork", str(tmp_path / "up"))
+def check_ending(ending, load, start):
+    ended = run_ending(ending, load, start)
+    assert not ended.wrong, "\n".join([*ended.wrong, ended.said])
 
 
-@pytest.mark.parametrize("ending", ["return", "SIGKILL", "SIGINT"])
-def test_nothing_is_left_after_a_controller_of_spawned_drones_ends(ending, tmp_path):
-    check_ending(ending, "all", "spawn", str(tmp_path / "up"))
+@pytest.mark.parametrize("ending, load", [case(*each) for each in FORKED])
+def test_nothing_is_left_after_the_controller_ends(ending, load):
+    check_ending(ending, load, "fork")
+
+
+@pytest.mark.parametrize("ending, load", [case(*each) for each in SPAWNED])
+def test_nothing_is_left_after_a_controller_of_spawned_drones_ends(ending, load):
+    check_ending(ending, load, "spawn")
 
 
 def test_ctrl_c_to_the_whole_foreground_group_ends_the_controller_by_keyboard_interrupt():
@@ -200,3 +141,39 @@ def test_a_controller_killed_while_it_starts_drones_leaves_nothing():
             script.signal(signal.SIGKILL)
             script.wait()
             assert not script.left()
+
+
+def test_a_controller_killed_while_it_stops_drones_leaves_nothing():
+    for milliseconds in range(0, 24, 2):
+        with Script("""
+            import polycephaly as poly
+            pool = poly.Pool(2)
+            pool.doit(abs, -1)
+            print("now", flush=True)
+            pool.shutdown()
+        """) as script:
+            script.read_until("now")
+            try:
+                script.process.wait(milliseconds / 1000)
+            except subprocess.TimeoutExpired:
+                script.signal(signal.SIGKILL)
+            script.wait()
+            assert not script.left(), milliseconds
+
+
+def test_nothing_is_left_of_what_is_ended_at_random_moments_from_start_to_stop():
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    seconds = {start: seconds_from_start_to_stop(start, runs=1) for start in ("fork", "spawn")}
+    for moment in moments(12, seed):
+        ended = run_moment(moment, seconds[moment.start])
+        assert not ended.wrong, f"{moment}: {ended.wrong}"
+
+
+def test_the_long_program_tells_its_seed_how_many_it_ran_and_the_slowest_clean_up():
+    program = os.path.join(os.path.dirname(__file__), "endings.py")
+    chosen = ["--moments", "2", "--seed", "5", "--endings", "SIGKILL", "--loads", "idle"]
+    done = subprocess.run([sys.executable, program, *chosen], capture_output=True, text=True, timeout=50)
+    assert "seed 5\nmatrix: 2 runs" in done.stdout and "moments: 2 runs" in done.stdout, done.stdout + done.stderr
+    assert "slowest clean-up" in done.stdout and "2 SIGKILL" in done.stdout
+    assert done.returncode == ("FINDING" in done.stdout)

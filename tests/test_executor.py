@@ -189,3 +189,20 @@ def test_env_and_cwd_reach_the_drones(tmp_path):
         assert values == ["0", "1"]
     with poly.Drone(env={"A": "b"}, cwd=str(tmp_path)) as drone:
         assert drone.doit("import os; os.environ['A'], os.getcwd()") == ("b", str(tmp_path))
+
+
+def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done():
+    pool = poly.Pool(2)
+    errors = []
+
+    def shut(_):
+        try:
+            pool.shutdown()
+        except RuntimeError as error:
+            errors.append(error)
+
+    work = [pool.promise(time.sleep, 0.2) for _ in range(10)]
+    pool.promise(abs, 1).add_done_callback(shut)
+    assert [p.exception(10) for p in work] == [None] * 10
+    pool.shutdown()
+    assert len(errors) == 1

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -220,6 +221,17 @@ def test_many_threads_use_one_connection(remote):
     assert got == {n: [n**i for i in range(200)] for n in range(5)}
 
 
+def test_a_definition_is_given_to_the_pool_once(remote, pool):
+    table = os.urandom(300_000)
+
+    def look(i):
+        return table[i]
+
+    assert [remote.doit(look, i) for i in range(20)] == list(table[:20])
+    known = [each.definition.label for each in pool._crew.book._entries.values()]
+    assert known.count("a partial") == 1
+
+
 def test_more_definitions_than_the_server_keeps(remote):
     for i in range(600):
         assert remote.doit(lambda i=i: i) == i
@@ -261,6 +273,63 @@ def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeyp
         script.signal(signal.SIGSTOP)
         wait_for(lambda: server.clients == 0 and not pool._crew.pending())
         script.signal(signal.SIGCONT)
+
+
+def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch):
+    monkeypatch.setattr(server_module, "SILENCE", 0.5)
+    monkeypatch.setattr(server_module, "LOOK", 0.1)
+    remote = poly.connect(card)
+    remote.promise(abs, -1).then(lambda _: time.sleep(1.5)).result(SOON)  # a callback that it should not have
+    with pytest.raises((ConnectionError, RuntimeError), match="not heard of"):
+        for _ in range(1000):
+            remote.promise(abs, -2).result(SOON)
+    remote.shutdown()
+
+
+def test_shutdown_with_cancel_futures_leaves_what_runs(server, card, tmp_path):
+    started = str(tmp_path / "started")
+    remote = poly.connect(card)
+
+    def run(i):
+        append(started, str(i))
+        time.sleep(1)
+        return i
+
+    promises = [remote.promise(run, i) for i in range(20)]
+    wait_for(lambda: len(lines(started)) == 2)
+    remote.shutdown(cancel_futures=True)
+    assert {p.cancelled() for p in promises} == {True, False}
+    assert all(p.cancelled() or p.result() == i for i, p in enumerate(promises))
+    assert not promises[int(lines(started)[0])].cancelled()
+
+
+def test_a_pool_that_ends_cancels_its_clients_promises_too(card):
+    pool = poly.Pool(1)
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        promises = [remote.promise(slow, 0.5) for _ in range(5)]
+        wait_for(lambda: pool._crew.pending() == 5)
+        pool.shutdown(cancel_futures=True)
+        assert sum(p.exception(SOON) is None for p in promises if not _is_cancelled(p)) >= 1
+        assert any(p.cancelled() for p in promises)
+
+
+def _is_cancelled(promise):
+    try:
+        promise.exception(SOON)
+    except CancelledError:
+        return True
+    return False
+
+
+def test_a_callback_that_raises_what_it_should_not_leaves_nobody_waiting(server, card):
+    remote = poly.connect(card)
+    promises = [remote.promise(time.sleep, 1000) for _ in range(20)]
+    for each in promises:
+        each.add_done_callback(lambda _: sys.exit(3))
+    server.close()
+    for each in promises:
+        assert isinstance(each.exception(SOON), ConnectionError)
+    remote.shutdown()
 
 
 SERVER = """
@@ -442,6 +511,24 @@ def test_a_file_that_is_no_connection_file_is_told(tmp_path, text):
 # -- strangers --------------------------------------------------------------------------------------------
 
 
+def note_pid(path):
+    append(path, str(os.getpid()))
+    return KeyboardInterrupt()
+
+
+def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, monkeypatch):
+    def interrupt(path):
+        class Mine(KeyboardInterrupt):
+            def __reduce__(self):
+                return note_pid, (path,)
+
+        raise Mine
+
+    monkeypatch.setattr(client_module, "unpack_exception", lambda payload: LookupError(len(payload)))
+    assert isinstance(remote.promise(interrupt, str(tmp_path / "by")).exception(SOON), LookupError)
+    assert str(os.getpid()) not in lines(tmp_path / "by")  # the server is in this process
+
+
 class Bomb:
     """Whoever unpickles it makes a file."""
 
@@ -470,10 +557,10 @@ def what_it_gets(server, sent):
     """All that the server sends to somebody who sends this, until it closes."""
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.settimeout(SOON)
+        got = b""
         try:
             for piece in sent:
                 stranger.sendall(piece)
-            got = b""
             while piece := stranger.recv(4096):
                 got += piece
         except (ConnectionResetError, BrokenPipeError):  # it had enough of it

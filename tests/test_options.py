@@ -114,3 +114,39 @@ def test_a_pool_lives_as_long_as_its_options():
 def test_options_that_make_no_sense_are_refused(wrong):
     with poly.Pool(1) as pool, pytest.raises(ValueError, match="|".join(wrong)):
         pool.options(**wrong)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("timeout", [3e6, 1e12, float("inf")])
+def test_a_time_limit_of_years_is_one(timeout, width):
+    with poly.Pool(1, width=width) as pool:
+        limited = pool.options(timeout=timeout)
+        assert limited.doit(slow, 0.01) == 0.01
+        assert [p.value for p in [limited.promise(later, i) for i in range(10)]] == list(range(10))
+        time.sleep(0.1)
+        assert pool.doit(slow, 0.01) == 0.01
+
+
+async def later(x):
+    return x
+
+
+def test_time_limits_of_work_that_is_done_are_forgotten():
+    with poly.Pool(1, width=2) as pool:
+        limited = pool.options(timeout=3600)
+        for i in range(300):
+            assert limited.doit(later, i) == i
+            assert limited.doit(abs, -i) == i
+        assert len(pool._crew.hub._timers) < 20
+        assert all(len(link.deadlines) < 5 for link in pool._crew.links)
+
+
+def test_the_result_of_work_with_a_time_limit_is_not_kept():
+    class Thing:
+        pass
+
+    with poly.Pool(1) as pool:
+        promise = pool.options(timeout=60).promise(Thing)
+        gone = weakref.ref(promise.value)
+        del promise
+        wait_for(lambda: gone() is None)

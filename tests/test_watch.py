@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 
@@ -151,6 +152,31 @@ def test_one_that_holds_its_interpreter_and_does_nothing_is_told(quick, started)
         promised.result()
 
 
+def hold_the_gil_that_many_want(started):
+    for _ in range(20):
+        threading.Thread(target=spin_for_ever, args=(os.devnull,), daemon=True).start()
+    sleep_holding_the_gil(started, 1000)
+
+
+def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, started):
+    with poly.Pool(1, hang_timeout=3) as pool:
+        hung = pool.promise(hold_the_gil_that_many_want, started)
+        with pytest.raises(poly.DroneDied, match="holds its interpreter"):
+            hung.result(20)
+
+
+def test_c_code_that_computes_in_another_thread_is_a_sign_of_life(started, quick, caplog):
+    def elsewhere():
+        thread = threading.Thread(target=compute_holding_the_gil, args=(started,))
+        thread.start()
+        thread.join()
+        return "done"
+
+    with poly.Pool(1, hang_timeout=0.5) as pool:
+        assert pool.doit(elsewhere) == "done"
+    assert not warnings_of(caplog)
+
+
 def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on(quick, started):
     with poly.Pool(1, hang_timeout=1) as pool:
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
@@ -278,6 +304,21 @@ def test_the_main_images_own_memory_does_not_count():
             print(p.value, pool.drones[0].pid == pool.doit(os.getpid))
     """)
     assert done.stdout == f"{400 << 20} True\n", done.stderr
+
+
+def test_a_lone_drone_that_comes_near_stays():
+    with poly.Drone(max_memory=100 * MIB) as drone:
+        first = drone.doit(keep, 85)
+        time.sleep(0.6)
+        assert drone.doit(os.getpid) == first
+
+
+def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
+    """Between 90 and 100 %, and without any work: each would be replaced by one that is as large."""
+    pool = poly.Pool(1, max_memory=60 * MIB, initializer=keep, initargs=(56,))
+    with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
+        wait_for(lambda: pool._crew.refusal, 20)
+        pool.doit(abs, 1)
 
 
 def test_a_limit_that_no_drone_keeps_is_one_clear_error():

@@ -42,6 +42,7 @@ from ..wire.endpoint import has_news
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
 from ..work import Work
+from .bell import Bell
 from .forks import Peer, peer_of, reached
 from .frames import (
     BYE,
@@ -107,15 +108,14 @@ class _Connection:
         self._bytes = 0
         self._waiting: set[Work] = set()
         self._defined: dict[int, None] = {}
-        self._asleep = False
+        self._bell = Bell()
         self._stopping = self._lost = self._left_behind = False
         self._cancels = ""
         self._pinged = 0.0
         self._peer: Peer | None = None
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._bell)
+            undo.callback(self._bell.close)
             context = zmq.Context()
             undo.callback(context.term)
             self._socket = context.socket(zmq.DEALER)
@@ -182,7 +182,7 @@ class _Connection:
 
     def _enqueue(self, work: Work) -> None:
         self._queue.append(work)
-        self._ring()
+        self._bell.ring()
         if self._lost:
             self._reject_all()
 
@@ -193,7 +193,7 @@ class _Connection:
 
     def post(self, act: Callable[[], object]) -> None:
         self._acts.append(act)
-        self._ring()
+        self._bell.ring()
 
     def withdraw(self, work: Work) -> None:
         """In the thread: it was cancelled."""
@@ -205,17 +205,12 @@ class _Connection:
     def explain(self, error: BaseException) -> None:
         """There is nothing to add."""
 
-    def _ring(self) -> None:
-        if self._asleep:
-            with suppress(OSError):
-                os.eventfd_write(self._bell, 1)
-
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
         """What was submitted is finished first; or cancelled: "all" of it, or what is "not begun"."""
         self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
         self._cancels = cancel or self._cancels
         self._stopping = True
-        self._ring()
+        self._bell.ring()
         if wait:
             while self._thread.is_alive():
                 self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
@@ -229,11 +224,11 @@ class _Connection:
             poller.register(each, zmq.POLLIN)
         self._socket.send_multipart(hello())
         try:
-            while not self._lost and not (self._stopping and self._is_done()):
-                self._asleep = True
-                if not self._acts and not self._could_send() and not self._cancels:
+            while not self._is_over():
+                self._bell.asleep = True
+                if not (self._acts or self._cancels or self._could_send() or self._is_over()):
                     poller.poll(int(PING_EVERY * 1000))
-                self._asleep = False
+                self._bell.asleep = False
                 self._once()
         except Exception as error:
             log.exception("a bug in polycephaly breaks the connection to %s", self.address)
@@ -245,8 +240,7 @@ class _Connection:
         """A turn, and after it what may run code of users: settling and cancelling."""
         settled: list[tuple[Work, int, bytes]] = []
         with self._turn:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            self._bell.hush()
             self._look_at_connection()
             self._hear_all(settled)
             while self._acts:
@@ -259,8 +253,9 @@ class _Connection:
             cancels, self._cancels = self._cancels, ""
             self._cancel_all(running=cancels == "all")
 
-    def _is_done(self) -> bool:
-        return not (self._queue or self._flight or self._waiting or self._acts)
+    def _is_over(self) -> bool:
+        left = self._queue or self._flight or self._waiting or self._acts or self._cancels
+        return self._lost or (self._stopping and not left)
 
     def _end(self) -> None:
         with self._turn:
@@ -518,6 +513,7 @@ def _forget_connections() -> None:
     """In a forked child: they stayed behind with their threads."""
     for connection in _connections:
         connection._lost = connection._left_behind = True
+        connection._bell.asleep = False  # its lock may be held by a thread that is not here
         connection.refusal = RuntimeError(f"the connection to {connection.address} belongs to another process")
     _left_behind.extend(_connections)
     _connections.clear()

@@ -25,7 +25,7 @@ import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -53,6 +53,7 @@ from ..wire.messages import (
     WITHDRAWN,
     Malformed,
 )
+from .bell import Bell
 from .forks import listening
 from .frames import (
     BYE,
@@ -108,12 +109,11 @@ class Server:
         self._clients: dict[bytes, _Client] = {}
         self._outcomes: deque[tuple[_Client, int, Promise[Any]]] = deque()
         self._turned_away = 0
-        self._asleep = False
+        self._bell = Bell()
         self._closing = False
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._bell)
+            undo.callback(self._bell.close)
             context = zmq.Context()
             undo.callback(context.term)
             self._zap = context.socket(zmq.REP)
@@ -162,7 +162,7 @@ class Server:
     def close(self) -> None:
         """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no error."""
         self._closing = True
-        self._ring()
+        self._bell.ring()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -176,14 +176,9 @@ class Server:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def _ring(self) -> None:
-        if self._asleep:
-            with suppress(OSError):  # it has just been closed
-                os.eventfd_write(self._bell, 1)
-
     def _settled(self, client: _Client, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((client, number, promise))
-        self._ring()
+        self._bell.ring()
 
     # -- the server's thread --------------------------------------------------------------------------
 
@@ -196,13 +191,12 @@ class Server:
             poller.register(each, zmq.POLLIN)
         look = monotonic() + LOOK
         while not self._closing:
-            self._asleep = True
-            if not self._outcomes and not self._closing:  # looked at after `_asleep` was set: see `_ring`
+            self._bell.asleep = True
+            if not self._outcomes and not self._closing:
                 poller.poll(int(LOOK * 1000))
-            self._asleep = False
+            self._bell.asleep = False
             with self._turn:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+                self._bell.hush()
                 try:
                     self._let_in()
                     self._hear_all()
@@ -407,6 +401,8 @@ def serve(
 
 def _forget_servers() -> None:
     """In a forked child. Their objects stay, untouched: libzmq's part of them belongs to threads that are not here."""
+    for server in _serving:
+        server._bell.asleep = False  # its lock may be held by a thread that is not here
     _left_behind.extend(_serving)
     _serving.clear()
 

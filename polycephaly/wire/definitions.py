@@ -115,6 +115,11 @@ class Book:
             definition.seconds = definition.pace[0]
         return definition
 
+    def forget(self) -> None:
+        """Its drones are gone: nothing of it is needed any more, and some may lie in shared memory."""
+        self._entries.clear()
+        self._last = self, None
+
     def _define_code(self, source: str) -> Definition:
         known = self._code.get(source)
         if known is None:

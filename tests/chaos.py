@@ -1,0 +1,417 @@
+"""Chaos: mixed work while drones are killed, stopped and crash, and an account of every piece of it.
+
+    python tests/chaos.py --minutes 10 --tasks 20000 --seed 7
+
+Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and slices of a map, while every 0.2 s a random drone is
+killed, stopped and let go, or stopped and killed. Each task appends its number to a file as its first act; so it is
+known how often it ran. Two phases of half the time and half the tasks each (more tasks, where there is time for more):
+
+    without retries   value, or its own error      it ran exactly once
+                      DroneDied                    it ran at most once; a death takes along one task, not more
+                      cancelled                    it ran at most once
+    with retries      not cancelled                its value, or its own error; it ran at least once
+
+What a task returned is looked at when it arrives, and arrays once more some time later. A promise that is not settled
+within a minute is a violation: who waits where is told. Descriptors, threads and memory of this process are sampled
+each second. All that is drawn follows from the seed (which thread is how fast does not). Ends with status 1 on a
+violation, with 3 where nothing moves any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import queue
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
+
+import numpy as np
+from faults import Killer, append, fail, lines, wait_for
+
+import polycephaly as poly
+from polycephaly.work import Work
+
+HANG = 60.0  # seconds without anything settled
+KINDS = ("sleep", "quick", "spin", "array", "err", "cancel", "print", "crash")
+WEIGHTS = (40, 20, 8, 12, 8, 10, 1, 1)
+OPEN, VALUE, OWN_ERROR, DIED, WAS_CANCELLED = range(5)
+OUTCOMES = ("open", "value", "own error", "DroneDied", "cancelled")
+CRASHES = ("os._exit", "segfault", "SIGKILL")
+KEPT_ARRAYS = 20
+TOLD = 20  # violations
+
+# -- the work -------------------------------------------------------------------------------------------
+
+
+def sleep(path: str, i: int, seconds: float) -> int:
+    append(path, str(i))
+    time.sleep(seconds)
+    return i
+
+
+def quick(path: str, i: int) -> int:
+    append(path, str(i))
+    return i
+
+
+def spin(path: str, i: int, seconds: float) -> int:
+    append(path, str(i))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return i
+
+
+def double(path: str, i: int, array: np.ndarray) -> np.ndarray:
+    append(path, str(i))
+    return array * 2
+
+
+def err(path: str, i: int) -> None:
+    append(path, str(i))
+    raise ValueError(i)
+
+
+def say(path: str, i: int) -> int:
+    append(path, str(i))
+    print("x" * 1000)
+    return i
+
+
+def crash(path: str, i: int, how: str) -> int:
+    """The first time."""
+    append(path, str(i))
+    try:
+        os.close(os.open(f"{path}.crashed.{i}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return i
+    fail(how)
+    raise AssertionError("it lives")
+
+
+def numbers(i: int, size: int) -> np.ndarray:
+    return np.arange(i, i + size, dtype=np.int64)
+
+
+def is_twice(array: np.ndarray, i: int, size: int) -> bool:
+    return array.shape == (size,) and bool((array == numbers(i, size) * 2).all())
+
+
+# -- a phase ----------------------------------------------------------------------------------------------
+
+
+class Phase:
+    """One pool, and the account of what it was given."""
+
+    def __init__(self, options: argparse.Namespace, retries: int, folder: str) -> None:
+        self.retries = retries
+        self.name = "with retries" if retries else "without retries"
+        self.path = os.path.join(folder, f"ran-{retries}")
+        self.map_path = os.path.join(folder, f"mapped-{retries}")
+        self.kinds = bytearray()
+        self.outcomes = bytearray()
+        self.wrong: list[str] = []
+        self.lost_by: dict[tuple[str, int], list[int]] = defaultdict(list)  # by which death
+        self.mapped: list[tuple[int, int, int]] = []  # from, to, and so many were yielded
+        self.settled = 0  # grows while anything moves
+        self.open: deque[tuple[int, Work, object]] = deque()
+        self._options = options
+        self._dice = random.Random(f"{options.seed}-{retries}")
+        self._arrays: deque[tuple[np.ndarray, int, int]] = deque()
+        self._to_cancel: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self.pool: poly.Pool | None = None
+        self.killer: Killer | None = None
+
+    def run(self, until: float, tasks: int) -> None:
+        options = self._options
+        with poly.Pool(options.drones, retries=self.retries, output=lambda line: None) as self.pool:
+            helpers = [threading.Thread(target=each) for each in (self._cancel, self._map)]
+            for each in helpers:
+                each.start()
+            try:
+                with Killer(self.pool, seconds=options.every, seed=f"{options.seed}-{self.retries}") as self.killer:
+                    while (time.monotonic() < until or len(self.kinds) < tasks) and len(self.wrong) < TOLD:
+                        self._submit(self._dice.choice((1, 10, 50, 200)))
+                        self._settle(self._dice.choice((0, 0, 50, 200)))
+                    self._settle(0)
+            finally:
+                self._over.set()
+                self._to_cancel.put(None)
+                for each in helpers:
+                    each.join()
+        while self._arrays:
+            self._look_at_array()
+
+    # -- giving and taking --------------------------------------------------------------------------------
+
+    def _submit(self, count: int) -> None:
+        dice, pool, path = self._dice, self.pool, self.path
+        assert pool is not None
+        for kind in dice.choices(KINDS, WEIGHTS, k=count):
+            i = len(self.kinds)
+            self.kinds.append(KINDS.index(kind))
+            self.outcomes.append(OPEN)
+            wanted: object = i
+            if kind in ("sleep", "cancel"):
+                promise = pool.promise(sleep, path, i, dice.random() * 0.05)
+            elif kind == "quick":
+                promise = pool.promise(quick, path, i)
+            elif kind == "spin":
+                promise = pool.promise(spin, path, i, dice.random() * 0.005)
+            elif kind == "array":
+                wanted = size = dice.randrange(1000, 100_000)
+                promise = pool.promise(double, path, i, numbers(i, size))
+            elif kind == "err":
+                promise = pool.promise(err, path, i)
+            elif kind == "print":
+                promise = pool.promise(say, path, i)
+            else:
+                promise = pool.promise(crash, path, i, dice.choice(CRASHES))
+            if kind == "cancel":
+                self._to_cancel.put(promise)
+            self.open.append((i, promise, wanted))
+
+    def _settle(self, most: int) -> None:
+        """Until at most so many are open; waits in one of several ways."""
+        how = self._dice.choice(("result", "as_completed", "wait"))
+        while len(self.open) > most:
+            if how == "result":
+                self._take(*self.open.popleft())
+                continue
+            batch = {promise: (i, promise, wanted) for i, promise, wanted in self.open}
+            some = (
+                wait(batch, HANG, FIRST_COMPLETED).done
+                if how == "wait"
+                else [next(poly.as_completed(batch, timeout=HANG))]
+            )
+            for each in some:
+                self._take(*batch.pop(each))
+            self.open = deque(batch.values())
+            how = "result"
+
+    def _take(self, i: int, promise: Work, wanted: object) -> None:
+        kind = KINDS[self.kinds[i]]
+        try:
+            value = promise.result(HANG)
+        except CancelledError:
+            self.outcomes[i] = WAS_CANCELLED
+            self._expect(kind == "cancel", i, "was cancelled, which nobody did")
+        except poly.DroneDied as died:
+            self.outcomes[i] = DIED
+            self.lost_by[died.drone, promise.link.number].append(i)
+            self._expect(not self.retries, i, f"was not run again: {died}")
+        except BaseException as error:
+            self.outcomes[i] = OWN_ERROR
+            if not promise.done():
+                tell_of(self)
+                raise
+            right = kind == "err" and type(error) is ValueError and error.args == (i,)
+            self._expect(right, i, f"ended with {error!r}")
+        else:
+            self.outcomes[i] = VALUE
+            if kind == "array":
+                assert isinstance(value, np.ndarray) and isinstance(wanted, int)
+                self._expect(is_twice(value, i, wanted), i, "has a wrong array")
+                self._arrays.append((value, i, wanted))
+                if len(self._arrays) > KEPT_ARRAYS:
+                    self._look_at_array()
+            else:
+                self._expect(value == wanted and kind != "err", i, f"gave {value!r}")
+            self._expect(self.retries > 0 or kind != "crash", i, "lives")
+        self.settled += 1
+
+    def _look_at_array(self) -> None:
+        array, i, size = self._arrays.popleft()
+        self._expect(is_twice(array, i, size), i, "has an array that was changed under its owner")
+
+    def _expect(self, right: bool, i: int, what: str) -> None:
+        if not right:
+            self.wrong.append(f"{self.name}: task {i} ({KINDS[self.kinds[i]]}) {what}")
+
+    # -- beside it ------------------------------------------------------------------------------------------
+
+    def _cancel(self) -> None:
+        """In a thread: cancels some while they wait, some while they run, some when it is too late."""
+        dice = random.Random(f"{self._options.seed}-{self.retries}-cancel")
+        while (promise := self._to_cancel.get()) is not None:
+            if dice.random() < 0.5:
+                end = time.monotonic() + 1
+                while not (promise.running() or promise.done()) and time.monotonic() < end:
+                    time.sleep(0.001)
+            time.sleep(dice.random() * 0.02)  # where in its life it is hit, not a synchronization
+            promise.cancel()
+
+    def _map(self) -> None:
+        """In a thread: slices of short calls."""
+        dice = random.Random(f"{self._options.seed}-{self.retries}-map")
+        assert self.pool is not None
+        start = 0
+        while not self._over.wait(dice.random() * 0.2):
+            stop = start + dice.choice((1, 30, 500))
+            got = start
+            try:
+                for value in self.pool.map(quick, [self.map_path] * (stop - start), range(start, stop)):
+                    if value != got:
+                        self.wrong.append(f"{self.name}: call {got} of a map gave {value!r}")
+                    got += 1
+                if got != stop:
+                    self.wrong.append(f"{self.name}: a map of {stop - start} calls gave {got - start}")
+            except poly.DroneDied as died:
+                if self.retries:
+                    self.wrong.append(f"{self.name}: a map was not run again: {died}")
+            except BaseException as error:
+                self.wrong.append(f"{self.name}: a map ended with {error!r}")
+            self.mapped.append((start, stop, got))
+            start = stop
+            self.settled += 1
+
+    # -- the account ------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        ran = Counter(map(int, lines(self.path)))
+        for i, (kind, outcome) in enumerate(zip(self.kinds, self.outcomes, strict=True)):
+            times = ran.pop(i, 0)
+            if self.retries:
+                right = times >= 1 or outcome == WAS_CANCELLED
+            elif outcome in (VALUE, OWN_ERROR):
+                right = times == 1
+            else:
+                right = times <= 1
+            if not right or outcome == OPEN:
+                self.wrong.append(f"{self.name}: task {i} ({KINDS[kind]}) ran {times} times, {OUTCOMES[outcome]}")
+        for (drone, number), lost in self.lost_by.items():
+            if len(lost) > 1:
+                kinds = [f"{i} ({KINDS[self.kinds[i]]})" for i in lost]
+                self.wrong.append(f"{self.name}: the death of {drone}, number {number}, took along {kinds}")
+        mapped = Counter(map(int, lines(self.map_path)))
+        for start, stop, got in self.mapped:
+            for i in range(start, stop):
+                times = mapped.pop(i, 0)
+                right = times >= 1 if self.retries else times == 1 if i < got else times <= 1
+                if not right:
+                    self.wrong.append(f"{self.name}: call {i} of a map ran {times} times")
+        if ran or mapped:
+            self.wrong.append(f"{self.name}: ran without being asked: {[*ran, *mapped][:10]}")
+
+    def summary(self) -> str:
+        count = Counter(OUTCOMES[each] for each in self.outcomes)
+        calls = sum(stop - start for start, stop, _ in self.mapped)
+        again = len(lines(self.path)) - len(set(lines(self.path)))
+        did = dict(self.killer.did) if self.killer is not None else {}
+        tasks = f"{len(self.kinds):,} tasks {dict(count)}, {again} runs again"
+        return f"{self.name}: {tasks}; {calls:,} calls of maps; {did}"
+
+
+def tell_of(phase: Phase) -> None:
+    """Who waits for what, for whoever looks for the reason."""
+    print(f"nothing moves any more, {phase.name}: {phase.pool!r}", file=sys.stderr)
+    for i, promise, _ in list(phase.open)[:10]:
+        print(f"  task {i} ({KINDS[phase.kinds[i]]}): {promise!r} {promise.spans}", file=sys.stderr)
+    if phase.pool is not None:
+        crew = phase.pool._crew
+        print(f"  {len(crew.queue)} in the queue, hungry {crew.hungry}", file=sys.stderr)
+        for link in crew.links:
+            print(f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.flight)[:10]}", file=sys.stderr)
+    faulthandler.dump_traceback(all_threads=True)
+
+
+# -- samples ------------------------------------------------------------------------------------------------
+
+
+class Samples:
+    """What this process holds, each second; and a look whether anything moves."""
+
+    def __init__(self, phases: list[Phase]) -> None:
+        self._phases = phases
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live)
+        self.taken: list[tuple[int, int, int]] = []
+
+    def __enter__(self) -> Samples:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _live(self) -> None:
+        moved, last = time.monotonic(), -1
+        while not self._over.wait(1.0):
+            self.taken.append((resident(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+            settled = sum(each.settled for each in self._phases)
+            if settled != last:
+                moved, last = time.monotonic(), settled
+                faulthandler.dump_traceback_later(2 * HANG, exit=True)  # should this thread be held up too
+            elif time.monotonic() - moved > HANG:
+                tell_of(self._phases[-1])
+                os._exit(3)
+
+    def quarters(self) -> Iterator[tuple[str, float, float, float]]:
+        """Of each thing: its name, the medians of the first and last quarters, and what the last may be."""
+        quarter = max(1, len(self.taken) // 4)
+        names = ("resident MiB", "descriptors", "threads")
+        warming = 16 if len(self.taken) >= 240 else 64  # a short run has warmed up in its last quarter only
+        allowed: tuple[Callable[[float], float], ...] = (lambda f: 1.1 * f + warming, lambda f: f + 8, lambda f: f + 2)
+        for name, values, most in zip(names, zip(*self.taken, strict=True), allowed, strict=True):
+            scale = 1 << 20 if "MiB" in name else 1
+            first, last = (statistics.median(part) / scale for part in (values[:quarter], values[-quarter:]))
+            yield name, first, last, most(first)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--tasks", type=int, default=20_000, help="at least so many, both phases together")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--retries", type=int, default=1000, help="of the second phase")
+    parser.add_argument("--drones", type=int, default=4)
+    parser.add_argument("--phase", type=int, choices=(1, 2), help="only the one without retries, or with")
+    parser.add_argument("--every", type=float, default=0.2, help="seconds between two faults")
+    options = parser.parse_args(args)
+    print(f"seed {options.seed}", flush=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    poly.doit(abs, 1)  # what is loaded once is loaded
+    began, open_before, threads_before = time.monotonic(), len(os.listdir("/proc/self/fd")), threading.active_count()
+    phases: list[Phase] = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Samples(phases) as samples:
+        which = (0, options.retries) if options.phase is None else ((0, options.retries)[options.phase - 1],)
+        for number, retries in enumerate(which, 1):
+            phases.append(Phase(options, retries, folder))
+            phases[-1].run(began + number * options.minutes * 60 / len(which), options.tasks // len(which))
+            phases[-1].judge()
+            print(phases[-1].summary(), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    wrong = [each for phase in phases for each in phase.wrong]
+    for name, first, last, most in samples.quarters():
+        print(f"{name}: {first:.1f} in the first quarter, {last:.1f} in the last (at most {most:.1f})")
+        if last > most:
+            wrong.append(f"{name}: {last:.1f}, and {first:.1f} at first")
+    try:
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_before, 5)
+        wait_for(lambda: threading.active_count() <= threads_before, 5)
+    except AssertionError:
+        wrong.append(f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; before {open_before}")
+    for each in wrong[:TOLD]:
+        print(f"WRONG {each}")
+    print(f"{time.monotonic() - began:.0f} s, {len(wrong)} violations, seed {options.seed}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,999 @@
+"""Messages that are nearly ours, by the million.
+
+    python tests/fuzz.py --messages 1000000 --seed 7            all stages, so many messages in each
+    python tests/fuzz.py --stage decoders --seed 7 --only 1234  one message again: shown, and decoded
+
+    originals, made by the packers of polycephaly ──mutations──> message number 1234 of seed 7
+
+    stage       who says it                                     what has to hold
+    decoders    nobody: each decoder is given it                it returns, or raises `Malformed`
+    strangers   unknown identities and raw bytes, at the hub    dropped unseen: nothing unpickled, nobody else disturbed
+    hub         a drone, by its lane and its DEALER             the pool goes on, all promises are settled
+    drones      the hub, by lane and ROUTER, to idle and busy   the drone goes on, its ear too
+
+Each message follows from seed and number alone. A stage runs in a process of its own, so that crashes and hangs are
+findings as others are: the message is printed in hex, and the exit status is 1. What is pickled may raise anything when
+it is opened, which is done where that is expected; it must come to an end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import glob
+import json
+import logging
+import math
+import mmap
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import zmq
+from faults import append, hold_until, wait_for
+
+import polycephaly as poly
+from polycephaly import work
+from polycephaly.image import main as image_main
+from polycephaly.link import Link, State
+from polycephaly.wire import definitions
+from polycephaly.wire.arena import SPAN, Arena
+from polycephaly.wire.capture import join
+from polycephaly.wire.exceptions import pack_exception, unpack_exception
+from polycephaly.wire.lane import LARGEST, Lane
+from polycephaly.wire.loans import Arrived, Ledger, Parcel, load, load_joined
+from polycephaly.wire.messages import (
+    CALL,
+    CALL_FILLED,
+    CALL_KEYWORDS,
+    CALL_SLICE,
+    CALLS,
+    CAME_BACK,
+    CANCEL,
+    DEFINE_CALLABLE,
+    DEFINE_CODE,
+    DEFINE_OVERLAPPING,
+    ERROR,
+    FORGET,
+    HELLO,
+    LARGE,
+    LARGE_FROM,
+    LOAN_OVER,
+    OPEN,
+    PROTOCOL,
+    RECALL,
+    RETURNED,
+    SHARED,
+    SPLIT,
+    STOP,
+    VALUE,
+    VALUES,
+    WITHDRAWN,
+    Malformed,
+    WorkBatch,
+    head_type,
+    numbers,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
+    pack_values,
+    unpack_outcomes,
+    unpack_together,
+    unpack_work,
+)  # fmt: skip
+from polycephaly.wire.slices import (
+    ENDED,
+    FAILED,
+    ITEMS,
+    ROWS,
+    RUNNING,
+    Answers,
+    Packed,
+    pack_answers,
+    pack_calls,
+    split_head,
+    unpack_calls,
+    unpack_split,
+)
+from polycephaly.wire.store import Store
+
+SOON = 20.0  # seconds: what is not there by then hangs
+MEMORY = 1 << 30  # bytes of addresses, beyond what there is: a mutated pickle may ask for any amount
+UNLIKELY = 0x7000_0000  # numbers from here on are nobody's
+
+Frames = list[bytes]
+
+
+class Finding(AssertionError):
+    """Something that must not be, and the messages that have brought it about."""
+
+    def __init__(self, what: str, said: Sequence[Frames] = ()) -> None:
+        super().__init__(what)
+        self.said = [[frame.hex() for frame in frames] for frames in said]
+
+    def __str__(self) -> str:
+        shown = "".join(f"\n  message in hex: {' | '.join(frames)}" for frames in self.said[:20])
+        return f"{self.args[0]}{shown}"
+
+
+# -- originals ------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Tells in a file that it was unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return append, (self.path, "exploded")
+
+
+@contextlib.contextmanager
+def memory(region: int = 0) -> Iterator[tuple[Store, Ledger]]:
+    """An arena of our own: where the writer of `region` writes, and its reader's account of that."""
+    arena = Arena(64 << 20)
+    try:
+        yield Store(arena, region), Ledger(arena, region, lambda: None)
+    finally:
+        arena.end()
+
+
+def work_messages(store: Store, ledger: Ledger, first: int = UNLIKELY) -> list[Frames]:
+    """As a hub says them, of numbers from `first` on, and of definitions from there on too."""
+    abs_, code, together, pow_ = range(first, first + 4)
+    define = WorkBatch()
+    for number, kind, payload in (
+        (abs_, DEFINE_CALLABLE, pickle.dumps(abs, 5)),
+        (pow_, DEFINE_OVERLAPPING, pickle.dumps(math.hypot, 5)),
+        (code, DEFINE_CODE, b"abs(-1)"),
+    ):
+        define.add(number, kind, 0, payload)
+    define.add(first, CALL, abs_, pickle.dumps((-1,), 5))
+    calls = WorkBatch()
+    calls.add_calls(abs_, [first + 1], [(-2,)])
+    calls.add_calls(abs_, [first + i for i in range(9)], [(-i,) for i in range(9)])
+    calls.add_calls(pow_, [first + i for i in range(3)], [(2.5, "a", None, True, b"bytes")[:2] for _ in range(3)])
+    single = WorkBatch()
+    single.add(first + 2, CALL_KEYWORDS, abs_, pickle.dumps(((-1,), {"x": [1]}), 5))
+    filled = join(None, (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
+    single.add(first + 3, CALL_FILLED, pow_, filled if isinstance(filled, bytes) else b"")
+    single.add(first + 4, CALL, code, b"")
+    slices = WorkBatch()
+    slices.add(first + 5, CALL_SLICE, abs_, pack_calls(ITEMS, False, list(range(40))))
+    slices.add(first + 6, CALL_SLICE, pow_, pack_calls(ROWS, True, [(1, 2), (3.5, 4)]))
+    told = WorkBatch()
+    told.add(together, FORGET, 0, b"")
+    for number in (1, 2, 3, first):
+        told.add(number, CAME_BACK, 0, b"")
+    large = WorkBatch()
+    large.add(first + 7, CALL, abs_, bytes(LARGE_FROM))
+    large.add(first + 8, CALL, abs_, pickle.dumps((1,), 5))
+    large.add(first + 9, CALL, abs_, bytes(LARGE_FROM + 1))
+    shared = WorkBatch()
+    shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ledger))
+    shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ledger))
+    batches = [define, define, calls, calls, single, slices, told, shared]
+    return [*(each.frames() for each in batches), large.frames()]
+
+
+def shared_payload(store: Store, ledger: Ledger) -> bytes:
+    segment, places = store.put([[pickle.dumps(("a", 1), 5)], [bytes(5000)]])
+    return Parcel(b"", [(segment, *place) for place in places]).waybill(ledger)
+
+
+def order_messages(first: int = UNLIKELY) -> list[Frames]:
+    return [
+        pack_numbers(CANCEL, (first, first + 1)),
+        pack_numbers(CANCEL, (0,)),
+        pack_numbers(RECALL),
+        pack_numbers(OPEN),
+        pack_numbers(STOP),
+    ]
+
+
+NOBODYS = (UNLIKELY, UNLIKELY + 1)
+
+
+def result_messages(store: Store, ledger: Ledger, known: Sequence[int] = NOBODYS) -> list[Frames]:
+    """As a drone says them, of the work that is `known`."""
+    one, other = known[0], known[-1]
+    now = time.monotonic()
+    try:
+        raise ValueError("wrong", [1, 2])
+    except ValueError as error:
+        failed = pack_exception(error, partial(pickle.dumps, protocol=5))
+    value = pickle.dumps({"a": [1, 2.5, None]}, 5)
+    answers = pack_answers([1, 2, Packed(value)], True, None, store)
+    assert isinstance(answers, bytes)
+
+    def outcome(number: int, status: int, payload: bytes, output: bytes = b"") -> bytes:
+        return pack_outcome(number, status, now, now + 1e-4, payload, output)
+
+    entries = [
+        [outcome(one, VALUE, b""), outcome(other, VALUE, value, b"printed\n")],
+        [outcome(one, ERROR, failed)],
+        [outcome(other, WITHDRAWN, b""), outcome(one, LOAN_OVER, b"")],
+        [pack_values([one, other], [now, now], [now + 1e-5, now + 1e-4], [None, "text"])],
+        [pack_values([*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3)))],
+        [outcome(one, SPLIT, split_head(3, 0, ENDED) + answers)],
+        [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
+        [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
+        [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
+        [outcome(one, VALUE | SHARED, shared_payload(store, ledger))],
+        [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ledger))],
+    ]  # fmt: skip
+    beside = [outcome(one, VALUE | LARGE, b""), outcome(other, VALUE, b"")]
+    return [
+        *map(pack_outcomes, entries),
+        pack_outcomes([each for entry in entries for each in entry]),
+        pack_outcomes(beside, [bytes(LARGE_FROM)]),
+        pack_numbers(RETURNED, known),
+        pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
+        pack_numbers(HELLO, (PROTOCOL, os.getpid())),
+    ]
+
+
+# -- mutations ------------------------------------------------------------------------------------------
+
+EXTREMES = [
+    0, 1, 2, 7, 8, 9, 28, 29, 30, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1,
+    2**63, 2**64 - 1, SPAN, SPAN - 1,
+    *(int.from_bytes(struct.pack("<d", time), "little") for time in (math.nan, math.inf, -1.0, 1e300)),
+]  # fmt: skip
+
+
+def _flip(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    for _ in range(dice.choice((1, 1, 2, 8))):
+        if frame:
+            frame[_place(frame, dice)] ^= 1 << dice.randrange(8)
+
+
+def _set_to_extreme(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    at, width = _place(frame, dice), dice.choice((1, 2, 4, 8))
+    frame[at : at + width] = (dice.choice(EXTREMES) % (1 << 8 * width)).to_bytes(width, "little")
+
+
+def _truncate(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    del frame[_place(frame, dice) :]
+
+
+def _insert(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    at = _place(frame, dice)
+    frame[at:at] = dice.randbytes(dice.choice((1, 1, 2, 4, 8, 21, 40)))
+
+
+def _overwrite(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    at = _place(frame, dice)
+    new = dice.randbytes(dice.choice((1, 2, 4, 8, 21)))
+    frame[at : at + len(new)] = new
+
+
+def _cut_out(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    at = _place(frame, dice)
+    del frame[at : at + dice.choice((1, 2, 4, 8, 21))]
+
+
+def _repeat(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    at = _place(frame, dice)
+    frame[at:at] = frame[at : at + dice.choice((1, 4, 8, 21, 33, 100))]
+
+
+def _drop_frame(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    del frames[dice.randrange(len(frames))]
+
+
+def _repeat_frame(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    frames.insert(dice.randrange(len(frames) + 1), bytearray(frame))
+
+
+def _new_frame(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    frames.insert(dice.randrange(len(frames) + 1), bytearray(dice.randbytes(dice.randrange(60))))
+
+
+def _reorder(frames: list[bytearray], frame: bytearray, dice: random.Random) -> None:
+    dice.shuffle(frames)
+
+
+def _place(frame: bytearray, dice: random.Random) -> int:
+    """Rather near the beginning, where what the rest depends on is."""
+    return dice.randrange(min(len(frame), 48 if dice.random() < 0.5 else 4096) + 1) - 1 if frame else 0
+
+
+MUTATIONS = [
+    _flip, _flip, _set_to_extreme, _set_to_extreme, _truncate, _insert, _overwrite, _cut_out, _repeat, _drop_frame,
+    _repeat_frame, _new_frame, _reorder,
+]  # fmt: skip
+
+
+def mutated(frames: Sequence[bytes], dice: random.Random) -> Frames:
+    """Some changes to it. One frame at least is left, which may be empty."""
+    changed = [bytearray(frame) for frame in frames]
+    for _ in range(dice.choice((1, 1, 1, 2, 3, 5))):
+        if not changed:
+            break
+        dice.choice(MUTATIONS)(changed, dice.choice(changed), dice)
+    return [bytes(frame) for frame in changed] or [b""]
+
+
+def message(seed: int, number: int, originals: Sequence[Frames]) -> Frames:
+    """Message `number` of `seed`."""
+    dice = random.Random(seed << 32 | number)
+    how = dice.randrange(32)
+    if how == 0:
+        return [dice.randbytes(dice.randrange(80)) for _ in range(dice.randint(1, 4))]
+    frames = dice.choice(originals)
+    if how == 1:  # the head of one with the body of another
+        return mutated([*frames[:1], *dice.choice(originals)[1:]], dice)
+    if how == 2 and len(frames) > 1:  # its own head, of a body that is its own but for one change
+        return [frames[0], *mutated(frames[1:], dice)]
+    return list(frames) if how == 3 else mutated(frames, dice)
+
+
+def well_formed(frames: Sequence[bytes]) -> bytes:
+    """As `Lane.send` makes it, of up to two frames."""
+    return struct.pack("<IB", len(frames[0]), min(len(frames), 2)) + b"".join(frames[:2])
+
+
+def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
+    """What goes through a lane: well formed, or not."""
+    whole = well_formed(frames)
+    if dice.random() < 0.2:
+        (whole,) = mutated([whole], dice)[:1]
+    return whole[: LARGEST + 1000]
+
+
+# -- stage: decoders ------------------------------------------------------------------------------------
+
+
+class Decoders:
+    """Everything that takes bytes from the other side, given one message after another."""
+
+    def __init__(self) -> None:
+        self.counts = {"accepted": 0, "malformed": 0, "opened": 0, "not opened": 0}
+        self._stack = contextlib.ExitStack()
+        store, self._ledger = self._stack.enter_context(memory())
+        self.originals = [*work_messages(store, self._ledger), *order_messages(), *result_messages(store, self._ledger)]
+        self._ledger.lent.clear()
+        self._mine, its = Lane.pair()
+        self._lane = Lane(its)
+        self._stack.callback(self._mine.close)
+        self._stack.callback(self._lane.close)
+
+    def __enter__(self) -> Decoders:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def decode(self, frames: Frames, dice: random.Random) -> None:
+        """Raises `Finding`."""
+        self._mine.send(sent := packet(frames, dice))
+        heard = self._strictly(self._lane.receive, given=[sent])
+        if heard is not None and not heard:
+            raise Finding("the lane says that its other end was closed", [[sent]])
+        for each in (frames, heard) if heard else (frames,):
+            if self._strictly(head_type, each) is not None:
+                self._strictly(numbers, each)
+                self._work(self._strictly(unpack_work, each) or [])
+                self._results(self._strictly(unpack_outcomes, each) or [])
+        for frame in frames[:2]:
+            self._strictly(unpack_split, frame)
+            self._strictly(Arrived, frame, self._ledger)
+            self._strictly(Arrived, frame[22:], self._ledger)
+        self._ledger.returned.clear()
+
+    def _work(self, items: list[Any]) -> None:
+        for _, kind, _, payload in items:
+            if kind & SHARED:
+                payload = self._strictly(Arrived, payload, self._ledger)
+            kind &= ~SHARED
+            if kind == CALLS:
+                self._strictly(image_main._calls, payload)
+            elif kind == CALL_SLICE:
+                self._opened(unpack_calls, payload)
+            elif kind == CALL_FILLED:
+                self._opened(load_joined, payload)
+            elif kind in (CALL, CALL_KEYWORDS, DEFINE_CALLABLE, DEFINE_OVERLAPPING):
+                self._opened(load, payload)
+
+    def _results(self, outcomes: list[Any]) -> None:
+        for _, status, _, _, payload, _ in outcomes:
+            shared, status = status & SHARED, status & ~SHARED
+            if status == SPLIT:
+                parts = self._strictly(unpack_split, payload)
+                if parts is None:
+                    continue
+                payload = parts[3]
+            if shared:
+                payload = self._strictly(Arrived, payload, self._ledger)
+            if status == VALUES:
+                self._strictly(unpack_together, payload, 4)
+            elif status == ERROR:
+                self._opened(lambda it: unpack_exception(bytes(it)), payload)
+            elif status == SPLIT:
+                self._opened(lambda it: list(Answers(it)), payload)
+            elif status == VALUE:
+                self._opened(load, payload)
+
+    def _strictly(self, decode: Callable[..., Any], *args: Any, given: Any = None) -> Any:
+        try:
+            value = decode(*args)
+        except Malformed:
+            self.counts["malformed"] += 1
+            return None
+        except BaseException as error:
+            said = given or (args[0] if isinstance(args[0], list) else [bytes(args[0])])
+            raise Finding(f"{decode.__qualname__} raised {error!r}", [said]) from error
+        self.counts["accepted"] += 1
+        return value
+
+    def _opened(self, open_it: Callable[[Any], Any], payload: Any) -> None:
+        """What is pickled may raise what it likes: it is opened where that is expected. It must come to an end."""
+        try:
+            open_it(payload)
+        except Exception:
+            self.counts["not opened"] += 1
+        else:
+            self.counts["opened"] += 1
+
+
+def fuzz_decoders(seed: int, first: int, last: int, progress: Callable[[int], object]) -> dict[str, int]:
+    with Decoders() as decoders:
+        for number in range(first, last):
+            progress(number)
+            dice = random.Random(~(seed << 32 | number))
+            decoders.decode(message(seed, number, decoders.originals), dice)
+        return decoders.counts
+
+
+# -- what a pool says meanwhile -----------------------------------------------------------------------------
+
+
+class Heard(logging.Handler):
+    """What polycephaly logs, and what drones print. As a context manager: instead of showing it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.strangers = self.dropped = 0
+        self.refused = 0  # lines of drones
+        self.bugs: list[Finding] = []
+        self.lines: list[str] = []
+        self.marks: set[str] = set()
+        self._news = threading.Condition()
+
+    def __enter__(self) -> Heard:
+        self._log = logging.getLogger("polycephaly")
+        self._was = self._log.level, self._log.propagate
+        self._log.setLevel(logging.INFO)
+        self._log.propagate = False
+        self._log.addHandler(self)
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.simplefilter("ignore", RuntimeWarning)  # of results that found no room, as messages say
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._warnings.__exit__(*error)
+        self._log.removeHandler(self)
+        self._log.setLevel(self._was[0])
+        self._log.propagate = self._was[1]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._news:
+            if record.levelno >= logging.ERROR:
+                error = record.exc_info[1] if record.exc_info else None
+                self.bugs.append(Finding(f"{record.getMessage()}: {error!r}", _frames_in(error)))
+            elif "nobody's drone" in record.msg:
+                self.strangers += 1
+            elif "was dropped" in record.msg:
+                self.dropped += 1
+            self._news.notify_all()
+
+    def line(self, line: Any) -> None:
+        with self._news:
+            if line.text.startswith("mark "):
+                self.marks.add(line.text)
+            elif line.text.startswith("a malformed message was dropped"):
+                self.refused += 1
+            else:
+                self.lines = [*self.lines[-40:], str(line)]
+            self._news.notify_all()
+
+    def wait_for(self, condition: Callable[[], object]) -> bool:
+        with self._news:
+            return bool(self._news.wait_for(condition, SOON))
+
+    def check(self) -> None:
+        if self.bugs:
+            raise self.bugs[0]
+
+
+def _frames_in(error: BaseException | None) -> list[Frames]:
+    """The message that was being heard."""
+    found = []
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name in ("hear", "_hear", "hear_kept"):
+            found = [[bytes(each) for each in trace.tb_frame.f_locals.get("frames", ())]]
+        trace = trace.tb_next
+    return found
+
+
+def answers(pool: poly.Pool, heard: Heard) -> None:
+    """Every drone of the pool does work of every kind; raises `Finding`. One that has talked nonsense may be
+    killed for that meanwhile, and is replaced."""
+    crew = pool._crew
+    deaths = 0
+    while True:
+        try:
+            wait_for(lambda: sum(link.state is State.READY for link in list(crew.links)) == crew.plan.size, SOON)
+            assert {p.result(SOON) for p in pool.everywhere(abs, -3)} == {3}
+            assert [p.result(SOON) for p in [pool.promise(abs, -i) for i in range(30)]] == list(range(30))
+            assert pool.promise(lambda: "fresh").result(SOON) == "fresh"
+            assert pool.promise(len, bytes(200_000)).result(SOON) == 200_000
+            assert list(pool.map(abs, range(-50, 0), timeout=SOON)) == list(range(50, 0, -1))
+            break
+        except BaseException as error:
+            heard.check()
+            deaths += isinstance(error, poly.DroneDied)
+            if not 0 < deaths <= crew.plan.size:
+                where = traceback.format_exc(limit=-3)
+                lines = "\n".join(heard.lines)
+                raise Finding(f"the pool does not answer any more: {where}\n{lines}") from error
+    heard.check()
+
+
+def skip_low_numbers() -> None:
+    """So that what is mutated to a small number, and is well formed, is not about anybody's work or definition."""
+    while next(work._numbers) < 300:
+        pass
+    while next(definitions._numbers) < 300:
+        pass
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """For this process and those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# -- stage: strangers -----------------------------------------------------------------------------------
+
+
+def home_of_the_hub() -> str:
+    (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
+    return home
+
+
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(48)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x11\x01" + b"0123456789abcdef"
+
+
+def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
+    """What ZeroMQ itself would write into the socket, with something changed in it, or not."""
+    pieces = [GREETING, bytes((4, len(READY))) + READY]
+    for index, frame in enumerate(frames):
+        more = index + 1 < len(frames)
+        pieces.append(bytes((2 | more,)) + len(frame).to_bytes(8, "big") + frame)
+    if dice.random() < 0.8:
+        at = dice.randrange(len(pieces))
+        pieces[at] = (mutated(pieces[at : at + 1], dice))[0]
+    return b"".join(pieces)
+
+
+def fuzz_strangers(seed: int, first: int, last: int, progress: Callable[[int], object]) -> dict[str, int]:
+    """Of 50 messages one comes as raw bytes of somebody who speaks no ZeroMQ, or half of it."""
+    with tempfile.TemporaryDirectory() as folder, memory(7) as (store, ledger):
+        path = os.path.join(folder, "exploded")
+        bomb = pickle.dumps(Bomb(path))
+        pickle.loads(bomb)  # it does
+        assert os.path.exists(path)
+        os.unlink(path)
+        explosive = [
+            pack_outcomes([pack_outcome(number, status, 0.0, 1.0, bomb, b"") for number in range(1, 40)])
+            for status in (VALUE, ERROR, VALUES, SPLIT)
+        ]
+        batch = WorkBatch()
+        batch.add(1, CALLS, 1, bomb)
+        originals = [*work_messages(store, ledger), *result_messages(store, ledger, range(1, 9)), *order_messages()]
+        originals += [*explosive, batch.frames()] * 4
+        raw = 0
+        with Heard() as heard, poly.Pool(2, output=heard.line) as pool, contextlib.ExitStack() as ends:
+            address = f"{home_of_the_hub()}/hub"
+            context = ends.enter_context(zmq.Context())
+            dice = random.Random(seed)
+            strangers = [_stranger(context, address, None)]
+            strangers += [_stranger(context, address, dice.randbytes(n)) for n in (1, 5, 17, 255)]
+            strangers += [_stranger(context, address, b"\x01" + dice.randbytes(16))]
+            for each in strangers:
+                ends.callback(each.close)
+                each.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
+            sent = len(strangers)
+            answers(pool, heard)
+            for number in range(first, last):
+                progress(number)
+                frames = message(seed, number, originals)
+                if number % 50 == 17:
+                    raw += 1
+                    _say_raw(address, raw_bytes(frames, random.Random(~number)))
+                    continue
+                strangers[number % len(strangers)].send_multipart(frames)
+                sent += 1
+                if not sent & 1023:
+                    _check_strangers(pool, heard, path, sent - 30_000)
+            _check_strangers(pool, heard, path, sent)
+            if any(each.poll(0) for each in strangers):
+                raise Finding("a stranger was answered")
+            answers(pool, heard)
+        return {"dropped": heard.strangers, "as raw bytes": raw}
+
+
+def _stranger(context: zmq.Context[Any], address: str, identity: bytes | None) -> zmq.Socket[bytes]:
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.sndtimeo = int(SOON * 1000)
+    if identity:
+        stranger.setsockopt(zmq.IDENTITY, identity)
+    stranger.connect(f"ipc://{address}")
+    return stranger
+
+
+def _say_raw(address: str, what: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(SOON)
+        end.connect(address)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the hub has hung up
+            end.sendall(what)
+
+
+def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) -> None:
+    if pool.promise(abs, -2).result(SOON) != 2:
+        raise Finding("a call among strangers has a wrong value")
+    if not heard.wait_for(lambda: heard.strangers >= at_least):
+        raise Finding(f"of {at_least} messages of strangers the hub has heard {heard.strangers}")
+    if os.path.exists(path):
+        raise Finding("the hub has unpickled what a stranger said")
+    heard.check()
+
+
+# -- stage: hub ---------------------------------------------------------------------------------------------
+
+
+def this_drone() -> image_main.Drone:
+    return next(each for each in gc.get_objects() if isinstance(each, image_main.Drone))
+
+
+_said: set[int] = set()
+
+
+def say(seed: int, by: str, first: int, last: int) -> int:
+    """On a drone: messages of drones that are nearly well formed, about the very work that it runs. The second time
+    about none: the hub has believed that it was given back, and would for ever."""
+    drone = this_drone()
+    known = (drone._current,) if first not in _said else (UNLIKELY,)
+    _said.add(first)
+    with memory(drone._store._top // SPAN) as (store, ledger):
+        originals = result_messages(store, ledger, known)
+        originals += work_messages(store, ledger)[:2]
+        for number in range(first, last):
+            frames = message(seed, number, originals)
+            with drone.socket_turn:
+                if by == "bulk":
+                    drone._send_by_bulk(frames)
+                else:
+                    send_all(drone._lane._end, packet(frames, random.Random(~(seed << 32 | number))))
+    return last - first
+
+
+def say_one(seed: int, number: int) -> int:
+    return say(seed, "lane", number, number + 1)
+
+
+def send_all(end: socket.socket, what: bytes) -> None:
+    """Waits for room. Raises `OSError` if the other end is gone, `TimeoutError` if nobody reads there."""
+    while True:
+        try:
+            end.send(what)
+            return
+        except BlockingIOError:
+            if not select.select([], [end], [], SOON)[1]:
+                raise TimeoutError("nobody reads the lane") from None
+
+
+def fuzz_hub(seed: int, first: int, last: int, progress: Callable[[int], object], batch: int = 500) -> dict[str, int]:
+    skip_low_numbers()
+    with little_memory(), Heard() as heard, poly.Pool(2, output=heard.line) as pool:
+        answers(pool, heard)
+        for start in range(first, last, batch):
+            progress(start)
+            by = "bulk" if start // batch % 4 == 3 else "lane"
+            works = [pool.promise(abs, -1) for _ in range(20)]
+            spoken = pool.promise(say, seed, by, start, min(start + batch, last))
+            works += [pool.promise(abs, -1) for _ in range(20)]
+            for each in [*works, spoken]:
+                _settled(each, heard, start)
+            if start // batch % 8 == 5:
+                with contextlib.suppress(Exception):  # what it was answered with was made up
+                    list(pool.map(partial(say_one, seed), range(start, start + batch // 4), timeout=SOON))
+            heard.check()
+            if start // batch % 16 == 0:
+                answers(pool, heard)
+        answers(pool, heard)
+        return {"dropped": heard.dropped}
+
+
+def _settled(promise: Any, heard: Heard, start: int) -> None:
+    """With whatever was made up for it."""
+    try:
+        promise.exception(SOON)
+    except TimeoutError as error:
+        heard.check()
+        raise Finding(f"{promise!r} is not settled, after the messages from number {start} on") from error
+    except BaseException:  # it was cancelled
+        pass
+
+
+# -- stage: drones ------------------------------------------------------------------------------------------
+
+MARKS = 0x6000_0000
+
+
+class ToDrones:
+    """Says to drones of a pool what a hub might say, nearly."""
+
+    def __init__(self, pool: poly.Pool, heard: Heard, folder: str) -> None:
+        self._pool = pool
+        self._heard = heard
+        self._folder = folder
+        self._marks = 0
+
+    def link(self) -> Link:
+        """A drone that is up."""
+        links = self._pool._crew.links
+        wait_for(lambda: any(each.state is State.READY for each in links), SOON)
+        return next(each for each in links if each.state is State.READY)
+
+    def say(self, by: str, said: Sequence[Any], *, busy: bool) -> bool:
+        """Messages by bulk, or packets by the lane, to one drone: whether it lives, having heard all of it. A busy one
+        hears them with its ear."""
+        link = self.link()
+        self._marks += 1
+        mark = f"mark {self._marks}"
+        go = os.path.join(self._folder, mark)
+        held = self._pool._crew.submit(hold_until, (go, go + " started"), {}, link) if busy else None
+        if held is not None:
+            wait_for(lambda: os.path.exists(go + " started") or not link.alive, SOON)
+        try:
+            self._send(link, by, [*said, self._marking(by, mark)])
+        except (OSError, AttributeError) as error:  # its lane is closed, by it or by the hub
+            if isinstance(error, TimeoutError) or not _comes_true(lambda: not link.alive):
+                lines = "\n".join(self._heard.lines)
+                raise Finding(f"a drone that lives does not hear: {error!r}\n{lines}") from error
+        Path(go).touch()
+        if not self._heard.wait_for(lambda: mark in self._heard.marks or not link.alive):
+            raise Finding("a drone that lives has not heard all\n" + "\n".join(self._heard.lines))
+        if held is not None:
+            _settled(held, self._heard, self._marks)
+        return mark in self._heard.marks
+
+    def _send(self, link: Link, by: str, said: Sequence[Any]) -> None:
+        assert link.lane is not None
+        if by == "lane":
+            for each in said:
+                send_all(link.lane._end, each)
+            return
+        hub = self._pool._crew.hub
+        if not link.bulk_open:
+            send_all(link.lane._end, well_formed(pack_numbers(OPEN)))
+            wait_for(lambda: link.bulk_open or not link.alive, SOON)
+        for each in said:
+            hub.post(partial(hub._router.send_multipart, [link.identity, *each]))
+
+    def _marking(self, by: str, mark: str) -> Any:
+        """Work that tells, when it is run, that what came before it was heard."""
+        batch = WorkBatch()
+        number = MARKS + self._marks
+        batch.add(number, DEFINE_CODE, 0, f"print({mark!r}, flush=True)".encode())
+        batch.add(number, CALL, number, b"")
+        batch.add(number, FORGET, 0, b"")
+        return well_formed(batch.frames()) if by == "lane" else batch.frames()
+
+
+def _comes_true(condition: Callable[[], object]) -> bool:
+    with contextlib.suppress(AssertionError):
+        return bool(wait_for(condition, SOON))
+    return False
+
+
+def fuzz_drones(
+    seed: int, first: int, last: int, progress: Callable[[int], object], batch: int = 800
+) -> dict[str, int]:
+    skip_low_numbers()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        memory() as (store, ledger),
+        little_memory(),
+        Heard() as heard,
+        poly.Pool(2, output=heard.line) as pool,
+    ):
+        originals = [*work_messages(store, ledger), *order_messages(), *result_messages(store, ledger)[:2]]
+        originals.remove(pack_numbers(STOP))
+        to_drones = ToDrones(pool, heard, folder)
+        answers(pool, heard)
+        for start in range(first, last, batch):
+            progress(start)
+            by = "bulk" if start // batch % 3 == 2 else "lane"
+            said: list[Any] = []
+            for number in range(start, min(start + batch, last)):
+                frames = message(seed, number, originals)
+                if by == "bulk":
+                    said.append(frames if frames[0][:1] != STOP else [b"?"])
+                else:
+                    sent = packet(frames, random.Random(~(seed << 32 | number)))
+                    said.append(sent if sent[5:6] != STOP else b"?")
+            busy = start // batch % 2 == 1
+            if not to_drones.say(by, said, busy=busy):
+                died = "\n".join(heard.lines)
+                guilty = [each for each in said if not to_drones.say(by, [each], busy=busy)]
+                shown = [[each] if isinstance(each, bytes) else each for each in guilty]
+                raise Finding(f"a drone has died of messages by {by}, {busy=}\n{died}", shown)
+            heard.check()
+            if start // batch % 16 == 0:
+                answers(pool, heard)
+        answers(pool, heard)
+        return {"dropped": heard.refused}
+
+
+# -- faults of the line --------------------------------------------------------------------------------------
+
+
+class Noise:
+    """In the place of a lane's `send`: something happens to every third message. `count` is of these, in shared
+    memory."""
+
+    KINDS = ("dropped", "duplicated", "truncated", "reordered")
+
+    def __init__(self, kind: str, send: Callable[[Sequence[bytes]], bool], count: memoryview) -> None:
+        self._kind = kind
+        self._send = send
+        self._count = count
+        self._messages = 0
+        self._kept_back: Sequence[bytes] | None = None
+
+    def __call__(self, frames: Sequence[bytes]) -> bool:
+        self._messages += 1
+        if self._messages % 3:
+            went = self._send(frames)
+            if self._kept_back is not None and went:
+                self._send(self._kept_back)
+                self._kept_back = None
+            return went
+        if self._kind == "duplicated":
+            self._send(frames)
+        elif self._kind == "truncated":
+            *first, last = frames
+            frames = [*first, last[: len(last) // 2]]
+        elif self._kind == "reordered":
+            self._kept_back = frames
+        went = self._kind in ("dropped", "reordered") or self._send(frames)
+        self._count[0] += went
+        return went
+
+
+# -- the program ------------------------------------------------------------------------------------------------
+
+Stage = Callable[[int, int, int, Callable[[int], object]], dict[str, int]]
+STAGES: dict[str, Stage] = {
+    "decoders": fuzz_decoders,
+    "strangers": fuzz_strangers,
+    "hub": fuzz_hub,
+    "drones": fuzz_drones,
+}
+PIECE = 100_000
+
+
+def run_apart(stage: Stage, seed: int, first: int, last: int) -> dict[str, Any]:
+    """In a process of its own, which may crash or hang: its counts, or what was found."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    cell = memoryview(page).cast("Q")
+
+    def progress(number: int) -> None:
+        cell[0] = number
+
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        found: dict[str, Any]
+        try:
+            faulthandler.enable()
+            with little_memory():
+                found = stage(seed, first, last, progress)
+        except BaseException as error:
+            found = {"finding": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(found).encode()[:60_000])
+        os._exit(0)
+    os.close(writer)
+    seen, since = -1, time.monotonic()
+    while not select.select([reader], [], [], 0.5)[0]:
+        if cell[0] != seen:
+            seen, since = cell[0], time.monotonic()
+        elif time.monotonic() - since > 3 * SOON:
+            os.kill(pid, signal.SIGABRT)
+    told = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+    os.close(reader)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not told:
+        return {"finding": f"it hung, or crashed: exit code {code}, at message {cell[0]} or soon after"}
+    result: dict[str, Any] = json.loads(told)
+    return result
+
+
+def show(seed: int, number: int) -> None:
+    with Decoders() as decoders:
+        frames = message(seed, number, decoders.originals)
+        print(*(frame.hex() for frame in frames), sep=" | ")
+        decoders.decode(frames, random.Random(~(seed << 32 | number)))
+        print(decoders.counts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--messages", type=int, default=1_000_000, help="in each stage")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--first", type=int, default=0, help="number of the first message")
+    parser.add_argument("--stage", choices=STAGES, action="append")
+    parser.add_argument("--only", type=int, help="shows and decodes this message")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    if given.only is not None:
+        show(given.seed, given.only)
+        return 0
+    status = 0
+    for name in given.stage or STAGES:
+        began, counts = time.monotonic(), {}
+        last = given.first + given.messages
+        for start in range(given.first, last, PIECE):
+            stop = min(start + PIECE, last)
+            found = run_apart(STAGES[name], given.seed, start, stop)
+            if "finding" in found:
+                print(f"{name}: FOUND, with --seed {given.seed}, messages {start} to {stop}: {found['finding']}")
+                status = 1
+                break
+            counts = {key: counts.get(key, 0) + count for key, count in found.items()}
+        else:
+            seconds = time.monotonic() - began
+            rate = given.messages / seconds
+            print(f"{name}: {given.messages:,} messages in {seconds:.1f} s, {rate:,.0f}/s: {counts}", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Soak: the same for a long time, and whether anything grows.
+
+    python tests/soak.py                                       all three parts, at full length
+    python tests/soak.py --tasks 0 --arrays 0 --pools 2000     one of them
+
+    tasks     one by one and by `map`, with errors and cancels among them, through one pool
+    arrays    64 KiB to 1 MiB, there and back; kept for a while, shared, dropped
+    pools     opened, used, and ended in every way there is
+
+Each part is sampled a hundred times: this process's resident memory; its drones' proportional share (PSS); descriptors,
+threads; the pool's arena; /dev/shm. Printed are the samples at five points. A part is flat if the last quarter is not
+above the first: descriptors and threads exactly (their largest), memory (the medians) by no more than `BOUNDS` says.
+In the end nothing of the arena may be in use. Ends with status 1 where something has grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import os
+import random
+import resource
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+from faults import exit_hard, wait_for
+
+import polycephaly as poly
+
+MIB = 1 << 20
+HANG = 300.0  # seconds for a hundredth of a part
+ROUND = 10_000
+KEPT = 16  # arrays
+
+# -- what is sampled --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    done: int
+    resident: float
+    drones: float
+    descriptors: int
+    threads: int
+    arena: float
+    shm: float
+    shm_files: int
+
+    @classmethod
+    def take(cls, done: int, pool: poly.Pool | None) -> Sample:
+        shm = os.statvfs("/dev/shm")
+        return cls(
+            done,
+            _field("/proc/self/status", "VmRSS"),
+            sum(_pss(drone.pid) for drone in pool.drones) if pool is not None else 0.0,
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            arena_of(pool) / MIB if pool is not None else 0.0,
+            (shm.f_blocks - shm.f_bfree) * shm.f_frsize / MIB,
+            len(os.listdir("/dev/shm")),
+        )
+
+
+BOUNDS: dict[str, Callable[[float], float]] = {
+    "resident": lambda first: 1.05 * first + 4,
+    "drones": lambda first: 1.05 * first + 4,
+    "arena": lambda first: 1.2 * first + 4,
+    "shm": lambda first: first + 1,
+    "shm_files": lambda first: first,
+    "descriptors": lambda first: first,
+    "threads": lambda first: first,
+}
+"""What the last quarter may be, by what the first was."""
+EXACT = ("descriptors", "threads", "shm_files")
+HEADS = ("done", "RSS MiB", "PSS MiB", "fds", "threads", "arena MiB", "shm MiB", "shm files")
+
+
+def _field(path: str, name: str) -> float:
+    with open(path) as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(f"{name}:"))
+
+
+def _pss(pid: int) -> float:
+    with contextlib.suppress(OSError):  # it has just ended
+        return _field(f"/proc/{pid}/smaps_rollup", "Pss")
+    return 0.0
+
+
+def arena_of(pool: poly.Pool) -> int:
+    return pool._crew.roster._arena.used()
+
+
+def grown(samples: list[Sample], slack: float) -> Iterator[str]:
+    """What the last quarter has more of than the first, and than may be. `slack`: MiB beside the bounds."""
+    quarter = max(1, len(samples) // 4)
+    for name, bound in BOUNDS.items():
+        middle = max if name in EXACT else statistics.median
+        values = [getattr(each, name) for each in samples]
+        first, last = middle(values[:quarter]), middle(values[-quarter:])
+        most = bound(first) + (0 if name in EXACT else slack)
+        if last > most:
+            yield f"{name}: {first:.1f} in the first quarter, {last:.1f} in the last, which may be {most:.1f}"
+
+
+def table(samples: list[Sample]) -> str:
+    assert len(HEADS) == len(fields(Sample))
+    rows = ["".join(f"{head:>11}" for head in ("", *HEADS))]
+    last = len(samples) - 1
+    for name, at in (("start", 0), ("25 %", last // 4), ("50 %", last // 2), ("75 %", 3 * last // 4), ("end", last)):
+        cells = (f"{each:,}" if isinstance(each, int) else f"{each:.1f}" for each in astuple(samples[at]))
+        rows.append("".join(f"{cell:>11}" for cell in (name, *cells)))
+    return "\n".join(rows)
+
+
+# -- the parts --------------------------------------------------------------------------------------------
+
+
+def odd(n: int) -> int:
+    if n % 100 == 99:
+        raise ValueError(n)
+    return n
+
+
+def twice(array: np.ndarray) -> np.ndarray:
+    return array * 2
+
+
+def soak_tasks(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    """Yields how many are done, and the pool."""
+    done = 0
+    with poly.Pool(2, output="discard") as pool:
+        while done < count:
+            few = min(ROUND, at_least, count - done)
+            promises = [pool.promise(odd, n) for n in range(few)]
+            for promise in promises[::100]:
+                promise.cancel()
+            for n, promise in enumerate(promises):
+                try:
+                    assert promise.value == n
+                except ValueError as error:
+                    assert error.args == (n,) and n % 100 == 99
+                except CancelledError:
+                    assert n % 100 == 0
+            del promises, promise
+            done += few
+            if done % (5 * few) == 0:  # every fifth round by `map`
+                few = min(few, count - done)
+                assert sum(pool.map(abs, range(few))) == few * (few - 1) // 2
+                done += few
+            yield done, pool
+
+
+def soak_arrays(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    kept: deque[np.ndarray] = deque(maxlen=KEPT)
+    under_way: deque[tuple[int, int, poly.Promise[np.ndarray]]] = deque()
+    with poly.Pool(2, output="discard") as pool:
+        for done in range(count + 1):
+            while under_way and (len(under_way) > 16 or done == count):
+                n, size, promise = under_way.popleft()
+                array = promise.value
+                assert len(array) == size and array[0] == 2 * n and array[-1] == 2 * n
+                array += 1
+                kept.append(array)
+                assert kept[0][0] % 2 == 1 and kept[0][-1] == kept[0][0], "it was changed under its owner"
+            if done % at_least == 0:
+                yield done, pool
+            if done == count:
+                break
+            size = dice.randrange(8 << 10, 128 << 10)
+            if done % 1000 == 999:
+                with pool.share(np.full(size, done)) as shared:
+                    assert pool.doit(np.sum, shared) == done * size
+            under_way.append((done, size, pool.promise(twice, np.full(size, done))))
+        del array, promise
+        kept.clear()
+        pool.promise(abs, 1).result()
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not arena_of(pool), 10)
+        if arena_of(pool):
+            raise SystemExit(f"{arena_of(pool):,} bytes of the arena are in use, and nobody has an array")
+
+
+def soak_pools(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    before = len(os.listdir("/proc/self/task"))
+    for done in range(count):
+        WAYS[done % len(WAYS)](done)
+        if (done + 1) % at_least == 0:
+            gc.collect()
+            # Who drops a pool does not wait for its end.
+            wait_for(lambda: len(os.listdir("/proc/self/task")) <= before, 30)
+            yield done + 1, None
+
+
+def _use(pool: poly.Pool | poly.Drone, n: int) -> None:
+    assert [p.value for p in [pool.promise(abs, -i) for i in range(n % 20)]] == list(range(n % 20))
+    assert pool.doit(twice, np.full(20_000, n))[-1] == 2 * n
+
+
+def _in_a_block(n: int) -> None:
+    with poly.Pool(2) as pool:
+        _use(pool, n)
+        assert list(pool.map(abs, range(100))) == list(range(100))
+
+
+def _by_an_error(n: int) -> None:
+    with contextlib.suppress(KeyError), poly.Pool(2) as pool:
+        pool.promise(time.sleep, 60)
+        _use(pool, n)
+        raise KeyError(n)
+
+
+def _shut_down(n: int) -> None:
+    pool = poly.Pool(1 + n % 3)
+    promises = [pool.submit(abs, -i) for i in range(50)]
+    pool.shutdown()
+    assert [p.value for p in promises] == list(range(50))
+
+
+def _dropped(n: int) -> None:
+    pool = poly.Pool(1)
+    _use(pool, n)
+
+
+def _after_a_death(n: int) -> None:
+    with poly.Pool(2, output="discard") as pool:
+        assert isinstance(pool.promise(exit_hard, 3).exception(), poly.DroneDied)
+        _use(pool, n)
+
+
+def _with_work_under_way(n: int) -> None:
+    pool = poly.Pool(2)
+    promises = [pool.promise(time.sleep, 60) for _ in range(4)]
+    for each in promises:
+        each.cancel()
+    pool.shutdown(wait=n % 3 > 0)
+
+
+def _a_drone(n: int) -> None:
+    with poly.Drone() as drone:
+        drone["x"] = n
+        _use(drone, n)
+        assert drone["x"] == n
+
+
+def _one_promise(n: int) -> None:
+    assert poly.promise(abs, -n).value == n
+
+
+WAYS = (_in_a_block, _by_an_error, _shut_down, _dropped, _after_a_death, _with_work_under_way, _a_drone, _one_promise)
+PARTS = {"tasks": soak_tasks, "arrays": soak_arrays, "pools": soak_pools}
+
+
+def soak(name: str, count: int, samples: int, seed: object) -> tuple[list[Sample], float]:
+    """Runs one part; gives its samples, of which the first is taken after a hundredth of it."""
+    taken: list[Sample] = []
+    at_least = max(1, count // samples)
+    began = time.monotonic()
+    due = at_least
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    for done, pool in PARTS[name](count, at_least, random.Random(f"{seed}-{name}")):
+        if done >= due:
+            due += at_least
+            taken.append(Sample.take(done, pool))
+        faulthandler.dump_traceback_later(HANG, exit=True)  # a thread, and the old one is there for a moment yet
+    faulthandler.cancel_dump_traceback_later()
+    return taken, time.monotonic() - began
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", type=int, default=5_000_000)
+    parser.add_argument("--arrays", type=int, default=200_000)
+    parser.add_argument("--pools", type=int, default=2_000)
+    parser.add_argument("--samples", type=int, default=100, help="of each part")
+    parser.add_argument("--slack", type=float, default=0.0, help="MiB by which memory may grow more: for short runs")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    options = parser.parse_args(args)
+    print(f"seed {options.seed}", flush=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    wrong: list[str] = []
+    for name in ("tasks", "arrays", "pools"):
+        count = getattr(options, name)
+        if not count:
+            continue
+        samples, seconds = soak(name, count, min(options.samples, count), options.seed)
+        print(f"\n{count:,} {name} in {seconds:.0f} s\n{table(samples)}", flush=True)
+        wrong += [f"{name}, {each}" for each in grown(samples, options.slack)]
+    for each in wrong:
+        print(f"GROWN {each}")
+    print("flat" if not wrong else f"{len(wrong)} things have grown", f"(seed {options.seed})")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
