@@ -37,6 +37,7 @@ from .limits import check_descriptors
 from .link import BUDGET, Link, State, drained
 from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, Milestone, Promise, race
+from .rooms import Rooms
 from .roster import Roster, because
 from .watch import Watch
 from .wire.capture import main_namespace
@@ -73,8 +74,7 @@ class Crew:
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
-        self.queue_limit = plan.max_queued
-        self._rooms: deque[_Room] = deque()  # of callers who wait for room in the queue
+        self.rooms: Rooms | None = None  # where queues have a limit
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
         self._abandoned = False
@@ -84,6 +84,8 @@ class Crew:
             with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
                 self.hub: Hub = lease_hub()
                 try:
+                    if plan.max_queued is not None:
+                        self.rooms = Rooms(self.hub, plan.max_queued)
                     self.roster = Roster(self)
                 except BaseException:
                     self.hub.give_back()
@@ -113,7 +115,7 @@ class Crew:
         terms: Terms | None = None,
     ) -> Work:
         """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
-        if self.queue_limit is not None:
+        if self.rooms is not None:
             self._wait_for_room(target)
         if self.refusal is not None:
             self.check_open()
@@ -161,23 +163,8 @@ class Crew:
         return work
 
     def _wait_for_room(self, target: Link | None) -> None:
-        """Until fewer pieces of work wait than may. Not where the wait would be for this very thread: a callback's.
-
-        The caller leaves its promise in `_rooms` and looks again; whoever shortens the queue does so in a turn, which
-        ends with a look at `_rooms`. So either the caller sees the shorter queue, or that turn sees the caller.
-        """
-        limit = self.queue_limit
-        assert limit is not None
-        queue = self.queue if target is None else target.pinned
-        while len(queue) >= limit and self.refusal is None and self.hub.can_be_waited_for():
-            room = _Room(self.hub, queue)
-            self._rooms.append(room)
-            try:
-                if len(queue) < limit or self.refusal is not None:
-                    return
-                room.result()
-            finally:  # or it could be told in the place of one who waits
-                room._settle(FINISHED, None, None)
+        if self.rooms is not None:
+            self.rooms.wait(self.queue if target is None else target.pinned, lambda: self.refusal is not None)
 
     def close_without(self, holder: object) -> None:
         """Is closed when nobody has `holder` any more."""
@@ -186,13 +173,12 @@ class Crew:
 
     def start(self, work: Work) -> None:
         """Takes work that was made elsewhere. Raises as `submit` does."""
-        if self.queue_limit is not None:
-            self._wait_for_room(None)
+        self._wait_for_room(None)
         self.check_open()
         self._enqueue(work)
 
     def has_room(self) -> bool:
-        return self.queue_limit is None or len(self.queue) < self.queue_limit
+        return self.rooms is None or self.rooms.has(self.queue)
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -344,8 +330,8 @@ class Crew:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
         if self.look_for_end:
             self._end_if_done()
-        if self._rooms:
-            self._tell_of_room()
+        if self.rooms:
+            self.rooms.tell(self.refusal is not None)
         idle = False
         for link in self.links:
             if link.state is State.READY and not link.flight and not link.unresponsive:
@@ -357,21 +343,6 @@ class Crew:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
                     self.hub.after(2 * BUDGET, partial(self._recall_if_stuck, link, link.last_heard))
-
-    def _tell_of_room(self) -> None:
-        """As many as there is room for, in their order; when no more work is taken, all."""
-        limit = self.queue_limit or 0
-        told: dict[int, int] = {}
-        for _ in range(len(self._rooms)):
-            room = self._rooms.popleft()
-            if room.done():  # its caller has gone
-                continue
-            key = id(room.queue)
-            told[key] = told.get(key, 0) + 1
-            if self.refusal is not None or len(room.queue) + told[key] <= limit:
-                self.hub.deliver(partial(room._settle, FINISHED, None, None))
-            else:
-                self._rooms.append(room)
 
     def _could_overlap(self) -> bool:
         """Is there a drone that could take one more beside what it overlaps? Not before what heads the queue."""
@@ -451,7 +422,7 @@ class Crew:
         else:
             work.payload = b""
             self.look_for_end |= self.closing
-            if self.queue_limit is not None:  # it takes no room
+            if self.rooms is not None:  # it takes no room
                 with suppress(ValueError):
                     (self.queue if work.target is None else work.target.pinned).remove(work)
 
@@ -617,18 +588,6 @@ class Crew:
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",
             )
-
-
-class _Room(Milestone[None]):
-    """There may be room in `queue`."""
-
-    def __init__(self, hub: Hub, queue: deque[Work]) -> None:
-        super().__init__()
-        self.queue = queue
-        self._hub = hub
-
-    def _help(self, end: float | None) -> None:
-        self._hub.drive(self, end)
 
 
 def _load(link: Link) -> float:

@@ -51,6 +51,7 @@ log = logging.getLogger("polycephaly")
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
 IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
 START_TRIES = 3
+KILLED_TRIES = 30
 SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is IN_TRANSIT
 TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are there
 
@@ -266,10 +267,10 @@ class Roster:
         if self.too_large_so_far >= START_TRIES:
             self._crew.break_(BrokenProcessPool(f"no drone of {self._plan.name} fits: {what}"))
 
-    def _start_failed(self, error: BaseException) -> None:
+    def _start_failed(self, error: BaseException, tries: int = START_TRIES) -> None:
         """A drone did not become ready. It is tried a few times over, not for ever."""
         self._failed_starts += 1
-        if self._failed_starts >= START_TRIES or self._plan.on_death != "replace":
+        if self._failed_starts >= tries or self._plan.on_death != "replace":
             self._crew.break_(error)
 
     # -- retiring and stopping ----------------------------------------------------------------------
@@ -370,7 +371,10 @@ class Roster:
         if self._plan.on_death == "break":
             self._crew.break_(error)
         elif before < State.READY and self._crew.wanted():
-            self._start_failed(because(f"drones of {self._plan.name} die before they are ready", error))
+            # Killed by somebody else, while others work: that says little of whether drones can start.
+            beside = error.exitcode == -signal.SIGKILL and any(each.state is State.READY for each in self.links)
+            why = because(f"drones of {self._plan.name} die before they are ready", error)
+            self._start_failed(why, KILLED_TRIES if beside else START_TRIES)
         elif self._plan.on_death == "end":
             if self._crew.refusal is None:
                 self._crew.refusal = error

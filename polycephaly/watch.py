@@ -164,11 +164,11 @@ class Watch:
             if link.state is State.READY:
                 self._crew.roster.too_large_so_far = 0
             return
-        what = f"it and what it had started held {held >> 20:,} MiB, more than max_memory={most:,} bytes"
+        what = f"it and what it had started held {held >> 20:,} MiB"
         if link.state is State.READY and not link.flight and not link.tasks_done and self._crew.plan.on_death != "end":
-            self._crew.roster.too_large(link, what)
+            self._crew.roster.too_large(link, f"{what} before it had done anything, of max_memory={most:,} bytes")
         elif held > most:
-            link.kill(what)
+            link.kill(f"{what}, more than max_memory={most:,} bytes")
         elif link.state is State.READY and self._crew.plan.on_death != "end":  # which would end with it
             log.info("drone %s is replaced: it holds %s MiB", link.name, f"{held >> 20:,}")
             self._crew.roster.retire(link)

@@ -141,7 +141,7 @@ def test_who_waits_for_room_is_told_when_no_more_work_is_taken(how, paths):
     threads = [threading.Thread(target=submit) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: len(pool._crew._rooms) == 3)
+    wait_for(lambda: len(pool._crew.rooms._waiting) == 3)
     if how == "break":
         os.kill(int(lines(started)[0]), signal.SIGKILL)
     else:
