@@ -145,7 +145,7 @@ def wait_until_gone(value: str, seconds: float = DEADLINE) -> list[str]:
 def describe(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read().replace(b"\0", b" ").decode("utf-8", "replace")[:80]
+            command = file.read().replace(b"\0", b" ").decode("utf-8", "replace")[:200]
         with open(f"/proc/{pid}/stat") as stat:
             state, parent = stat.read().rpartition(")")[2].split()[:2]
         return f"{pid} (state {state}, parent {parent}): {command}"

@@ -348,7 +348,7 @@ class Samples:
     def _live(self) -> None:
         moved, last = time.monotonic(), -1
         while not self._over.wait(1.0):
-            self.taken.append((resident(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+            self.taken.append((own_memory(), len(os.listdir("/proc/self/fd")), threading.active_count()))
             settled = sum(each.settled for each in self._phases)
             if settled != last:
                 moved, last = time.monotonic(), settled
@@ -357,21 +357,23 @@ class Samples:
                 tell_of(self._phases[-1])
                 os._exit(3)
 
-    def quarters(self) -> Iterator[tuple[str, float, float, float]]:
+    def quarters(self, since: int) -> Iterator[tuple[str, float, float, float]]:
         """Of each thing: its name, the medians of the first and last quarters, and what the last may be."""
-        quarter = max(1, len(self.taken) // 4)
-        names = ("resident MiB", "descriptors", "threads")
-        warming = 16 if len(self.taken) >= 240 else 64  # a short run has warmed up in its last quarter only
+        taken = self.taken[since:]
+        quarter = max(1, len(taken) // 4)
+        names = ("own memory, MiB", "descriptors", "threads")
+        warming = 16 if len(taken) >= 120 else 64  # a short run has warmed up in its last quarter only
         allowed: tuple[Callable[[float], float], ...] = (lambda f: 1.1 * f + warming, lambda f: f + 8, lambda f: f + 2)
-        for name, values, most in zip(names, zip(*self.taken, strict=True), allowed, strict=True):
+        for name, values, most in zip(names, zip(*taken, strict=True), allowed, strict=True):
             scale = 1 << 20 if "MiB" in name else 1
             first, last = (statistics.median(part) / scale for part in (values[:quarter], values[-quarter:]))
             yield name, first, last, most(first)
 
 
-def resident() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
+def own_memory() -> int:
+    """Bytes. Of arrays that came home and are still looked at there are now more and now fewer: they do not count."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
 def main(args: list[str] | None = None) -> int:
@@ -392,16 +394,21 @@ def main(args: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Samples(phases) as samples:
         which = (0, options.retries) if options.phase is None else ((0, options.retries)[options.phase - 1],)
         for number, retries in enumerate(which, 1):
+            since = len(samples.taken)
             phases.append(Phase(options, retries, folder))
             phases[-1].run(began + number * options.minutes * 60 / len(which), options.tasks // len(which))
+            quarters = list(samples.quarters(since))  # before the account, which takes memory
             phases[-1].judge()
-            print(phases[-1].summary(), flush=True)
+            print(phases[-1].summary())
+            for name, first, last, most in quarters:
+                print(
+                    f"  {name}: {first:.1f} in the first quarter, {last:.1f} in the last (at most {most:.1f})",
+                    flush=True,
+                )
+                if last > most:
+                    phases[-1].wrong.append(f"{phases[-1].name}: {last:.1f} {name}, and {first:.1f} at first")
     faulthandler.cancel_dump_traceback_later()
     wrong = [each for phase in phases for each in phase.wrong]
-    for name, first, last, most in samples.quarters():
-        print(f"{name}: {first:.1f} in the first quarter, {last:.1f} in the last (at most {most:.1f})")
-        if last > most:
-            wrong.append(f"{name}: {last:.1f}, and {first:.1f} at first")
     try:
         wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_before, 5)
         wait_for(lambda: threading.active_count() <= threads_before, 5)

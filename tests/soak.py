@@ -23,6 +23,7 @@ import os
 import random
 import resource
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -193,8 +194,8 @@ def soak_pools(count: int, at_least: int, dice: random.Random) -> Iterator[tuple
         WAYS[done % len(WAYS)](done)
         if (done + 1) % at_least == 0:
             gc.collect()
-            # Who drops a pool does not wait for its end.
-            wait_for(lambda: len(os.listdir("/proc/self/task")) <= before, 30)
+            # Who drops a pool does not wait for its end. (The kernel's list may miss some while one of them ends.)
+            wait_for(lambda: threading.active_count() == 1 and len(os.listdir("/proc/self/task")) <= before, 30)
             yield done + 1, None
 
 

@@ -479,3 +479,43 @@ def test_many_threads_with_slow_consumers_of_maps_get_all():
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
     assert not wrong
+
+
+# -- what the ear holds --------------------------------------------------------------------------------
+
+
+def use_up_descriptors():
+    while True:
+        leaked.append(os.open(os.devnull, os.O_RDONLY))
+
+
+def let_the_ear_find_a_full_lane_once():
+    from polycephaly.wire.lane import Lane
+
+    real, times = Lane.send, []
+
+    def send(self, frames):
+        if threading.current_thread().name == "polycephaly-ear" and not times:
+            times.append(1)
+            return False
+        return real(self, frames)
+
+    Lane.send = send
+
+
+def short_or_long(i):
+    if i == 1:
+        time.sleep(0.1)
+    return i
+
+
+def test_what_the_ear_could_not_send_is_not_lost():
+    with poly.Pool(1, initializer=limit_descriptors, initargs=(10,), output="discard") as pool:
+        pool.doit(let_the_ear_find_a_full_lane_once)
+        assert pool.promise(use_up_descriptors).exception(SOON).errno == errno.EMFILE
+        assert [p.result(SOON) for p in [pool.promise(short_or_long, -1) for _ in range(300)]] == [-1] * 300
+        promises = [pool.promise(short_or_long, i) for i in (-1, 0, 1, 2, 3)]
+        for i, each in zip((-1, 0, 1, 2, 3), promises, strict=True):
+            error = each.exception(SOON)
+            assert error is None or (i == 1 and isinstance(error, poly.DroneDied))
+        assert pool.promise(abs, -1).result(SOON) == 1
