@@ -510,6 +510,7 @@ class Tally:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
     asked = argparse.ArgumentParser(description="Ends controllers in many ways, and looks for what is left.")
     asked.add_argument("--moments", type=int, default=100, help="how many random moments")
     asked.add_argument("--seed", type=int, default=None, help="of the moments; by default another each time")
