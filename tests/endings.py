@@ -526,7 +526,8 @@ def main() -> int:
     findings = 0
     if not options.no_matrix:
         matrix, begun = Tally(), time.monotonic()
-        for start, endings in (("fork", tuple(STATUS)), ("spawn", OF_SPAWN)):
+        promised = tuple(name for name in STATUS if name != "zygote and controller" or name in only)
+        for start, endings in (("fork", promised), ("spawn", OF_SPAWN)):
             for ending in endings:
                 for load in LOADS:
                     if (not only or ending in only) and (not loads or load in loads):
