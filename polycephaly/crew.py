@@ -232,8 +232,7 @@ class Crew:
             self.hub.post(partial(self.roster.renew, launcher, renewed))
         race(renewed, self.ended).result()
         if not renewed.done():  # it was closed in the meantime
-            launcher.close()
-            launcher.reap()
+            launcher.end()
             raise another(self.refusal or RuntimeError(f"{self.plan.name} has ended"))
 
     def wait_ended(self) -> None:

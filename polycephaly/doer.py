@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
@@ -10,7 +11,7 @@ from .link import Link
 from .plan import Terms, check_at_least, check_timeout, check_work
 from .promises import Promise
 
-__all__ = ["Doer", "wait_for"]
+__all__ = ["Doer", "Workforce", "wait_for"]
 
 T = TypeVar("T")
 
@@ -69,6 +70,16 @@ class Doer:
             own.retries if retries is None else check_at_least("retries", retries, 0),
         )
         return other
+
+
+class Workforce(Doer, Executor):
+    """Several drones, which the standard library's code may use as an executor."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
+        """The standard library's spelling of `promise`."""
+        if not callable(fn):
+            check_work(fn, args, kwargs)
+        return self._crew.submit(fn, args, kwargs, None, self._terms)
 
 
 def wait_for(promised: Promise[T]) -> T:

@@ -9,6 +9,7 @@ values that are small and immutable, which come together.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from .link import Link
     from .wire.definitions import Definition
 
-__all__ = ["hear", "hear_kept", "print_lines"]
+__all__ = ["finish", "hear", "hear_kept", "print_lines", "settle"]
 
 log = logging.getLogger("polycephaly")
 
@@ -133,7 +134,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
         if timed is not None:
             timed.took(seconds, calls)
     finally:  # what has left the flight is settled, whatever becomes of the rest
-        crew.hub.deliver(partial(_settle, settled))
+        crew.hub.deliver(partial(settle, settled))
     crew.answered(link)
 
 
@@ -181,7 +182,8 @@ def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[W
 # -- after the turn -------------------------------------------------------------------------------------
 
 
-def _settle(answered: list[Work]) -> None:
+def settle(answered: Iterable[Work]) -> None:
+    """By what came back for each, which is opened here."""
     for work in answered:
         try:
             value, error = _open(work)
@@ -189,10 +191,15 @@ def _settle(answered: list[Work]) -> None:
             value, error = None, wrong.with_traceback(_beyond_ours(wrong.__traceback__))
             with suppress(BaseException):
                 error.add_note(f"while unpickling the result of {work.definition.label}")
-        try:
-            work._settle(FINISHED, value, error)
-        except BaseException:
-            log.exception("a callback of %r failed", work)
+        finish(work, FINISHED, value, error)
+
+
+def finish(work: Work, state: str, value: Any, error: BaseException | None) -> None:
+    """Settles it; what a callback of it raises is logged, since others wait to be settled too."""
+    try:
+        work._settle(state, value, error)
+    except BaseException:
+        log.exception("a callback of %r failed", work)
 
 
 def _open(work: Work) -> tuple[Any, BaseException | None]:

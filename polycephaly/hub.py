@@ -46,7 +46,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -346,7 +345,7 @@ class Hub:
             if not all_of_it:
                 return
 
-    def receive(self, most: float = inf) -> None:
+    def receive(self, most: int) -> None:
         """Reads what drones have sent by bulk; at most so many messages."""
         router = self._router
         while router is not None and most > 0 and has_news(router):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .crew import Crew
-from .doer import Doer
+from .doer import Workforce
 from .drone import Drone
 from .flow import results
 from .link import State
@@ -39,7 +38,7 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Pool(Doer, Executor):
+class Pool(Workforce):
     """`drones` headless copies of this image behind one queue (by default as many as usable cores).
 
     All are forked from one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
@@ -125,12 +124,6 @@ class Pool(Doer, Executor):
             raise
 
     # -- work -------------------------------------------------------------------------------------
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
-        """The standard library's spelling of `promise`."""
-        if not callable(fn):
-            check_work(fn, args, kwargs)
-        return self._crew.submit(fn, args, kwargs, None, self._terms)
 
     def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
         """Has `work` done once by each drone: a list of promises, one per drone.

@@ -186,9 +186,7 @@ class Promise(Future[T], Generic[T]):
 
     def _break_off(self) -> None:
         """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to stop."""
-        for each in self._stands_for:
-            if isinstance(each, Promise):
-                each._break_off()
+        _break_off_all(self._stands_for)
 
     def _look_up(self) -> None:
         """The caller still waits, and looks up now and then."""
@@ -556,9 +554,7 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
         try:
             future = self._places[self._next].result(left)
         except KeyboardInterrupt:
-            for each in list(self._open):
-                if isinstance(each, Promise):
-                    each._break_off()
+            _break_off_all(list(self._open))
             raise
         self._next += 1
         return future
@@ -592,6 +588,12 @@ class _Gathered(Promise[list[Any]]):
 
     def running(self) -> bool:
         return any(each.running() for each in self._promises)
+
+
+def _break_off_all(promises: Iterable[Future[Any]]) -> None:
+    for each in promises:
+        if isinstance(each, Promise):
+            each._break_off()
 
 
 def _check_promises(what: str, promises: Iterable[object]) -> None:

@@ -157,14 +157,12 @@ class Roster:
             link.lane = lifeline.own(Lane(mine))
             order = Order(link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd)
             self._launcher.start(order, ends)
-        except (BrokenPipeError, ConnectionResetError):  # its zygote is gone: the end of its reports tells, and why
-            link.close(self._hub.unwatch)
-            self._free_slots.append(slot)
-            return False
         except Exception as error:
             link.close(self._hub.unwatch)
             self._free_slots.append(slot)
-            if self._crew.begun.done() and any(each.state is State.READY for each in self.links):
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                pass  # its zygote is gone: the end of its reports tells, and why
+            elif self._crew.begun.done() and any(each.state is State.READY for each in self.links):
                 log.warning("%s goes on with fewer drones for a while: %s", self._plan.name, named(error))
                 self._hub.after(TRY_AGAIN, self.fill_up)
             else:

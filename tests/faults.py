@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 
@@ -83,6 +83,22 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
         time.sleep(0.003)
     return value
+
+
+class Counting:
+    """An iterator that knows how far it was taken."""
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self.items = iter(items)
+        self.taken = 0
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> object:
+        item = next(self.items)
+        self.taken += 1
+        return item
 
 
 # -- ways to fail, wherever code of users runs ----------------------------------------------------------

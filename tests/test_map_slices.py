@@ -19,7 +19,7 @@ from fractions import Fraction
 
 import numpy
 import pytest
-from faults import append, block_for_ever, hold_until, lines, wait_for
+from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script, output_of
 
 import polycephaly as poly
@@ -161,20 +161,6 @@ def assert_nothing_goes_on(pool, path):
     for p in [pool.promise(abs, -i) for i in range(300)]:
         p.result(PATIENCE)
     assert len(lines(path)) == before
-
-
-class Counting:
-    def __init__(self, items):
-        self.items = iter(items)
-        self.taken = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        item = next(self.items)
-        self.taken += 1
-        return item
 
 
 # -- equal to the builtin map ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from faults import append, block_for_ever, hold_until, lines, wait_for
+from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 
 import polycephaly as poly
 
@@ -34,22 +34,6 @@ def fail_at_five(n):
 
 def hold_zero(n, gate):
     return hold_until(gate) if n == 0 else n
-
-
-class Counting:
-    """An iterator that knows how far it was taken."""
-
-    def __init__(self, items):
-        self.items = iter(items)
-        self.taken = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        item = next(self.items)
-        self.taken += 1
-        return item
 
 
 def test_results_come_in_the_order_of_the_inputs(pool):

@@ -13,9 +13,9 @@ from ..wire.exceptions import pack_exception
 from ..wire.messages import ERROR, VALUE
 from .definitions import Definition, define
 
-__all__ = ["relayed"]
+__all__ = ["NOTHING", "pack_error", "relayed"]
 
-_NOTHING = MainSnapshot(())
+NOTHING = MainSnapshot(())
 """What the client's `__main__` and this one have in common."""
 
 _KEPT = 256
@@ -28,17 +28,21 @@ def _defined(kind: int, definition: bytes) -> Definition:
 
 def relayed(definition_kind: int, definition: bytes, kind: int, payload: bytes) -> tuple[int, bytes]:
     """What came of it: status and payload, for its client."""
-    capture_all = partial(capture, snapshot=_NOTHING)
     try:
         value = _defined(definition_kind, definition).call(kind, payload)
         return VALUE, b"" if value is None else _packed(value)
     except BaseException as error:  # all of them: what would be raised here would be rebuilt in the server's image
-        return ERROR, pack_exception(error, capture_all)
+        return ERROR, pack_error(error)
+
+
+def pack_error(error: BaseException) -> bytes:
+    """For a client."""
+    return pack_exception(error, partial(capture, snapshot=NOTHING))
 
 
 def _packed(value: object) -> bytes:
     try:
-        return capture(value, _NOTHING)
+        return capture(value, NOTHING)
     except BaseException as error:
         error.add_note(f"while pickling the result, a {type(value).__qualname__}")
         raise

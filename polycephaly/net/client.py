@@ -20,27 +20,26 @@ import weakref
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pickle import dumps
 from time import monotonic
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..doer import Doer
+from ..doer import Workforce
 from ..errors import another
+from ..hearing import finish, settle
+from ..image.relayed import NOTHING
 from ..launch import safepoint
 from ..plan import Terms, check_at_least, check_timeout, check_work
 from ..promises import CANCELLED, FINISHED, Promise, settlers
-from ..wire.capture import MainSnapshot
 from ..wire.definitions import Book
 from ..wire.endpoint import has_news
-from ..wire.exceptions import unpack_exception
-from ..wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
+from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
 from .bell import Bell
 from .forks import Peer, peer_of, reached
@@ -79,15 +78,8 @@ _DEFINITIONS_KEPT = 256
 
 _EVENTS = (
     zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )  # fmt: skip
-
-
-class _AsPlanned(NamedTuple):
-    """What `Crew.plan` says of a pool of one's own."""
-
-    name: str
-    max_tasks: int | None = None
 
 
 class _Connection:
@@ -97,10 +89,10 @@ class _Connection:
         self.address = card.address
         self.hub = self
         self.terms = Terms(None, AS_THE_POOL_SAYS)
-        self.plan = _AsPlanned("")
+        self.name = ""  # of the pool
         self.drones = 0
         self.refusal: BaseException | None = None  # why no more work is taken
-        self.book = Book(MainSnapshot(()), None)
+        self.book = Book(NOTHING, None)
         self.welcome: Promise[None] = Promise()
         self._queue: deque[Work] = deque()
         self._acts: deque[Callable[[], object]] = deque()
@@ -207,7 +199,7 @@ class _Connection:
 
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
         """What was submitted is finished first; or cancelled: "all" of it, or what is "not begun"."""
-        self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
+        self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.name}")
         self._cancels = cancel or self._cancels
         self._stopping = True
         self._bell.ring()
@@ -238,17 +230,20 @@ class _Connection:
 
     def _once(self) -> None:
         """A turn, and after it what may run code of users: settling and cancelling."""
-        settled: list[tuple[Work, int, bytes]] = []
+        answered: list[Work] = []
         with self._turn:
             self._bell.hush()
             self._look_at_connection()
-            self._hear_all(settled)
+            self._hear_all(answered)
             while self._acts:
                 self._acts.popleft()()
             self._send_what_waits()
             self._ping()
-        for work, status, payload in settled:
-            _settle(work, status, payload)
+        for work in answered:
+            if work.status == WITHDRAWN:
+                finish(work, CANCELLED, None, None)
+            else:
+                settle([work])
         if self._cancels:
             cancels, self._cancels = self._cancels, ""
             self._cancel_all(running=cancels == "all")
@@ -279,7 +274,7 @@ class _Connection:
         for take in (self._queue.popleft, lambda: self._flight.popitem()[1][0], self._waiting.pop):
             with suppress(IndexError, KeyError):
                 while True:
-                    _finish(take(), None, another(refusal))
+                    finish(take(), FINISHED, None, another(refusal))
 
     def _lose(self, why: str) -> None:
         self._lost = True
@@ -302,7 +297,7 @@ class _Connection:
             elif kind == zmq.EVENT_DISCONNECTED and self.welcome.done():
                 self._lose("the server has ended, or cannot be reached")
 
-    def _hear_all(self, settled: list[tuple[Work, int, bytes]]) -> None:
+    def _hear_all(self, answered: list[Work]) -> None:
         while not self._lost and has_news(self._socket):
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
@@ -310,12 +305,12 @@ class _Connection:
                     for number, status, payload in read_results(frames):
                         work = self._answered(number)
                         if work is not None:
-                            settled.append((work, status, payload))
+                            work.status, work.payload = status, payload
+                            answered.append(work)
                 elif frames[0] == HELLO:
-                    why, self.drones, name = read_hello(frames)
+                    why, self.drones, self.name = read_hello(frames)
                     if why is not None:
                         raise Malformed(why)
-                    self.plan = _AsPlanned(name)
                     self.welcome._settle(FINISHED, None, None)
                 elif frames[0] == REFUSED:
                     self._lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
@@ -389,31 +384,7 @@ class _Connection:
                 self._socket.send_multipart(pack_numbers(RECALL, sent))
 
 
-def _settle(work: Work, status: int, payload: bytes) -> None:
-    value, error = None, None
-    if status == WITHDRAWN:
-        _finish(work, None, None, CANCELLED)
-        return
-    try:
-        if status == ERROR:
-            error = unpack_exception(payload)
-        elif payload:
-            value = work.read(payload)
-    except BaseException as wrong:
-        error = wrong
-        with suppress(BaseException):
-            error.add_note(f"while unpickling the result of {work.definition.label}")
-    _finish(work, value, error)
-
-
-def _finish(work: Work, value: Any, error: BaseException | None, state: str = FINISHED) -> None:
-    try:
-        work._settle(state, value, error)
-    except BaseException:
-        log.exception("a callback of %r failed", work)
-
-
-class RemotePool(Doer, Executor):
+class RemotePool(Workforce):
     """A served pool, from another process; made by `connect`. Any thread may use it.
 
     Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions run in drones of the
@@ -425,12 +396,6 @@ class RemotePool(Doer, Executor):
         self._crew = connection  # type: ignore[assignment]  # it does what a crew does
         self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
-        """The standard library's spelling of `promise`."""
-        if not callable(fn):
-            check_work(fn, args, kwargs)
-        return self._connection.submit(fn, args, kwargs, None, self._terms)
 
     def map(
         self,
@@ -477,7 +442,7 @@ class RemotePool(Doer, Executor):
         connection = self._connection
         if connection.refusal is not None:
             return f"<RemotePool at {connection.address}, closed>"
-        return f"<RemotePool {connection.plan.name} at {connection.address}: {connection.drones} drones>"
+        return f"<RemotePool {connection.name} at {connection.address}: {connection.drones} drones>"
 
 
 def connect(

@@ -36,12 +36,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import another
-from ..image.relayed import relayed
+from ..image.relayed import pack_error, relayed
 from ..launch import safepoint
 from ..promises import CANCELLED, Promise, settlers
-from ..wire.capture import MainSnapshot, capture
 from ..wire.endpoint import has_news
-from ..wire.exceptions import pack_exception
 from ..wire.messages import (
     CALL,
     CALL_FILLED,
@@ -183,9 +181,7 @@ class Server:
     # -- the server's thread --------------------------------------------------------------------------
 
     def _live(self) -> None:
-        settlers.add(
-            get_ident()
-        )  # it must not wait for a pool's promises: `max_queued` is not for it, its clients' credit is
+        settlers.add(get_ident())  # it must not wait for the pool: its clients' credit bounds it, not `max_queued`
         poller = zmq.Poller()
         for each in (self._router, self._zap, self._monitor, self._bell):
             poller.register(each, zmq.POLLIN)
@@ -312,7 +308,7 @@ class Server:
             elif error is None:
                 status, payload = promise._result
             else:
-                status, payload = ERROR, pack_exception(error, partial(capture, snapshot=_NOTHING))
+                status, payload = ERROR, pack_error(error)
             results.setdefault(client.identity, []).append((number, status, payload))
         for identity, some in results.items():
             self._send(identity, pack_results(some))
@@ -358,8 +354,6 @@ class Server:
         for promise in works:
             promise.cancel()
 
-
-_NOTHING = MainSnapshot(())
 
 _serving: set[Server] = set()
 
