@@ -69,6 +69,11 @@ def hold(mib, started=None, seconds=0.0):
 kept = []
 
 
+# What a drone holds beside what it keeps: pages of this image that it has written into, by counting references if by
+# nothing else, which may be 15 MiB after some hundred tests. So there is room for that between 90 and 100 %.
+ROOMY, NEARLY = 400 * MIB, 365
+
+
 def keep(mib):
     kept.append(b"x" * (mib * MIB))
     return os.getpid()
@@ -283,13 +288,15 @@ def test_what_a_drone_has_started_counts(started):
 
 
 def test_one_that_comes_near_is_replaced_between_two_pieces_of_work_and_nothing_is_lost():
-    with poly.Pool(1, max_memory=100 * MIB) as pool:
-        first = pool.doit(keep, 95)
+    with poly.Pool(1, max_memory=ROOMY) as pool:
+        first = pool.doit(keep, NEARLY)
         wait_for(lambda: pool.doit(os.getpid) != first)
-        seen = set()
-        for _ in range(8):
-            promises = [pool.promise(keep, 12) for _ in range(4)]
+        seen = {pool.doit(keep, NEARLY - 30)}
+        for _ in range(20):
+            promises = [pool.promise(keep, 3) for _ in range(4)]
             seen |= {p.value for p in promises}
+            if len(seen) > 1:
+                break
             time.sleep(0.3)
         assert len(seen) > 1
 
@@ -307,15 +314,15 @@ def test_the_main_images_own_memory_does_not_count():
 
 
 def test_a_lone_drone_that_comes_near_stays():
-    with poly.Drone(max_memory=100 * MIB) as drone:
-        first = drone.doit(keep, 85)
+    with poly.Drone(max_memory=ROOMY) as drone:
+        first = drone.doit(keep, NEARLY)
         time.sleep(0.6)
         assert drone.doit(os.getpid) == first
 
 
 def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
     """Between 90 and 100 %, and without any work: each would be replaced by one that is as large."""
-    pool = poly.Pool(1, max_memory=60 * MIB, initializer=keep, initargs=(56,))
+    pool = poly.Pool(1, max_memory=ROOMY, initializer=keep, initargs=(NEARLY,))
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
         wait_for(lambda: pool._crew.refusal, 20)
         pool.doit(abs, 1)
