@@ -119,7 +119,7 @@ class Crew:
             self._wait_for_room(target)
         if self.refusal is not None:
             self.check_open()
-        if target is not None and target.state >= State.RETIRING:
+        if target is not None and (target.state >= State.RETIRING or target.retires):
             raise target.farewell()
         work = Work(self)
         terms = terms or self._own_terms
@@ -258,6 +258,21 @@ class Crew:
             else:
                 self.finish(cancel=True)
             raise
+
+    async def finish_async(self, *, cancel: bool = False) -> None:
+        """`finish`, awaited. Whoever is cancelled meanwhile cancels all that it has; a second time, kills all."""
+        self.close(cancel=cancel, running=cancel)
+        try:
+            if not self.hub.left_behind:
+                await self.ended
+        except BaseException:
+            if cancel:
+                self.kill()
+                await self.ended
+            else:
+                await self.finish_async(cancel=True)
+            raise
+        self.wait_ended()
 
     def pending(self) -> int:
         return len(self.queue) + len(self._waiting) + sum(len(each.flight) + len(each.pinned) for each in self.links)

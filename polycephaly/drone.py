@@ -45,6 +45,8 @@ class Drone(Doer):
     runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
     `TimeoutError`; see `Pool` for `hang_timeout` and `max_memory`, beyond which it is killed.
 
+    A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it cancels that.
+
     It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
     it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
     methods may be called from any thread.
@@ -166,6 +168,18 @@ class Drone(Doer):
             self.release()
         else:
             self._crew.finish(cancel=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if kind is None and self._crew.plan.on_death != "end":  # one of a pool's
+            self.release(wait=False)
+            await self._link.ended
+        else:
+            await self._crew.finish_async(cancel=kind is not None)
 
     # -- what it is -------------------------------------------------------------------------------
 

@@ -1,65 +1,55 @@
 """`map`: a stream of calls.
 
-    iterables ──take──> rows ──> Slice: a millisecond of calls in one piece of work ──> drone ──> answers, in order
-                 └──> what is large, or a promise, and all of unknown length: a call by itself ──> drone ──┘
+    iterables ──Source──> works: slices of calls, or one call each ──> drones ──> answers, in order ──> values
 
-How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece of work is shared
-by many short calls, and long ones go one by one. A slice that turns out to take longer is cut by its drone
-(image/slices.py): it is answered with what there is, and its *followers* take its place in the order: the call that is
-being run, and the rest, which any drone may run.
+A slice that turns out to take long is cut by its drone (image/slices.py): it is answered with what there is, and its
+*followers* take its place in the order: the call that is being run, and the rest, which any drone may run.
+
+Who takes the values may be plain code, which waits, or a coroutine of asyncio or of a green thread, which awaits.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from operator import length_hint
-from pickle import dumps
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from .progress import REFRESH, Progress, total_of
 from .promises import FINISHED, Promise
-from .shared import Shared
-from .wire.capture import BULKY, capture
+from .source import Source
 from .wire.exceptions import unpack_exception
-from .wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, Answers, pack_calls
+from .wire.slices import Answers
 from .work import Slice, Work
 
 if TYPE_CHECKING:
-    from .crew import Crew
     from .plan import Terms
     from .pool import Pool
 
-__all__ = ["results"]
+__all__ = ["Results", "results"]
 
-AHEAD = 1.0
-"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
-up those after it, whose results wait for it, the others are not to run dry."""
-MOST_AHEAD = 8192
-"""Calls under way; also bounds the results that a slow consumer leaves waiting."""
-BYTES_AHEAD = 64 << 20
-"""The same in bytes of arguments and results."""
-SLICE = 0.001
-"""Seconds of work in a slice."""
-ROWS_MOST = 2048
-BYTES_MOST = 16 * 1024
-"""Of a slice's rows: then several fit into a message."""
-
-_PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
-"""To take from these runs no code of users, so several rows are taken at the same moment."""
+T = TypeVar("T")
 
 
-class Results(chain[Any]):
-    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code."""
+class Results(chain[T]):
+    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code.
+
+    In a coroutine, ``async for`` takes the values without holding up the others there. One consumer, of either kind.
+    """
 
     _flow: Generator[Iterable[Any], None, None]
+    _stream: _Ordered
     _pool: Any  # which would end if nobody had it any more
 
     def close(self) -> None:
         """Cancels what is under way. Twice is no error."""
         self._flow.close()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _Steps(self)
 
 
 def results(
@@ -70,20 +60,23 @@ def results(
     timeout: float | None,
     buffersize: int | None,
     ordered: bool,
-) -> Iterator[Any]:
+    progress: bool,
+) -> Results[Any]:
     """Sends the first calls, and gives the results of all."""
     crew = pool._crew
     crew.check_open()
     end = None if timeout is None else monotonic() + timeout
-    source = _Source(crew, terms or crew.terms, fn, iterables)
-    flow = _flow((_Ordered if ordered else _Unordered)(source, buffersize), end)
+    source = Source(crew, terms or crew.terms, fn, iterables)
+    shown = Progress(source.label, total_of(iterables)) if progress else None
+    stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
+    flow = _flow(stream)
     next(flow)
     made = Results.from_iterable(flow)
-    made._flow, made._pool = flow, pool  # type: ignore[attr-defined]
-    return made
+    made._flow, made._stream, made._pool = flow, stream, pool  # type: ignore[attr-defined]
+    return made  # type: ignore[return-value]  # of the class that was asked for it
 
 
-def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None, None]:
+def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     """Some results at a time; first of all none, when the first calls are on their way."""
     values: list[Any] = []
     works: list[Work] = []
@@ -92,7 +85,7 @@ def _flow(stream: _Ordered, end: float | None) -> Generator[Iterable[Any], None,
         yield values
         while True:
             stream.fill()
-            works = stream.take(end)
+            works = stream.take()
             if not works:
                 break
             if not isinstance(works[0], Slice):
@@ -136,11 +129,18 @@ def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
 class _Ordered:
     """The works of a stream, in the order of the calls."""
 
-    def __init__(self, source: _Source, buffersize: int | None) -> None:
+    def __init__(
+        self, source: Source, buffersize: int | None, end: float | None, progress: Progress | None
+    ) -> None:
         self.source = source
         self._buffersize = buffersize
+        self._end = end  # `time.monotonic`, after which nobody waits
+        self._progress = progress
         self._under_way = 0  # calls
+        self._taken = 0
         self._works: deque[Work] = deque()
+        self._deadline: Promise[None] | None = None
+        self._tick: Promise[None] | None = None
 
     def fill(self) -> None:
         """Has as many calls under way as there should be."""
@@ -158,51 +158,122 @@ class _Ordered:
             self._under_way += work.count
             self._add(work)
 
-    def take(self, end: float | None) -> list[Work]:
-        """The next one that is settled, alone in a list; an empty one after the last."""
+    def take(self) -> list[Work]:
+        """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
+
+        Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has cancelled it."""
         if not self._works:
             return []
         work = self._works[0]
-        work.exception(_left(end))
+        self._wait_for(work)
         self._works.popleft()
         self._under_way -= work.count
         self.source.learn(work)
+        self._taken += work.count
         if isinstance(work, Slice):
             self._works.extendleft(reversed(work.followers))
             self._under_way += sum(each.count for each in work.followers)
+            self._taken -= sum(each.count for each in work.followers)
         return [work]
 
+    def news(self) -> Promise[Any] | None:
+        """For what `take` would wait, if it would."""
+        return self._works[0] if self._works else None
+
     def cancel(self) -> None:
+        self.show(last=True)
         _cancel(self._works)
         self.source.cancel()
 
     def _add(self, work: Work) -> None:
         self._works.append(work)
 
+    def _wait_for(self, promise: Promise[Any]) -> None:
+        while self._progress is not None and not promise.done() and not self.is_late():
+            self.show()
+            with suppress(TimeoutError):
+                promise.exception(REFRESH if self._end is None else min(REFRESH, self._end - monotonic()))
+        promise.exception(None if self._end is None else self._end - monotonic())
+        self.show()
+
+    # -- what is the same for who awaits ---------------------------------------------------------------
+
+    async def wait(self) -> None:
+        """Until `take` would not wait. Who breaks this off cancels nothing by it."""
+        news = self.news()
+        while news is not None and not news.done() and not self.is_late():
+            self.show()
+            turn: Promise[None] = Promise()
+            wake = partial(_settle, turn)
+            awaited = (news, *self._clocks())
+            for each in awaited:
+                each._hook(wake)
+            try:
+                await turn
+            finally:
+                for each in awaited:
+                    each._unhook(wake)
+
+    def is_late(self) -> bool:
+        return self._end is not None and monotonic() >= self._end
+
+    def show(self, *, last: bool = False) -> None:
+        if self._progress is not None:
+            done = self._taken
+            for work in self._works:
+                if work.done():
+                    done += work.count - sum(each.count for each in getattr(work, "followers", ()))
+            self._progress.show(done)
+            if last:
+                self._progress.close()
+
+    def _clocks(self) -> Iterator[Promise[None]]:
+        """Settled when it is time to look: that of the end is made once, that of the bar anew each time."""
+        if self._end is not None:
+            if self._deadline is None:
+                self._deadline = self._clock(self._end - monotonic())
+            yield self._deadline
+        if self._progress is not None:
+            if self._tick is None or self._tick.done():
+                self._tick = self._clock(REFRESH)
+            yield self._tick
+
+    def _clock(self, seconds: float) -> Promise[None]:
+        hub, rung = self.source.hub, Promise[None]()
+        hub.post(lambda: hub.after(seconds, lambda: hub.deliver(partial(_settle, rung, None))))
+        return rung
+
 
 class _Unordered(_Ordered):
     """As they come."""
 
-    def __init__(self, source: _Source, buffersize: int | None) -> None:
-        super().__init__(source, buffersize)
+    def __init__(
+        self, source: Source, buffersize: int | None, end: float | None, progress: Progress | None
+    ) -> None:
+        super().__init__(source, buffersize, end, progress)
         self._arrived: deque[Work] = deque()
         self._news: Promise[None] = Promise()
 
-    def take(self, end: float | None) -> list[Work]:
+    def take(self) -> list[Work]:
         while not self._arrived:
             if not self._works:
                 return []
-            self._news.result(_left(end))
+            self._wait_for(self._news)
             self._news = Promise()
         work = self._arrived.popleft()
         self._works.remove(work)
         self._under_way -= work.count
         self.source.learn(work)
+        self._taken += work.count
         if isinstance(work, Slice):
             for each in work.followers:
                 self._under_way += each.count
+                self._taken -= each.count
                 self._add(each)
         return [work]
+
+    def news(self) -> Promise[Any] | None:
+        return self._news if self._works and not self._arrived else None
 
     def _add(self, work: Work) -> None:
         super()._add(work)
@@ -214,8 +285,36 @@ class _Unordered(_Ordered):
         self._news._settle(FINISHED, None, None)
 
 
-def _left(end: float | None) -> float | None:
-    return None if end is None else end - monotonic()
+class _Steps(AsyncIterator[Any]):
+    """The values of `Results`, for ``async for``. Who breaks it off cancels what is under way."""
+
+    def __init__(self, of: Results[Any]) -> None:
+        self._of = of
+        self._values: Iterator[Any] = iter(())
+
+    async def __anext__(self) -> Any:
+        of = self._of
+        try:
+            while True:
+                for value in self._values:
+                    return value
+                await of._stream.wait()
+                some = next(of._flow, None)
+                if some is None:
+                    raise StopAsyncIteration
+                self._values = iter(some)
+        except StopAsyncIteration:
+            raise
+        except BaseException:
+            of.close()
+            raise
+
+    async def aclose(self) -> None:
+        self._of.close()
+
+
+def _settle(promise: Promise[None], _: object) -> None:
+    promise._settle(FINISHED, None, None)
 
 
 def _cancel(works: Iterable[Work]) -> None:
@@ -225,185 +324,3 @@ def _cancel(works: Iterable[Work]) -> None:
         work.cancel()
         if isinstance(work, Slice):
             _cancel(work.followers)
-
-
-class _Source:
-    """Where the calls come from. `error` is what ended the input, if not its end: an error of its own, or the pool's
-    shutdown. It is raised in its place, after the results of what was sent before."""
-
-    def __init__(
-        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
-    ) -> None:
-        self.error: Exception | None = None
-        self._crew = crew
-        self._terms = terms
-        self._fn = fn
-        self._single = len(iterables) == 1
-        self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self._range = iterables[0] if self._single and type(iterables[0]) is range else None
-        self._rows: Iterator[Any] = iter(iterables[0]) if self._single else zip(*iterables, strict=False)
-        if not iterables:
-            self._rows = iter(())
-        self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
-        self._exhausted = False
-        self._next: Work | None = None
-        self._row_bytes = 1.0
-        self._answered = 0
-        self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
-        plan = crew.plan
-        self._one_by_one = terms.timeout is not None or plan.max_tasks is not None
-        self._definition = crew.book.define(fn)
-
-    @property
-    def label(self) -> str:
-        return self._definition.label
-
-    def ahead(self) -> int:
-        """How many calls are to be kept under way."""
-        plan, seconds = self._crew.plan, self._definition.seconds
-        at_once = plan.size * (plan.width if self._definition.overlaps else 1)
-        if seconds is None:
-            return 4 * at_once
-        most: float = MOST_AHEAD
-        if self._calls:
-            seconds = self._seconds / self._calls
-            most = min(most, BYTES_AHEAD * self._calls / (self._bytes + 1))
-        return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
-
-    def works_ahead(self) -> int:
-        """In how many pieces. Few at first: the first calls may tell little of how long the others take."""
-        return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
-
-    def has_room(self) -> bool:
-        return self._crew.has_room()
-
-    def learn(self, work: Work) -> None:
-        """From what came of it. What follows a slice that was cut counts when it is answered itself."""
-        self._answered += 1
-        answer = work.answered_with()
-        if answer is not None:
-            self._seconds += answer.finished - answer.started
-            self._bytes += answer.there + answer.back
-            followers = work.followers if isinstance(work, Slice) else ()
-            self._calls += work.count - sum(each.count for each in followers)
-
-    def take(self, most: int) -> Work | None:
-        """The next piece of work, on its way, of at most so many calls; None when there is none."""
-        work, self._next = self._next, None
-        if work is None and not self._exhausted:
-            self._definition = self._crew.book.define(self._fn)
-            try:
-                work = self._gather(most)
-            except RuntimeError as error:
-                if self._crew.refusal is None:
-                    raise
-                self.error, self._exhausted = error, True
-        return work
-
-    def best(self) -> int:
-        """Rows in a slice."""
-        seconds = self._definition.seconds
-        if seconds is None or self._one_by_one or self._definition.overlaps:
-            return 1
-        best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
-        left = length_hint(self._length, 0) if self._range is None else _length(self._range)
-        if left:  # so that the last ones are divided among the drones
-            best = min(best, -(-left // self._crew.plan.size))
-        return max(1, best)
-
-    def _gather(self, most: int) -> Work | None:
-        form = ITEMS if self._single else ROWS
-        if self._range is not None:
-            part, self._range = self._range[:most], self._range[most:]
-            if most > 1:
-                return self._slice(form, part)
-            self._rows = iter(part)
-        rows: list[Any] = []
-        size = 0
-        work: Work | None
-        source: Iterator[Any] = islice(self._rows, most)
-        if self._at_once and most > 1:
-            try:
-                rows = list(source)
-            except Exception as error:  # it was changed since the last time, so at the first row of these
-                self.error = error
-            if self._travel_together(rows):
-                return self._slice(form, rows)
-            self._at_once = False  # nor will the next ones
-            self._rows = chain(rows, self._rows)
-            rows, source = [], islice(self._rows, most)
-        for row in self._taken(source):
-            if form != PICKLED and most > 1 and (type(row) in SMALL or self._travel_together([row])):
-                rows.append(row)
-                continue
-            args = (row,) if self._single else row
-            pickled = self._pickled(args) if most > 1 else None
-            if pickled is None:
-                self._next = self._crew.submit(self._fn, args, {}, None, self._terms)
-                break
-            if form != PICKLED:
-                rows = [dumps((row,) if self._single else row, 5) for row in rows]
-                form = PICKLED
-            rows.append(pickled)
-            size += len(pickled)
-            if size > BYTES_MOST:
-                break
-        else:
-            self._exhausted = len(rows) < most
-        if rows:
-            return self._slice(form, rows)
-        work, self._next = self._next, None
-        return work
-
-    def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
-        try:
-            yield from source
-        except Exception as error:  # of the input: to be raised in its place
-            self.error = error
-
-    def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
-        """A call's arguments, unless it has to go by itself."""
-        for arg in args:
-            if isinstance(arg, (Promise, Shared)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
-                return None
-        try:
-            pickled = capture(args, self._crew.book.snapshot, small=True)
-        except Exception:  # too large, or it cannot be pickled: then the call's promise says why
-            return None
-        return pickled if len(pickled) <= BYTES_MOST else None
-
-    def _travel_together(self, rows: list[Any]) -> bool:
-        """Are all arguments of these rows small and immutable?"""
-        args = rows if self._single else list(chain.from_iterable(rows))
-        kinds = set(map(type, args))
-        if tuple in kinds:
-            args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
-            kinds = set(map(type, args))
-        if kinds <= SMALL:
-            return True
-        return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
-
-    def cancel(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-
-    def explain(self, error: BaseException) -> None:
-        self._crew.explain(error)
-
-    def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
-        if not rows:
-            self._exhausted = True
-            return None
-        calls = pack_calls(form, self._definition.once, rows)
-        self._row_bytes = max(1.0, len(calls) / len(rows))
-        work = Slice(self._crew, self._definition, calls, len(rows))
-        work.retries = self._terms.retries
-        self._crew.start(work)
-        return work
-
-
-def _length(numbers: range) -> int:
-    try:
-        return len(numbers)
-    except OverflowError:
-        return sys.maxsize

@@ -75,6 +75,7 @@ class Link:
         self.hung = False  # something that nobody waits for any more does not come back: it is to run dry
         self.places = 0  # how many of these it was sent, all told
         self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
+        self.retires = False  # as soon as it is ready
         self.tasks_done = 0
         self.last_heard = 0.0
         self.recalled = False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .crew import Crew
 from .doer import Workforce
 from .drone import Drone
-from .flow import results
+from .flow import Results, results
 from .link import State
 from .output import Line
 from .plan import (
@@ -58,7 +58,8 @@ class Pool(Workforce):
                    that computes or sleeps is alive. See `Drone.unresponsive`
     ``on_death``   "replace" the drone, or "break" the pool, as the standard library's executor does
 
-    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. A pool to
+    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An ``async with`` block,
+    in asyncio or in green threads, does so too and holds up nobody else while it waits. A pool to
     which no reference is left finishes its work and ends. All methods may be called from any thread.
 
     Raises `ValueError` for numbers and names that make no sense, and `OSError` where the machine's limits
@@ -150,21 +151,25 @@ class Pool(Workforce):
         chunksize: int | None = None,
         buffersize: int | None = None,
         ordered: bool = True,
-    ) -> Iterator[T]:
+        progress: bool = False,
+    ) -> Results[T]:
         """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
 
         Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
         calls), so they may be endless, and a slow consumer slows the drones down. ``ordered=False`` gives
         results as they come. `timeout` seconds from this call, waiting raises `TimeoutError`. A call's error is
         raised in its place; then, or when the iterator is closed, what is under way is cancelled.
-        `chunksize` is accepted for the standard library's sake: there is nothing to tune.
+        `chunksize` is accepted for the standard library's sake: there is nothing to tune. With `progress` a bar on
+        stderr shows how many calls are done.
+
+        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other green threads.
         """
         if chunksize is not None:
             check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        return results(self, self._terms, fn, iterables, timeout, buffersize, ordered)
+        return results(self, self._terms, fn, iterables, timeout, buffersize, ordered, progress)
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.
@@ -213,6 +218,14 @@ class Pool(Workforce):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._crew.finish(cancel=kind is not None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._crew.finish_async(cancel=kind is not None)
 
     def __repr__(self) -> str:
         crew = self._crew

@@ -170,7 +170,7 @@ class Promise(Future[T], Generic[T]):
 
     _can_be_interrupted = False
     _cancels_with_waiter = True
-    """Whether a green thread that is cancelled while it waits for it cancels it."""
+    """Whether a green thread or asyncio task that is cancelled while it waits for it cancels it."""
 
     from_outside = True
     """Whether something else than green threads of this image may settle it."""
@@ -415,7 +415,8 @@ class Promise(Future[T], Generic[T]):
         try:
             yield from turn
         except asyncio.CancelledError:
-            self.cancel()
+            if self._cancels_with_waiter:
+                self.cancel()
             raise
 
     # -- what the standard library's wait() and as_completed() look at ------------------------------

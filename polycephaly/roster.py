@@ -257,6 +257,8 @@ class Roster:
         self._failed_starts = 0
         self._crew.pinned_waiting |= bool(link.pinned)
         self._crew.look_for_end = True
+        if link.retires:
+            self.retire(link)
 
     def too_large(self, link: Link, what: str) -> None:
         """It holds more than it may before it has done anything: so would the next."""
@@ -280,6 +282,8 @@ class Roster:
             if len(link.flight) > 1:
                 self._hub.send(link, pack_numbers(RECALL))
             self.stop_if_retired(link)
+        elif link.state < State.READY and link.owes():
+            link.retires = True  # when it can do what is its own
         elif link.state < State.READY:
             link.state = State.STOPPING
             link.launcher.kill(link.number)

@@ -211,6 +211,16 @@ def test_a_pools_drone_that_is_released_is_replaced():
         assert len({p.value for p in pool.everywhere(os.getpid)}) == 2
 
 
+def test_a_pools_drone_that_is_released_while_it_starts_does_its_own_first():
+    for _ in range(10):
+        with poly.Pool(1) as pool:
+            with pool.drones[0] as drone:
+                promise = drone.promise(os.getpid)
+            assert promise.value == drone.pid
+            with pytest.raises(RuntimeError, match="released"):
+                drone.promise(os.getpid)
+
+
 def test_a_pool_dropped_inside_its_own_callback_ends():
     done = run_script("""
         import polycephaly as poly, threading

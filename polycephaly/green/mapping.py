@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
+from ..progress import Progress, total_of
 from ..promises import Promise
 from .call import call_long
 from .channel import Channel
@@ -50,13 +51,13 @@ async def _par(fns: tuple[Any, ...]) -> list[Any]:
     return [thread.value for thread in threads]
 
 
-def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13) -> Any:
+def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False) -> Any:
     """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order of the items.
 
     `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code this waits, and
     gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives the values one by one as they are
     there, with at most some two for each thread waiting to be asked for. The first error cancels the rest and
-    is raised. Raises `ValueError` for a width below 1.
+    is raised. With `progress` a bar on stderr shows how many are done. Raises `ValueError` for a width below 1.
 
     >>> from polycephaly import green
     >>> green.map(lambda n: n * n, range(5), width=2)
@@ -68,7 +69,8 @@ def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13) -> Any:
         raise ValueError(f"nothing can be done by {width} green threads; 1 is the least")
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
-    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))))
+    shown = Progress(_name(fn), total_of([items])) if progress else None
+    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))), shown)
     return mapped if _in_coroutine() else run(mapped.collect)
 
 
@@ -87,10 +89,11 @@ def _in_coroutine() -> bool:
 class Mapped(Generic[T]):
     """What `map` gives in a coroutine: to be awaited, or iterated with ``async for``; once."""
 
-    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int) -> None:
+    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None) -> None:
         self._fn = fn
         self._items = items
         self._width = width
+        self._progress = progress
 
     def __await__(self) -> Generator[Any, Any, list[Any]]:
         if scheduler.in_step():
@@ -101,7 +104,7 @@ class Mapped(Generic[T]):
         places: list[list[Any]] = []
 
         async def work() -> None:
-            apply = _applier(self._fn)
+            apply = _applier(self._fn, self._progress)
             for item in self._items:
                 place: list[Any] = []
                 places.append(place)
@@ -110,15 +113,18 @@ class Mapped(Generic[T]):
         try:
             async with Group() as group:
                 for _ in range(self._width):
-                    group.spawn(work, name=f"map {getattr(self._fn, '__qualname__', self._fn)}")
+                    group.spawn(work, name=f"map {_name(self._fn)}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            if self._progress is not None:
+                self._progress.close()
         if not all(places):
-            raise CancelledError(f"a call of {getattr(self._fn, '__qualname__', self._fn)} was cancelled")
+            raise CancelledError(f"a call of {_name(self._fn)} was cancelled")
         return [place[0] for place in places]
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _Values(_Drain(self._fn, self._items, self._width))
+        return _Values(_Drain(self._fn, self._items, self._width, self._progress))
 
 
 class _Place(Promise[Any]):
@@ -128,15 +134,16 @@ class _Place(Promise[Any]):
 class _Drain(Generic[T]):
     """The workers behind an ``async for``: each takes an item, and leaves a place for its value in the channel."""
 
-    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int) -> None:
+    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None) -> None:
         self._items = items
         self._fn = fn
+        self._progress = progress
         self.places: Channel[_Place] = Channel(width * AHEAD)
         self._busy = width
         self.workers: list[GreenThread[Any]] = [spawn(self._work) for _ in range(width)]
 
     async def _work(self) -> None:
-        apply = _applier(self._fn)
+        apply = _applier(self._fn, self._progress)
         try:
             for item in self._items:
                 place = _Place()
@@ -158,6 +165,8 @@ class _Drain(Generic[T]):
             self._busy -= 1
             if not self._busy:
                 self.places.close()
+                if self._progress is not None:
+                    self._progress.close()
 
     def stop(self) -> None:
         for worker in self.workers:
@@ -185,12 +194,23 @@ class _Values(AsyncIterator[Any]):
         self._drain.stop()
 
 
-def _applier(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if is_coroutine_function(fn):
-        return fn
-
-    async def apply(item: Any) -> Any:
+def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> Callable[[Any], Any]:
+    async def call(item: Any) -> Any:
         value = await call_long(fn, item)
         return await value if is_awaitable(value) else value
 
-    return apply
+    apply = fn if is_coroutine_function(fn) else call
+    if progress is None:
+        return apply
+
+    async def counted(item: Any) -> Any:
+        try:
+            return await apply(item)
+        finally:
+            progress.step()
+
+    return counted
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)

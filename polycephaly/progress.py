@@ -1,0 +1,53 @@
+"""The progress bar of ``map(..., progress=True)``: tqdm's, in terminals and notebooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from operator import length_hint
+from typing import Any
+
+__all__ = ["REFRESH", "Progress", "total_of"]
+
+REFRESH = 0.1  # seconds between looks at how far it is
+
+
+def total_of(iterables: Iterable[Iterable[Any]]) -> int | None:
+    """How many rows there will be, as far as that is known beforehand."""
+    known = []  # what gives no hint may be endless: the others end it
+    for each in iterables:
+        with suppress(Exception):  # an endless `repeat`, for one, or code of users
+            known.append(length_hint(each, -1))
+    return min((size for size in known if size >= 0), default=None)
+
+
+class Progress:
+    """One bar, on stderr. Whoever is at it, one thread at a time."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        self._bar = _bar_type()(total=total, desc=label, unit="")
+
+    def show(self, done: int) -> None:
+        if done > self._bar.n:
+            self._bar.update(done - self._bar.n)
+        else:
+            self._bar.refresh()
+
+    def step(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _bar_type() -> Any:
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        """Without tqdm's own thread, and without its lock for several processes: neither goes with forks."""
+
+        monitor_interval = 0
+
+    Bar.set_lock(threading.RLock())
+    return Bar

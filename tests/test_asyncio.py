@@ -1,0 +1,223 @@
+"""Pools in asyncio: `async with`, `async for`, executors, and what a cancelled task leaves. Green threads alike."""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+
+import pytest
+from faults import block_for_ever, wait_for
+
+import polycephaly as poly
+from polycephaly import green
+
+
+def double(n):
+    return 2 * n
+
+
+def fail_at_seven(n):
+    if n == 7:
+        raise ValueError(n)
+    return n
+
+
+def doze(n):
+    time.sleep(0.05)
+    return n
+
+
+async def ticking(ticks):
+    """Counts for as long as the loop goes round."""
+    while True:
+        ticks[0] += 1
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def loop_goes_on():
+    """Runs a coroutine, and tells how often the loop went round meanwhile."""
+
+    def run(coro):
+        async def main():
+            ticks = [0]
+            ticker = asyncio.create_task(ticking(ticks))
+            value = await coro
+            ticker.cancel()
+            return value, ticks[0]
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_async_with_finishes_what_was_submitted_and_the_loop_goes_on(loop_goes_on):
+    async def main():
+        async with poly.Pool(1) as pool:
+            promises = [pool.promise(doze, n) for n in range(6)]
+        return [p.value for p in promises], all(p.done() for p in promises)
+
+    (values, done), ticks = loop_goes_on(main())
+    assert values == list(range(6)) and done
+    assert ticks > 20
+
+
+def test_an_exception_in_async_with_cancels_the_rest():
+    async def main():
+        async with poly.Pool(1) as pool:
+            promises.extend([pool.promise(block_for_ever), pool.promise(double, 1)])
+            raise LookupError("mine")
+
+    promises = []
+    with pytest.raises(LookupError, match="mine"):
+        asyncio.run(main())
+    assert all(p.cancelled() for p in promises)
+
+
+def test_a_lone_drone_and_one_of_a_pool_in_async_with():
+    async def main():
+        async with poly.Drone() as drone:
+            p = drone.promise(double, 4)
+        async with poly.Pool(1) as pool, pool.drones[0] as one:
+            q = one.promise(double, 5)
+            assert one.alive
+        assert not drone.alive and not one.alive
+        return p.value, q.value
+
+    assert asyncio.run(main()) == (8, 10)
+
+
+def test_a_task_cancelled_while_its_pool_ends_cancels_the_work():
+    async def main():
+        async with poly.Pool(1) as pool:
+            promises.append(pool.promise(block_for_ever))
+
+    async def outer():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await main()
+
+    promises = []
+    asyncio.run(outer())
+    assert promises[0].cancelled()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("progress", [True, False])
+def test_async_for_over_map(loop_goes_on, ordered, progress, capsys):
+    async def main():
+        async with poly.Pool(2) as pool:
+            short = [x async for x in pool.map(double, range(5000), ordered=ordered, progress=progress)]
+            long = [x async for x in pool.map(doze, range(8), ordered=ordered, progress=progress)]
+            return short, long
+
+    (short, long), ticks = loop_goes_on(main())
+    assert sorted(short) == [2 * n for n in range(5000)] and sorted(long) == list(range(8))
+    if ordered:
+        assert short == sorted(short) and long == sorted(long)
+    assert ticks > 20
+    assert ("5000/5000" in capsys.readouterr().err) == progress
+
+
+def test_async_for_raises_an_error_in_its_place_and_cancels_the_rest():
+    async def main():
+        seen = []
+        async with poly.Pool(2) as pool:
+            with pytest.raises(ValueError, match="7"):
+                async for x in pool.map(fail_at_seven, itertools.count()):
+                    seen.append(x)
+            wait_for(lambda: pool._crew.pending() == 0)
+        return seen
+
+    assert asyncio.run(main()) == list(range(7))
+
+
+def test_async_for_is_broken_off():
+    """By `break`, and by the cancelling of its task: what is under way is cancelled."""
+
+    async def consume(results, seen):
+        async for x in results:
+            seen.append(x)
+
+    async def main():
+        async with poly.Pool(1) as pool:
+            async for x in pool.map(double, itertools.count()):
+                if x >= 10:
+                    break
+            wait_for(lambda: pool._crew.pending() == 0)
+            gate = pool.map(block_for_ever)
+            task = asyncio.create_task(consume(pool.map(lambda _: time.sleep(60), range(5)), []))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.close()
+            return await pool.promise(double, 21)
+
+    assert asyncio.run(main()) == 42
+
+
+def test_async_for_keeps_the_time_limit():
+    async def main():
+        async with poly.Pool(1) as pool:
+            with pytest.raises(TimeoutError):
+                async for _ in pool.map(block_for_ever, ["x"] * 3, timeout=0.2):
+                    pass
+            return await pool.promise(double, 1)
+
+    def block_for_ever(_):
+        threading.Event().wait()
+
+    assert asyncio.run(main()) == 2
+
+
+def test_many_consumers_share_a_pool():
+    async def main():
+        async with poly.Pool(2) as pool:
+
+            async def consume(k):
+                return [x async for x in pool.map(lambda n: n + k, range(200))]
+
+            return await asyncio.gather(*(consume(1000 * k) for k in range(5)))
+
+    assert asyncio.run(main()) == [[n + 1000 * k for n in range(200)] for k in range(5)]
+
+
+def test_run_in_executor():
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with poly.Pool(2) as pool:
+            pids = await asyncio.gather(*(loop.run_in_executor(pool, os.getpid) for _ in range(20)))
+            with pytest.raises(ZeroDivisionError):
+                await loop.run_in_executor(pool, divmod, 1, 0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await loop.run_in_executor(pool, time.sleep, 60)
+            assert await loop.run_in_executor(pool, double, 3) == 6
+        return pids
+
+    assert os.getpid() not in asyncio.run(main())
+
+
+def test_the_same_in_green_threads():
+    async def main():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await green.sleep(0.001)
+
+        async with green.Group() as group:
+            ticker = group.spawn(tick)
+            async with poly.Pool(2) as pool:
+                late = pool.promise(doze, 1)
+                values = [x async for x in pool.map(doze, range(8))]
+            assert late.done()
+            ticker.cancel()
+        return values, ticks
+
+    values, ticks = green.run(main)
+    assert values == list(range(8)) and ticks > 20
