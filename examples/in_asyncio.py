@@ -1,4 +1,4 @@
-"""Promises in asyncio: `await`, `async for`, deadlines that reach the drone.
+"""Pools in asyncio: `async with`, `await`, `async for`, deadlines that reach the drone.
 
     python examples/in_asyncio.py
 """
@@ -15,12 +15,14 @@ def digest(text: str) -> str:
 
 
 async def main() -> None:
-    with poly.Pool(2) as pool:
+    async with poly.Pool(2) as pool:
         ibm, hp = await asyncio.gather(pool.promise(digest, "IBM"), pool.promise(digest, "HP"))
         print(ibm[:8], hp[:8])
 
         promises = [pool.promise(pow, 2, n) for n in (3, 1, 2)]
         print(sorted([p.result() async for p in poly.as_completed(promises)]))
+
+        print([d[:4] async for d in pool.map(digest, ("IBM", "HP", "GE"))])
 
         try:
             async with asyncio.timeout(0.2):

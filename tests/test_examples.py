@@ -43,6 +43,7 @@ too long: interrupted
     "in_asyncio": """\
 6e766f32 a5b96aac
 [2, 4, 8]
+['6e76', 'a5b9', 'a72d']
 the deadline interrupted the drone, too
 and it is free again
 """,
