@@ -19,6 +19,7 @@ __all__ = [
     "Promise",
     "RemoteError",
     "Shared",
+    "Timeline",
     "as_completed",
     "connect",
     "doit",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .pool import Pool
     from .promises import Promise, as_completed, gather, race
     from .shared import Shared
+    from .timeline import Timeline
 
 _HOMES = {
     "ChannelClosed": "errors",
@@ -48,6 +50,7 @@ _HOMES = {
     "Promise": "promises",
     "RemoteError": "errors",
     "Shared": "shared",
+    "Timeline": "timeline",
     "as_completed": "promises",
     "connect": "net.client",
     "doit": "drone",

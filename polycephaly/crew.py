@@ -39,6 +39,7 @@ from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, Milestone, Promise, race
 from .rooms import Rooms
 from .roster import Roster, because
+from .timeline.record import Record
 from .watch import Watch
 from .wire.capture import main_namespace
 from .wire.definitions import Book
@@ -75,6 +76,7 @@ class Crew:
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
         self.rooms: Rooms | None = None  # where queues have a limit
+        self.record = Record()
         self._waiting: set[Work] = set()  # for promises among their arguments
         self._broken: BaseException | None = None
         self._abandoned = False

@@ -29,6 +29,8 @@ from .plan import (
     check_work,
 )
 from .promises import Promise
+from .timeline import Timeline
+from .timeline.taking import take
 
 __all__ = ["Drone", "doit", "promise"]
 
@@ -198,6 +200,11 @@ class Drone(Doer):
     @property
     def alive(self) -> bool:
         return self._link.alive
+
+    @property
+    def timeline(self) -> Timeline:
+        """What it has done so far, and when; also after its end. See `Timeline`."""
+        return take(self._crew, self._link.name)
 
     @property
     def unresponsive(self) -> str | None:

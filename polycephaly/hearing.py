@@ -118,6 +118,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 continue
             if work.place > link.begun:
                 link.begun = work.place
+            crew.record.one(link.name, work, status == ERROR, started, finished, now, len(payload), done)
             work.answer = Answer(started, finished, now, len(work.payload), len(payload))
             work.status = status
             work.payload = payload
@@ -147,6 +148,7 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
         raise Malformed("times that are none") from None
     works = link.answered_all(numbers)
     definitions = {work.definition for work in works if work is not None}
+    link.crew.record.many(link.name, works, started, finished, now, len(payload), len(definitions) == 1)
     if len(definitions) == 1:
         definitions.pop().took(seconds, len(works))
     else:

@@ -30,6 +30,8 @@ from .plan import (
 )
 from .promises import Promise
 from .shared import Shared, share
+from .timeline import Timeline
+from .timeline.taking import take
 
 __all__ = ["Pool"]
 
@@ -195,6 +197,11 @@ class Pool(Workforce):
         """Its drones at this moment; work given to one of them is run by that one."""
         now = [link for link in list(self._crew.links) if link.state < State.RETIRING]
         return [Drone._of(self._crew, link, self._terms) for link in now]
+
+    @property
+    def timeline(self) -> Timeline:
+        """What its drones have done so far, and when; also after its end. See `Timeline`."""
+        return take(self._crew)
 
     def refresh(self) -> None:
         """Takes a new snapshot of this image and replaces the drones by new ones forked from it.

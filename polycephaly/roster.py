@@ -357,7 +357,9 @@ class Roster:
         pinned = [*(w for w in not_begun if w.target), *drained(link.pinned)]
         error = _death(link, link.flight[order[begun - 1]] if begun > sent else None)
         self._crew.requeue([w for w in not_begun if w.target is None])
-        self._crew.lose([link.flight.pop(number) for number in order[sent:begun]], error, again=True)
+        lost = [link.flight.pop(number) for number in order[sent:begun]]
+        self._crew.record.lost(link.name, lost)
+        self._crew.lose(lost, error, again=True)
         self._crew.lose(pinned, error, again=False)
         if link.flight:
             self._hub.after(IN_TRANSIT, partial(self._give_up, link, error))

@@ -1,0 +1,187 @@
+"""A timeline in a terminal: a chart with a row for each drone, a table of where the time went, the bottleneck."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from .rows import Row, rows
+from .spans import Sums
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["percent", "seconds", "size", "text"]
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WAITS = "·"
+THREADS_SHOWN = 26  # of one drone
+FUNCTIONS_SHOWN = 12
+NAME = 24  # columns
+NARROWEST = 60
+
+
+def text(timeline: Timeline, width: int | None = None) -> str:
+    if not timeline:
+        return "Timeline: nothing has been done yet."
+    width = max(NARROWEST, width or shutil.get_terminal_size((100, 24)).columns)
+    all_rows = rows(timeline)
+    start, end = timeline.start, timeline.end
+    whole = max(end - start, 1e-9)
+    calls = sum(each.calls for each in timeline.sums().values())
+    drones = sum(not row.thread for row in all_rows)
+    head = f"Timeline: {seconds(whole)}, {_count(drones, 'drone')}, {_count(calls, 'call')}"
+    if timeline.waiting:
+        head += f", {timeline.waiting:,} more in the queue"
+    lines = [head, "", *_chart(timeline, all_rows, start, whole, width), "", *_table(timeline, width), ""]
+    if timeline.folded:
+        lines.append(
+            f"The chart has the last {len(timeline.spans):,} spans; {timeline.folded:,} more are in the table only."
+        )
+    if timeline.threads_lost:
+        lines.append(f"{timeline.threads_lost:,} calls of green threads were too many to be kept.")
+    return "\n".join([*lines, timeline.bottleneck])
+
+
+# -- the chart --------------------------------------------------------------------------------------
+
+
+def _chart(timeline: Timeline, all_rows: list[Row], start: float, whole: float, width: int) -> list[str]:
+    name = min(NAME, max(len(_title(row)) for row in all_rows))
+    cells = width - name - 8
+    step = whole / cells
+    lines = [f"{'':{name}} {_scale(whole, cells)}"]
+    for drone, group in groupby(all_rows, key=lambda row: row.drone):
+        own = list(group)
+        shown, hidden = own[: THREADS_SHOWN + 1], own[THREADS_SHOWN + 1 :]
+        lines += [
+            f"{_cut(_title(row), name):{name}} {_bar(row, start, step, cells)} {percent(row.busy / whole):>5}"
+            for row in shown
+        ]
+        if hidden:
+            lines.append(f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}")
+    return [
+        *lines,
+        f"{'':{name}} {BLOCKS[8]} running (its height: how much of the time)   {WAITS} on its way, or parked",
+    ]
+
+
+def _bar(row: Row, start: float, step: float, cells: int) -> str:
+    running, waiting = [0.0] * cells, [0.0] * cells
+    for span in row.spans:
+        assert span.started is not None and span.finished is not None
+        _fill(running, (span.started - start) / step, (span.finished - start) / step)
+        if span.sent is not None:
+            _fill(waiting, (span.sent - start) / step, ((span.received or span.finished) - start) / step)
+    for span in row.sent:
+        assert span.sent is not None
+        _fill(waiting, (span.sent - start) / step, cells)
+    for span in row.lives:
+        _fill(waiting, ((span.started or start) - start) / step, ((span.finished or start) - start) / step)
+    return "".join(_cell(*each) for each in zip(running, waiting, strict=True))
+
+
+def _fill(cells: list[float], begin: float, end: float) -> None:
+    """Adds to each cell what the stretch covers of it."""
+    first, last = max(0, int(begin)), min(len(cells) - 1, int(end))
+    if first == last:
+        cells[first] += end - begin
+    elif first < last:
+        cells[first] += first + 1 - begin
+        cells[last] += end - last
+        for index in range(first + 1, last):
+            cells[index] += 1.0
+
+
+def _cell(running: float, waiting: float) -> str:
+    if running > 0.02:
+        return BLOCKS[min(8, max(1, round(running * 8)))]
+    return WAITS if running or waiting > 0.02 else " "
+
+
+def _scale(whole: float, cells: int) -> str:
+    marks = [0, cells // 2, cells]
+    labels = ["0", seconds(whole / 2), seconds(whole)]
+    line = labels[0].ljust(marks[1] - len(labels[1]) // 2) + labels[1]
+    return line + labels[2].rjust(cells - len(line))
+
+
+def _title(row: Row) -> str:
+    return f"  {row.thread}" if row.thread else row.drone
+
+
+# -- the table --------------------------------------------------------------------------------------
+
+
+def _table(timeline: Timeline, width: int) -> list[str]:
+    head = ("function", "calls", "running", "a call", "queued", "there", "back", "sent", "received")
+    by_function = _by_function(timeline.sums())
+    total = sum((sums for _, sums in by_function), Sums())
+    lines = [_line(name, sums) for name, sums in by_function[:FUNCTIONS_SHOWN]]
+    if len(by_function) > FUNCTIONS_SHOWN:
+        rest = sum((sums for _, sums in by_function[FUNCTIONS_SHOWN:]), Sums())
+        lines.append(_line(f"{len(by_function) - FUNCTIONS_SHOWN} more", rest))
+    if len(by_function) > 1:
+        lines.append(_line("together", total))
+    of_threads = _by_function(timeline.sums(threads=True))
+    lines += [_line(f"  {name}", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
+    broad = max(20, width - 76)
+    widths = (min(broad, max(len(line[0]) for line in [head, *lines])), 9, 9, 9, 9, 9, 9, 9, 9)
+    return [_columns(line, widths) for line in [head, *lines]]
+
+
+def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
+    """Of all drones together, what ran longest first."""
+    found: dict[str, Sums] = {}
+    for (_, function), each in sums.items():
+        found[function] = each + found.get(function, Sums())
+    return sorted(found.items(), key=lambda item: -item[1].running)
+
+
+def _line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
+    calls = max(1, sums.calls)
+    failed = f" ({sums.failed:,} failed)" if sums.failed else ""
+    times = (seconds(sums.running), seconds(sums.running / calls))
+    if of_threads:
+        return (name, f"{sums.calls:,}", *times)
+    means = (seconds(each / calls) for each in (sums.queued, sums.there, sums.back))
+    return (f"{name}{failed}", f"{sums.calls:,}", *times, *means, size(sums.bytes_sent), size(sums.bytes_received))
+
+
+def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
+    first, *rest = zip(line, widths, strict=False)
+    return f"{_cut(*first):{first[1]}}" + "".join(f"{each:>{columns}}" for each, columns in rest)
+
+
+# -- small print ------------------------------------------------------------------------------------
+
+
+def seconds(value: float) -> str:
+    """With three digits that count, and the unit that fits."""
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}" if value * factor < 999.5 else f"{value * factor:.0f} {unit}"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
+
+
+def size(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5 or unit == "GB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _cut(name: str, columns: int) -> str:
+    name = "".join(each if each.isprintable() else " " for each in name)
+    return name if len(name) <= columns else f"{name[: columns - 1]}…"

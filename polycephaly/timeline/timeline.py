@@ -1,0 +1,195 @@
+"""`Timeline`: who did what, and when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .spans import Span, Sums, sums_of
+
+if TYPE_CHECKING:
+    from .record import Entry, Folded
+
+__all__ = ["Timeline"]
+
+Key = tuple[str, str]
+
+
+class Timeline:
+    """What drones and green threads did, and when: `Pool.timeline`, `Drone.timeline`, `green.timeline()`.
+
+    A picture of one moment: what runs at that moment is shown as running, what comes later is not in it. ``str()`` is
+    a chart, a table of where the time went and the bottleneck in a sentence; `save` writes a page, a picture or a
+    trace; ``a + b`` is one timeline of both (a drone's name that both have is numbered); ``.spans`` is what it holds.
+    Any thread may use it.
+
+    A pool keeps the last 100,000 spans, about. Of what came before, `sums` has the numbers, so tables are true however
+    much was done; ``folded`` says how many spans these were.
+
+    >>> import polycephaly as poly
+    >>> with poly.Pool(2, name="two") as pool:
+    ...     total = sum(pool.map(abs, range(-99, 1)))
+    >>> timeline = pool.timeline
+    >>> sum(span.calls for span in timeline.spans), {span.name for span in timeline.spans}
+    (100, {'abs'})
+    """
+
+    def __init__(self, spans: Iterable[Span] = (), drones: Iterable[str] = (), *, waiting: int = 0) -> None:
+        self._spans = list(spans)
+        self._drones = dict.fromkeys(drones)
+        self._entries: list[Entry] = []  # from which spans are made when they are asked for
+        self._folded: list[Folded] = []
+        self._sums: dict[Key, Sums] | None = None
+        self.waiting = waiting
+        """Pieces of work that were in the queue, and sent to no drone yet."""
+        self.threads_lost = 0
+        """Calls of green threads that were too many to be kept."""
+
+    def add_record(
+        self, folded: Folded, entries: Sequence[Entry], threads: Iterable[Span] = (), threads_lost: int = 0
+    ) -> None:
+        """What a crew's record has, to a timeline that nobody has looked at yet."""
+        self._entries += entries
+        self._folded += [folded] if folded.spans else []
+        self._spans += threads
+        self.threads_lost += threads_lost
+
+    # -- what it holds ------------------------------------------------------------------------------
+
+    @property
+    def spans(self) -> list[Span]:
+        """Everything, by drone's work in the order in which it was answered, and then what green threads did."""
+        entries, self._entries = self._entries, []
+        if entries:
+            self._spans[:0] = [span for entry in entries for span in entry.spans()]
+        return self._spans
+
+    @property
+    def drones(self) -> list[str]:
+        """The names of all drones that it is about, idle ones too."""
+        of_folded = (drone for folded in self._folded for drone, _ in folded.sums)
+        return [*dict.fromkeys([*self._drones, *of_folded, *(span.drone for span in self.spans)])]
+
+    @property
+    def folded(self) -> int:
+        """How many spans are not held one by one any more, but in `sums` only."""
+        return sum(folded.spans for folded in self._folded)
+
+    @property
+    def start(self) -> float:
+        """When the first of what it knows was asked for (`time.monotonic`); 0 where there is nothing."""
+        firsts = [t for span in self.spans for t in (span.queued, span.started) if t is not None]
+        return min([*firsts, *(folded.start for folded in self._folded)], default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last of it was there."""
+        lasts = [t for span in self.spans for t in (span.received, span.finished, span.sent) if t is not None]
+        return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
+
+    def sums(self, threads: bool = False) -> dict[Key, Sums]:
+        """By drone and function, of all that was done, spans that are not held any more included; with `threads`,
+        of the calls of green threads instead."""
+        if threads:
+            return _sums(span for span in self.spans if span.thread and not span.whole)
+        if self._sums is None:
+            found = _sums(span for span in self.spans if not span.thread)
+            for folded in self._folded:
+                for key, sums in folded.sums.items():
+                    found[key] = sums + found.get(key, Sums())
+            self._sums = found
+        return self._sums
+
+    def of_drone(self, name: str) -> Timeline:
+        """Of one drone alone."""
+        alone = Timeline((span for span in self.spans if span.drone == name), [name])
+        for folded in self._folded:
+            sums = {key: sums for key, sums in folded.sums.items() if key[0] == name}
+            alone._folded.append(folded._replace(sums=sums, spans=sum(each.calls for each in sums.values())))
+        return alone
+
+    def __add__(self, other: Timeline) -> Timeline:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        mine, its = self.drones, other.drones
+        names: dict[str, str] = {}
+        for name in its:
+            number, new = 2, name
+            while new in mine or new in names.values():
+                new, number = f"{name} ({number})", number + 1
+            names[name] = new
+        both = Timeline(
+            [*self.spans, *(span._replace(drone=names[span.drone]) for span in other.spans)],
+            [*mine, *names.values()],
+            waiting=self.waiting + other.waiting,
+        )
+        both.threads_lost = self.threads_lost + other.threads_lost
+        renamed = (
+            folded._replace(sums={(names[drone], function): sums for (drone, function), sums in folded.sums.items()})
+            for folded in other._folded
+        )
+        both._folded = [*self._folded, *renamed]
+        return both
+
+    def __bool__(self) -> bool:
+        return bool(self.spans or self._folded)
+
+    # -- how it is shown ----------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, title: str = "Timeline") -> None:
+        """Writes it to a file, in the form that the name's suffix says.
+
+        ``.html`` is a page of its own to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG needs Pillow:
+        ``pip install 'polycephaly[plot]'``), ``.json`` is a trace for https://ui.perfetto.dev or ``chrome://tracing``.
+
+        Raises `ValueError` for any other suffix, `ModuleNotFoundError` without Pillow, `OSError` where it cannot be
+        written.
+
+        >>> import os, polycephaly as poly, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, poly.Drone() as drone:
+        ...     drone.doit("sum(range(1000))")
+        ...     drone.timeline.save(f"{folder}/run.json")
+        ...     os.listdir(folder)
+        499500
+        ['run.json']
+        """
+        path = Path(path)
+        writer = _writers().get(path.suffix.lower())
+        if writer is None:
+            raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
+        path.write_bytes(writer(self, title))
+
+    @property
+    def bottleneck(self) -> str:
+        """What kept it from being faster, in one sentence."""
+        from .verdict import verdict
+
+        return verdict(self)
+
+    def text(self, width: int | None = None) -> str:
+        """What ``str()`` gives, in `width` columns (the terminal's, or 100)."""
+        from .text import text
+
+        return text(self, width)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.drones)} drones, {len(self.spans) + self.folded} spans>"
+
+
+def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:
+    found: dict[Key, Sums] = {}
+    for span in spans:
+        key = span.drone, span.name
+        found[key] = sums_of(span) + found.get(key, Sums())
+    return found
+
+
+def _writers() -> dict[str, Callable[[Timeline, str], bytes]]:
+    from . import trace
+
+    return {".json": trace.json_of}

@@ -1,0 +1,126 @@
+"""A timeline as a trace: the JSON of Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+    process 0      the controller: a slice for each message sent and received, how many pieces of work wait
+    process 1, 2   the drones: a thread for each lane of work, and one for each green thread
+    flows          from the sending to the start, from the end to the receiving, with bytes
+
+Times are microseconds from the beginning of the timeline. Slices of one thread never overlap, as the format wants it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from .rows import Row, rows
+from .spans import Span
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["events", "json_of"]
+
+FLOWS = 20_000  # spans with an arrow each way; more would make files that no viewer opens
+INSTANT = 1.0  # microseconds: what a slice at the controller is long, of which only the moment is known
+
+Event = dict[str, Any]
+
+
+def json_of(timeline: Timeline, title: str) -> bytes:
+    other = {"title": title, "bottleneck": timeline.bottleneck, "spans not kept": timeline.folded}
+    document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(events(timeline))}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def events(timeline: Timeline) -> Iterator[Event]:
+    start = timeline.start
+    yield _name("process_name", 0, 0, "controller")
+    yield _name("thread_name", 0, 1, "sends")
+    yield _name("thread_name", 0, 2, "receives")
+    process = thread = 0
+    drone: str | None = None
+    works: list[tuple[Span, int, int]] = []
+    for row in rows(timeline):
+        if row.drone != drone:
+            drone, process, thread = row.drone, process + 1, 0
+            yield _name("process_name", process, 0, drone)
+            yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+        for lane in _lanes(row):
+            thread += 1
+            yield _name("thread_name", process, thread, row.thread or "work")
+            for span in lane:
+                yield _slice(span, process, thread, start)
+                if not row.thread:
+                    works.append((span, process, thread))
+    yield from _controller(works, start)
+
+
+def _lanes(row: Row) -> list[list[Span]]:
+    """Of a green thread, its life and what it called lie within each other."""
+    if row.thread:
+        nested = sorted([*row.lives, *row.spans], key=lambda span: (span.started or 0.0, -(span.finished or 0.0)))
+        return [nested] if len(row.lanes) < 2 else [row.lives, *row.lanes]
+    return row.lanes
+
+
+def _slice(span: Span, process: int, thread: int, start: float) -> Event:
+    assert span.started is not None
+    known = {
+        "status": span.status,
+        "calls": span.calls,
+        "bytes sent": span.bytes_sent or None,
+        "bytes received": span.bytes_received or None,
+        "queued": _at(span.queued, start),
+        "sent": _at(span.sent, start),
+        "received": _at(span.received, start),
+        "processor seconds": span.cpu,
+        "argument": span.note or None,
+    }
+    return {
+        "ph": "X", "name": span.name, "cat": "green" if span.thread else "work", "pid": process, "tid": thread,
+        "ts": _at(span.started, start), "dur": round(span.seconds * 1e6, 3),
+        "args": {name: value for name, value in known.items() if value is not None},
+    }  # fmt: skip
+
+
+def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
+    moments = [{span.sent for span, _, _ in works}, {span.received for span, _, _ in works}]
+    for thread, name in ((1, "send"), (2, "receive")):
+        for moment in sorted(each for each in moments[thread - 1] if each is not None):
+            ts = _at(moment, start)
+            yield {"ph": "X", "name": name, "cat": "transport", "pid": 0, "tid": thread, "ts": ts, "dur": INSTANT}
+    if len(works) <= FLOWS:
+        for number, (span, process, thread) in enumerate(works):
+            assert span.started is not None and span.finished is not None
+            if span.sent is not None:
+                yield _end("s", 2 * number, "there", span.bytes_sent, 0, 1, _at(span.sent, start))
+                yield _end("f", 2 * number, "there", span.bytes_sent, process, thread, _at(span.started, start))
+            if span.received is not None:
+                last = max(span.started, span.finished - INSTANT / 1e6)  # in the slice: at its end it is over
+                yield _end("s", 2 * number + 1, "back", span.bytes_received, process, thread, _at(last, start))
+                yield _end("f", 2 * number + 1, "back", span.bytes_received, 0, 2, _at(span.received, start))
+    waiting = 0
+    steps = [(span.queued, 1) for span, _, _ in works] + [(span.started, -1) for span, _, _ in works]
+    for moment, group in groupby(sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)):
+        waiting += sum(step for _, step in group)
+        yield {"ph": "C", "name": "waiting", "pid": 0, "tid": 0, "ts": _at(moment, start), "args": {"pieces": waiting}}
+
+
+def _end(ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None) -> Event:
+    """One end of an arrow."""
+    bind = {"bp": "e"} if ph == "f" else {}
+    return {
+        "ph": ph, "id": number, "name": name, "cat": "transport", "pid": process, "tid": thread, "ts": ts,
+        "args": {"bytes": size}, **bind,
+    }  # fmt: skip
+
+
+def _name(what: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _at(moment: float | None, start: float) -> float | None:
+    return None if moment is None else round((moment - start) * 1e6, 3)

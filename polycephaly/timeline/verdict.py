@@ -1,0 +1,170 @@
+"""The bottleneck of a run, in one sentence.
+
+    spans, sums ──> Figures: who was busy, who waited for what ──> the first reason that holds
+
+The order of the questions is that of their certainty. Were the drones busy? Then it is the work itself, or that it
+waits. Was one of them? Then it is that one. If none was, either nothing was there for them to do, or it did not reach
+them in time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from .rows import covered, rows
+from .spans import Span, Sums
+from .text import percent, seconds, size
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["Figures", "verdict"]
+
+BUSY = 0.8  # of the time; the rest is what any start and end take
+ALONE = 0.6  # of the time that one call takes: the whole cannot get much shorter than that
+FEW = 4  # pieces of work for each drone: with fewer, uneven ones leave drones idle at the end
+IDLE_CPU = 0.3  # of the time that work runs: below that it waits for something
+BULK = 64 * 1024  # bytes a call, from which on the transport is what costs
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a verdict is made from. Shares are of the whole time, from 0 to 1."""
+
+    seconds: float
+    drones: int
+    calls: int
+    pieces: int
+    busy: dict[str, float]  # share, by drone
+    functions: dict[str, str]  # what a drone was busy with most, by drone
+    longest: float  # share of the longest single piece of work
+    backlog: float  # share in which something waited for a drone
+    running: float  # seconds a call, where most of the time goes
+    on_the_way: float
+    bytes: float
+    computing: float | None  # processor time of what ran, as a share of that; None: not known
+    cores: int
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.busy.values()) / max(1, self.drones)
+
+    @property
+    def busiest(self) -> str:
+        return max(self.busy, key=lambda drone: self.busy[drone])
+
+
+def figures(timeline: Timeline) -> Figures:
+    work = [span for span in timeline.spans if not span.thread]
+    start = min((t for span in work for t in (span.queued, span.started) if t is not None), default=0.0)
+    if timeline.folded:
+        start = min(start, timeline.start)
+    end = max((t for span in work for t in (span.received, span.finished, span.sent) if t is not None), default=0.0)
+    whole = max(end - start, 1e-9)
+    busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
+    functions: dict[str, tuple[float, str]] = {}
+    sums = timeline.sums()
+    for (drone, function), of_function in sums.items():
+        functions[drone] = max(functions.get(drone, (0.0, "")), (of_function.running, function))
+    if timeline.folded:  # spans that are gone were busy too
+        for drone in busy:
+            busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
+    calls = sum(each.calls for each in sums.values())
+    measured = [span for span in work if span.cpu is not None]
+    return Figures(
+        whole,
+        len(busy),
+        calls,
+        len(work) + timeline.folded,
+        {drone: min(1.0, each / whole) for drone, each in busy.items()},
+        {drone: function for drone, (_, function) in functions.items()},
+        max((span.seconds for span in work), default=0.0) / whole,
+        _backlog(work) / whole if not timeline.folded else _backlog(work) / max(1e-9, end - _first(work)),
+        _typical(sums.values()),
+        sum(each.there + each.back for each in sums.values()) / max(1, calls),
+        sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
+        _computing(measured, sum(span.seconds for span in work)),
+        len(os.sched_getaffinity(0)),
+    )
+
+
+def verdict(timeline: Timeline) -> str:
+    return sentence(figures(timeline))
+
+
+def sentence(f: Figures) -> str:
+    """The verdict on these figures."""
+    if not f.calls:
+        return "No work has been done."
+    used = percent(f.utilisation)
+    busiest = f.busiest
+    share, function = percent(f.busy[busiest]), f.functions.get(busiest, "")
+    waits = f.computing is not None and f.computing < IDLE_CPU
+    who = f"{busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
+    if f.utilisation >= BUSY:
+        if waits:
+            assert f.computing is not None
+            return (
+                f"{who} busy {used} of the time, mostly with {function}, but computed in {percent(f.computing)} "
+                "of that: it waits; green threads (green.map) or more drones would overlap the waiting."
+            )
+        if f.longest >= ALONE and f.pieces <= f.drones:
+            return f"{who} busy {used} of the time, mostly with {function}: only shorter or smaller pieces would help."
+        more = "more drones would help" if f.drones < f.cores else f"its {f.cores} cores are what limits this machine"
+        return f"{who} busy {used} of the time, mostly with {function}: {more}."
+    if f.longest >= ALONE:
+        instead = "more drones will not help; split that"
+        if waits:
+            instead += ", or overlap its waiting by green threads (green.map)"
+        name = "The longest drone, " + busiest + "," if f.drones > 1 else busiest
+        return f"{name} was busy {share} of the time with {function}: {instead}."
+    if f.pieces < FEW * f.drones and f.drones > 1:
+        return (
+            f"{f.pieces} pieces of work are too few to keep {f.drones} drones busy ({used} of the time): "
+            "smaller ones would share more evenly."
+        )
+    if f.backlog < 0.5:
+        return (
+            f"The queue was empty {percent(1 - f.backlog)} of the time, and the drones were busy in {used}: "
+            "they waited for the program to give them more work."
+        )
+    if f.bytes >= BULK and f.on_the_way > f.running / 2:
+        return (
+            f"Transport: a call had {size(f.bytes)} to carry, and was on its way for {seconds(f.on_the_way)}, to run "
+            f"for {seconds(f.running)}: send less, or share it once (pool.share)."
+        )
+    if f.running < 0.001:
+        return (
+            f"The controller: calls of {seconds(f.running)} are too short for it to keep the drones busy "
+            f"({used} of the time); pool.map sends many at once, larger ones cost it less."
+        )
+    return f"The drones were busy {used} of the time; {busiest} most, {share}, mostly with {function}."
+
+
+def _backlog(work: list[Span]) -> float:
+    """Seconds in which something had been asked for and not begun."""
+    waits = sorted((span.queued, span.started or inf) for span in work if span.queued is not None)
+    end = max((span.finished for span in work if span.finished is not None), default=0.0)
+    return covered((start, min(begun, max(start, end))) for start, begun in waits)
+
+
+def _typical(sums: Iterable[Sums]) -> float:
+    """Seconds a call, weighed by how much of the time such calls take."""
+    each = [(of_function.running, of_function.running / max(1, of_function.calls)) for of_function in sums]
+    return sum(running * mean for running, mean in each) / max(1e-9, sum(running for running, _ in each))
+
+
+def _first(work: list[Span]) -> float:
+    return min((span.queued for span in work if span.queued is not None), default=0.0)
+
+
+def _computing(measured: list[Span], running: float) -> float | None:
+    """Known if most of what ran was measured."""
+    of_measured = sum(span.seconds for span in measured)
+    if not of_measured or of_measured < running / 2:
+        return None
+    return sum(span.cpu or 0.0 for span in measured) / of_measured
