@@ -4,8 +4,8 @@
                                          │
               any thread ──spans()───────┘
 
-It has to cost next to nothing, as thousands of answers come in one batch: the lists of times are kept as they came,
-and taken apart when somebody looks. Neither works nor results are kept. What falls out at the end is added up by drone
+It has to cost next to nothing, as thousands of answers come in one batch: their times are kept as two arrays, and taken
+apart when somebody looks. Neither works nor results are kept. What falls out at the end is added up by drone
 and function, so that tables stay true however much was done.
 
 Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter is only appended to: so no lock.
@@ -13,6 +13,7 @@ Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "Entry", "Folded", "Record"]
 
 KEPT = 100_000
-"""Spans, about: what is kept of a crew for its picture. Some 10 MB at most."""
+"""Spans, about: what is kept of a crew for its picture. Some 5 MB at most."""
 CHAPTERS = 20
 _CHAPTER = KEPT // CHAPTERS
 _ALONE = 3  # spans, as which an entry counts beside those it has: what it takes by itself
@@ -121,7 +122,7 @@ class Record:
         alike: bool,
     ) -> None:
         """Works that were answered together, with values of `size` bytes; `alike`: all are calls of one definition."""
-        if not all(works):
+        if not all(works):  # some were lost, and answered all the same
             known = [each for each in zip(works, started, finished, strict=True) if each[0] is not None]
             if not known:
                 return
@@ -133,7 +134,8 @@ class Record:
             names = [work.definition.label for work in works]  # type: ignore[union-attr]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         there = first.weight * len(works)
-        self._add(Entry(drone, names, DONE, 1, queued, sent, started, finished, received, there, size))
+        times = array("d", started), array("d", finished)
+        self._add(Entry(drone, names, DONE, 1, queued, sent, *times, received, there, size))
 
     def one(
         self,
