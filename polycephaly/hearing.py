@@ -30,6 +30,7 @@ from .wire.messages import (
     RETURNED,
     SHARED,
     SPLIT,
+    TRAIL,
     VALUE,
     VALUES,
     WITHDRAWN,
@@ -105,6 +106,9 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 if status == LOAN_OVER:
                     link.ledger.came_back(number)
                     continue
+                if status == TRAIL:
+                    _hear_trail(link, payload)
+                    continue
                 work, status, payload, done = _hear_special(link, number, status, payload)
             else:
                 work = link.answered(number)
@@ -158,6 +162,13 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
     link.tasks_done += len(works)
     answer = AnswersTogether(numbers, started, finished, now)
     link.crew.hub.deliver(partial(_settle_values, works, values, answer))
+
+
+def _hear_trail(link: Link, payload: Any) -> None:
+    try:
+        link.crew.record.hear_trail(link.name, bytes(payload))
+    except ValueError as wrong:
+        raise Malformed(str(wrong)) from None
 
 
 def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:

@@ -18,7 +18,7 @@ from .configure import configure
 from .group import Group
 from .locks import Barrier, Event, Lock, Semaphore
 from .mapping import map, par
-from .report import ThreadInfo, threads
+from .report import ThreadInfo, threads, timeline
 from .run import run
 from .select import Chosen, Guard, after, select, settled, skip
 from .sleeping import current, sleep, timeout
@@ -53,5 +53,6 @@ __all__ = [
     "sleep",
     "spawn",
     "threads",
+    "timeline",
     "timeout",
 ]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar
 
+from ..timeline.trail import trail
 from .history import history
 from .scheduler import AWAY, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
 from .thread import GreenThread, outside
@@ -80,6 +81,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
             thread._value = PARKED
         else:
             driver.token = NO_CALL
+            trail.called(thread, fn, args, driver.began, True)
             driver.returned = thread
             yield LOST
         raise
@@ -89,6 +91,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         thread._value = PARKED
     else:
         driver.token = NO_CALL
+        trail.called(thread, fn, args, driver.began)
         driver.returned = thread
         yield LOST
         return value

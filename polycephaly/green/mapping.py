@@ -11,12 +11,14 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
 from operator import length_hint
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
 from ..progress import Progress, total_of
 from ..promises import Promise
+from ..timeline.trail import trail
 from .call import call_long
 from .channel import Channel
 from .group import Group
@@ -102,6 +104,7 @@ class Mapped(Generic[T]):
 
     async def collect(self) -> list[Any]:
         places: list[list[Any]] = []
+        trail.leave_out(scheduler.current)
 
         async def work() -> None:
             apply = _applier(self._fn, self._progress)
@@ -199,7 +202,16 @@ def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> Callable[[A
         value = await call_long(fn, item)
         return await value if is_awaitable(value) else value
 
-    apply = fn if is_coroutine_function(fn) else call
+    async def run_item(item: Any) -> Any:
+        thread, began, failed = scheduler.current, monotonic(), True
+        try:
+            value = await fn(item)
+            failed = False
+            return value
+        finally:
+            trail.called(thread, fn, (item,), began, failed)
+
+    apply = run_item if is_coroutine_function(fn) else call
     if progress is None:
         return apply
 

@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from time import pthread_getcpuclockid
+from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -124,12 +124,13 @@ class _Note:
 class Driver:
     """A native thread that drives, or is in a foreign call that it began when it drove."""
 
-    __slots__ = ("clock", "fn", "ident", "lock", "returned", "thread", "token")
+    __slots__ = ("began", "clock", "fn", "ident", "lock", "returned", "thread", "token")
 
     def __init__(self) -> None:
         self.ident = get_ident()
         self.clock = pthread_getcpuclockid(self.ident)  # asked for here: of an ended thread it would be a crash
         self.token = NO_CALL  # or the number of the foreign call it is in, or TAKEN
+        self.began = 0.0  # when the foreign call that was taken over was first seen
         self.fn: Any = None  # what it calls, and whose call it is
         self.thread: GreenThread[Any] | None = None
         self.returned: GreenThread[Any] | None = None  # with LOST: whose step that was
@@ -190,6 +191,7 @@ class Scheduler:
         """To be called by plain code that is about to wait: in a foreign call, somebody else drives meanwhile."""
         driver = self.drivers.get(get_ident())
         if driver is not None and driver.take():
+            driver.began = monotonic()
             self.hand_over()
 
     # -- ownership --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from asyncio import CancelledError as AsyncioCancelled
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
-from time import monotonic
+from time import monotonic, thread_time
 from types import CoroutineType, GeneratorType, coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from .. import promises
 from ..coroutines import is_awaitable, is_coroutine, is_coroutine_function
 from ..launch.shield import Shield
 from ..promises import CANCELLED, FINISHED, Promise
+from ..timeline.trail import LIVES, trail
 from .history import history
 from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
 
@@ -67,6 +68,7 @@ class GreenThread(Promise[T]):
     _qualname: str | None = None  # once there is no coroutine to ask
     _unseen: Unseen | None = None
     _owned: WeakSet[Any] | None = None
+    _track: tuple[int, float] | None = None  # in the trail: its number, since when it lives
     _cancels = 0
     """How often a `cancel()` has reached it: a time limit on top of that must not make a `TimeoutError` of it."""
 
@@ -101,6 +103,8 @@ class GreenThread(Promise[T]):
         scheduler.live.discard(self)
         group = self._group
         self._qualname = self.name
+        if self._track is not None and self._track[1]:
+            trail.ended(self, error is not None)
         if error is not None and group is None and not self._hooks:
             self._unseen = Unseen(self._qualname, error)
         self._coro = None
@@ -173,11 +177,12 @@ class GreenThread(Promise[T]):
 
         def job() -> None:
             natives[get_ident()] = self
-            began = monotonic()
+            began, used = monotonic(), thread_time()
             try:
                 outcome[:] = context.run(fn, *args, **kwargs), None
             except BaseException as error:
                 outcome[:] = None, error
+            trail.called(self, fn, args, began, outcome[1] is not None, thread_time() - used)
             if monotonic() - began < SHORT:
                 history.was_short(fn)
             del natives[get_ident()]
@@ -282,6 +287,7 @@ class NativeThread(GreenThread[T]):
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._ident = ident = get_ident()
         natives[ident] = self
+        began, used = monotonic(), thread_time()
         value: Any = None
         told: BaseException | None = None
         state = FINISHED
@@ -296,6 +302,7 @@ class NativeThread(GreenThread[T]):
                 told = error
                 if error.__traceback__ is not None:
                     error.__traceback__ = error.__traceback__.tb_next
+        trail.called(self, fn, args, began, told is not None, thread_time() - used)
         self._ident = 0
         del natives[ident]
         scheduler.away -= 1
@@ -374,9 +381,12 @@ def start(
             native._name = name
         if group is not None:
             group.children.add(native)
+        if len(trail.lives) < LIVES:
+            trail.watch(native)
         try:
             native.begin(fn, args)
         except RuntimeError:
+            trail.leave_out(native)
             if group is not None:
                 group.children.discard(native)
             raise
@@ -395,6 +405,8 @@ def start(
         thread = GreenThread(coro, group)
     if name:
         thread._name = name
+    if len(trail.lives) < LIVES:
+        trail.watch(thread)
     scheduler.live.add(thread)
     if group is not None:
         group.children.add(thread)  # before it can end

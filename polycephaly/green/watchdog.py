@@ -118,7 +118,7 @@ class Watchdog:
             else:
                 computing = used - used_before > (now - looked_before) / 2 and now - due > self.window
                 if not computing and (now - began > ALONE * self.window or _somebody_could_go_on(now)):
-                    self._take_over(driver)
+                    self._take_over(driver, began)
                     seen = 0
             looked_before, used_before = now, used
 
@@ -147,9 +147,10 @@ class Watchdog:
         self._running = True
         return False
 
-    def _take_over(self, driver: Driver) -> None:
+    def _take_over(self, driver: Driver, began: float) -> None:
         fn = driver.fn
         if driver.take():
+            driver.began = began
             self.handovers += 1  # before: who drives from now on may see to everything before this thread goes on
             history.was_long(fn)
             scheduler.hand_over()

@@ -46,6 +46,9 @@ class Definition:
     overlaps = False
     """It gives coroutines, to be run beside others."""
 
+    brief = False
+    """Its last call was: no more is measured than what costs nothing."""
+
     def call(self, kind: int, payload: Any) -> Any:
         """Its value; a coroutine is run to its end, as a green thread."""
         return _finished(self.begin(kind, payload))

@@ -27,13 +27,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, process_time
 from typing import Any
 
 import zmq
 
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
+from ..timeline.trail import trail
 from ..wire import endpoint
 from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot
@@ -81,6 +82,7 @@ from .tasks import Calls, Task
 
 __all__ = ["hatch"]
 
+BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
 FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
 
@@ -220,6 +222,8 @@ class Drone:
         self._row.start(number)
         status = VALUE
         payload: bytes | Parcel = b""
+        definition = task.definition
+        used = 0.0 if definition.brief else process_time()
         started = monotonic()
         try:
             try:
@@ -240,6 +244,10 @@ class Drone:
             self._current = 0
             status, payload = ERROR, outcomes.pack_error(error)
         finished = monotonic()
+        brief = finished - started < BRIEF
+        if not brief and not definition.brief:
+            trail.work.append((number, round(process_time() - used, 6)))
+        definition.brief = brief
         head = b""
         if self._slice is not None:
             status, head, payload = self._end_slice(self._slice)

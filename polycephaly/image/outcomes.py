@@ -18,6 +18,7 @@ from pickle import dumps
 from typing import Any
 
 from ..launch.page import Row
+from ..timeline.trail import trail
 from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
 from ..wire.exceptions import pack_exception
 from ..wire.loans import Ledger, Parcel
@@ -26,6 +27,7 @@ from ..wire.messages import (
     LARGE_FROM,
     LOAN_OVER,
     SHARED,
+    TRAIL,
     VALUE,
     pack_outcome,
     pack_outcomes,
@@ -116,7 +118,9 @@ class Outcomes:
         waiting = self._entries
         taken = waiting[:]
         del waiting[: len(taken)]
-        entries = [entry for entry, _ in taken]
+        told = trail.take()  # first, as the processor time of works is to be there before they are
+        entries = [pack_outcome(0, TRAIL, 0.0, 0.0, told, b"")] if told else []
+        entries += [entry for entry, _ in taken]
         for number in self._ledger.take_returned():
             entries.append(pack_outcome(number, LOAN_OVER, 0.0, 0.0, b"", b""))
         values = self._values[:]

@@ -24,6 +24,7 @@ from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, sums_of
 
 if TYPE_CHECKING:
     from ..work import Work
+from .trail import read, spans_of
 
 __all__ = ["KEPT", "Entry", "Folded", "Record"]
 
@@ -108,6 +109,7 @@ class Record:
         self._until: dict[str, float] = {}  # up to when slices of a drone have been noted
         self.threads: deque[Span] = deque(maxlen=THREADS_KEPT)
         self.threads_lost = 0
+        self._cpu: dict[int, float] = {}  # seconds of processor time of works that are answered next, by number
 
     # -- in turns -----------------------------------------------------------------------------------
 
@@ -183,6 +185,7 @@ class Record:
                 received,
                 there,
                 back,
+                self._cpu.pop(work.number, None),
             )
         )
 
@@ -198,6 +201,12 @@ class Record:
             folded, chapters = _fold(folded, chapters[0]), chapters[1:]
         self._chapter, self._size = [], 0
         self._state = folded, (*chapters, self._chapter)
+
+    def hear_trail(self, drone: str, sent: bytes) -> None:
+        """What green threads of a drone did, and what its next answers cost. Raises `ValueError` where it is none."""
+        events, self._cpu, lost = read(sent)
+        self.threads_lost += lost + max(0, len(self.threads) + len(events) - THREADS_KEPT)
+        self.threads.extend(spans_of(events, drone))
 
     # -- any thread ---------------------------------------------------------------------------------
 

@@ -42,9 +42,10 @@ HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK = range(5, 11)
 # How a RESULTS item ended.
-VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER = range(1, 7)
+VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL = range(1, 8)
 # CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, times of start, times of end, values).
+# TRAIL is of no work either: what green threads did, as JSON (timeline/trail.py).
 # CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
 
 LARGE = 0x80
@@ -193,7 +194,7 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status & ~SHARED <= LOAN_OVER:
+        if not VALUE <= status & ~SHARED <= TRAIL:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:

@@ -1,0 +1,184 @@
+"""The trail of green threads: how long they lived, and what they called, for timelines.
+
+    spawn ──watch──> `lives` ──end──┐
+    foreign calls, items of map ────┴──> events ──in a controller──> green.timeline()
+                                           └──in a drone──> home, with its next results ──> its crew's record
+
+It has to cost nothing where threads are many or quick: only so many lives are watched at once, and what is shorter than
+`SHORTEST` is left out. Nothing is kept of arguments but short strings and numbers.
+
+It travels as JSON: plain data, whoever sends it. Names are sent once, times as whole microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, NamedTuple
+
+from .spans import DONE, ERROR, RUNNING, Span
+
+__all__ = ["Event", "Trail", "trail"]
+
+KEPT = 4000  # events
+LIVES = 256  # green threads whose lives are watched at once
+SHORTEST = 50e-6  # seconds
+NOTE = 40  # characters
+PART = 1000
+"""Events that go home at once: with these a message is still one for the lane."""
+
+
+class Event(NamedTuple):
+    """What a green thread did. `cpu` is in seconds of processor time, negative where that is not known; `life`: it is
+    all of it, from its spawn to its end."""
+
+    thread: int
+    owner: str
+    name: str
+    started: float
+    finished: float
+    cpu: float = -1.0
+    life: bool = False
+    failed: bool = False
+    note: str = ""
+
+
+class Trail:
+    """One for each image. Any thread may add to it; who takes from it is one."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque(maxlen=KEPT)
+        self.lost = 0  # events that were too many, about: two threads may count at once
+        self.lives: dict[int, Any] = {}  # the green threads that are watched, by number
+        self.work: deque[tuple[int, float]] = deque()  # of a drone's works: number, seconds of processor time
+        self._numbers = itertools.count(1)
+
+    # -- green threads add ----------------------------------------------------------------------------
+
+    def watch(self, thread: Any) -> None:
+        """A green thread begins. Its `_track` says since when."""
+        number = next(self._numbers)
+        thread._track = number, monotonic()
+        self.lives[number] = thread
+
+    def leave_out(self, thread: Any) -> None:
+        """It is one of ours, and none of the user's."""
+        track, thread._track = thread._track, None
+        if track is not None:
+            self.lives.pop(track[0], None)
+
+    def ended(self, thread: Any, failed: bool) -> None:
+        """One that was watched has ended."""
+        number, since = thread._track
+        self.lives.pop(number, None)
+        now = monotonic()
+        if now - since >= SHORTEST:
+            name = thread.name
+            self._add(Event(number, name, name, since, now, -1.0, True, failed))
+
+    def called(
+        self, thread: Any, fn: Any, args: tuple[Any, ...], started: float, failed: bool = False, cpu: float = -1.0
+    ) -> None:
+        """A green thread has called `fn`: from `started` until now."""
+        now = monotonic()
+        if now - started < SHORTEST:
+            return
+        if thread._track is None:
+            thread._track = next(self._numbers), 0.0  # its life is not watched
+        note = _note(args[0]) if len(args) == 1 else ""
+        self._add(Event(thread._track[0], thread.name, _name(fn), started, now, cpu, False, failed, note))
+
+    def _add(self, event: Event) -> None:
+        if len(self.events) >= KEPT:
+            self.lost += 1
+        self.events.append(event)
+
+    # -- a drone takes, and sends -----------------------------------------------------------------------
+
+    def take(self) -> bytes:
+        """A part of it, to be sent home; nothing where there is nothing."""
+        if not self.events and not self.work:
+            return b""
+        work = [self.work.popleft() for _ in range(len(self.work))]
+        events = [self.events.popleft() for _ in range(min(PART, len(self.events)))]
+        lost, self.lost = self.lost, 0
+        names: dict[str, int] = {}
+        rows = [
+            (
+                each.thread,
+                names.setdefault(each.owner, len(names)),
+                names.setdefault(each.name, len(names)),
+                round(each.started * 1e6),
+                round((each.finished - each.started) * 1e6),
+                round(each.cpu * 1e6) if each.cpu >= 0 else -1,
+                each.life + 2 * each.failed,
+                each.note,
+            )
+            for each in events
+        ]
+        told = {"names": [*names], "events": rows, "work": work, "lost": lost}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self.__init__()  # type: ignore[misc]
+
+
+def read(sent: bytes) -> tuple[list[Event], dict[int, float], int]:
+    """What `take` gave: events, processor time by work, how many events were lost. Raises `ValueError`."""
+    try:
+        told = json.loads(sent)
+        names = [str(name) for name in told["names"]]
+        events = [
+            Event(
+                int(thread), names[owner], names[name], started / 1e6, (started + took) / 1e6,
+                cpu / 1e6 if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
+            )
+            for thread, owner, name, started, took, cpu, flags, note in told["events"]
+        ]  # fmt: skip
+        return events, {int(number): float(cpu) for number, cpu in told["work"]}, int(told["lost"])
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as wrong:
+        raise ValueError(f"a trail that is none: {type(wrong).__name__}: {wrong}") from wrong
+
+
+def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
+    """As spans of a drone. Threads of one name are told apart by a number, the first to begin being 1."""
+    return [
+        Span(
+            each.name,
+            drone,
+            each.started,
+            each.finished,
+            status=ERROR if each.failed else DONE,
+            thread=f"{each.owner} #{each.thread}",
+            cpu=each.cpu if each.cpu >= 0 else None,
+            whole=each.life,
+            note=each.note,
+        )
+        for each in events
+    ]
+
+
+def lives_now(trail: Trail, drone: str) -> list[Span]:
+    """Green threads of this image that still live."""
+    now = monotonic()
+    tracks = [(thread.name, thread._track) for thread in list(trail.lives.values())]
+    events = [Event(track[0], name, name, track[1], now, life=True) for name, track in tracks if track is not None]
+    return [span._replace(status=RUNNING) for span in spans_of(events, drone)]
+
+
+def _name(fn: Any) -> str:
+    fn = getattr(fn, "func", fn)  # of a partial
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def _note(arg: Any) -> str:
+    return repr(arg)[:NOTE] if type(arg) in (str, int, float) and (type(arg) is not str or len(arg) <= NOTE) else ""
+
+
+trail = Trail()
+os.register_at_fork(after_in_child=trail.forget)
