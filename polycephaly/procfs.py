@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-__all__ = ["descendants", "memory_of", "processor_time", "state_of"]
+__all__ = ["birth_of", "descendants", "memory_of", "processor_time", "state_of"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -24,6 +24,19 @@ def _stat(what: str) -> list[str]:
 def state_of(pid: int) -> str:
     """One letter: R(unning), S(leeping), D(isk), T (stopped), t (traced), Z(ombie); empty where there is none."""
     return (_stat(str(pid)) or [""])[0]
+
+
+def birth_of(pid: int) -> str:
+    """What tells it from all others that have had its pid: the boot of the machine, and when it began after that.
+    Empty where there is none, or nothing of it but an exit status."""
+    fields = _stat(str(pid))
+    if not fields or fields[0] in "ZX":
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()}:{fields[19]}"
+    except OSError:
+        return fields[19]
 
 
 def processor_time(pid: int) -> tuple[float, float]:

@@ -41,6 +41,7 @@ from ..wire.definitions import Book
 from ..wire.endpoint import has_news
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
+from . import places
 from .bell import Bell
 from .forks import Peer, peer_of, reached
 from .frames import (
@@ -452,21 +453,22 @@ def connect(
     keys: tuple[str, str] | None = None,
     timeout: float = 5.0,
 ) -> RemotePool:
-    """A pool that another process serves. `where` is its connection file, or its address (``tcp://HOST:PORT``) with its
-    public key and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one.
+    """A pool that another process serves. `where` is the name under which one of your own does on this machine; or a
+    connection file (a path, or a string with a ``/`` in it); or its address (``tcp://HOST:PORT``) with its public key
+    and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one.
 
-    Raises `ConnectionError` where nobody answers within `timeout` seconds or the keys do not fit, `PermissionError` for
-    a file that others may read, `ValueError` for what is no file, address or key.
+    Raises `ConnectionError` where no pool of that name runs, nobody answers within `timeout` seconds or the keys do not
+    fit, `PermissionError` for a file that others may read, `ValueError` for what is no name, file, address or key.
     """
     check_timeout(timeout)
     if server_key is None and keys is None:
         if os.fspath(where).startswith("tcp://"):
             raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")
-        card = Card.read(where)
+        card = places.find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
     elif server_key is None or keys is None:
         raise ValueError("server_key= and keys= go together")
     else:
-        card = Card(check_address(os.fspath(where)), *map(check_key, (server_key, *keys)))
+        card = Card(check_address(os.fspath(where)), check_key(server_key), check_key(keys[0]), check_key(keys[1]))
     return RemotePool(_Connection(card, timeout))
 
 

@@ -1,6 +1,6 @@
 """Who may speak to a server: CURVE keys, and the file that hands them on.
 
-    serve ──> connection file (mode 0600): address, the server's public key, one client's pair ──> connect
+    serve ──> connection file (mode 0600): address, the server's public key, one client's pair, whose it is ──> connect
 
 A pair of keys is 40 characters of Z85 each, as `zmq.curve_keypair` makes them. The server knows its clients by their
 public keys, the *allow-list*; a client knows its server by that one's. Both prove that they have the secret half
@@ -15,11 +15,14 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.utils import z85
+
+from ..procfs import birth_of
 
 __all__ = ["Card", "check_address", "check_key", "new_pair", "wants_ipv6"]
 
@@ -60,12 +63,21 @@ def wants_ipv6(address: str) -> bool:
 
 @dataclass(frozen=True)
 class Card:
-    """What a client has to know. Printing it shows no secret."""
+    """What a client has to know, and whose it is. Printing it shows no secret."""
 
     address: str
     server: str
     public: str
     secret: str
+    name: str = ""  # under which it is found (places.py), if any
+    pid: int = 0  # of the server
+    birth: str = ""  # of that process, as `procfs.birth_of` tells it
+    started: float = 0.0  # the server, in seconds since 1970
+    version: str = ""  # of polycephaly
+
+    def lives(self) -> bool:
+        """Whether the server's process does, seen from its own machine."""
+        return bool(self.birth) and birth_of(self.pid) == self.birth
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Atomically, and never readable by anybody else. Raises `OSError`."""
@@ -92,8 +104,9 @@ class Card:
                     f"{status.st_uid}: whoever reads it can run code as you, and whoever writes it can be your server"
                 )
             try:
-                found = json.load(file)
-                card = cls(*(found[name] for name in ("address", "server", "public", "secret")))
+                found: dict[str, Any] = json.load(file)
+                known = [each.name for each in fields(cls) if each.default is MISSING or each.name in found]
+                card = cls(**{name: found[name] for name in known})
                 check_address(card.address)
                 for key in (card.server, card.public, card.secret):
                     check_key(key)

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,9 +35,11 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from .. import __version__
 from ..errors import another
 from ..image.relayed import pack_error, relayed
 from ..launch import safepoint
+from ..procfs import birth_of
 from ..promises import CANCELLED, Promise, settlers
 from ..wire.endpoint import has_news
 from ..wire.messages import (
@@ -51,6 +53,7 @@ from ..wire.messages import (
     WITHDRAWN,
     Malformed,
 )
+from . import places
 from .bell import Bell
 from .forks import listening
 from .frames import (
@@ -99,6 +102,9 @@ class Server:
     ``address`` is where it listens, ``key`` its public key. Any thread may call it.
     """
 
+    card: Card | None = None
+    """Under which it is found by name, if it is."""
+
     def __init__(self, pool: Pool, address: str, allow: Iterable[str]) -> None:
         self._pool = pool
         check_address(address)
@@ -109,6 +115,7 @@ class Server:
         self._turned_away = 0
         self._bell = Bell()
         self._closing = False
+        self.started = time()
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
             undo.callback(self._bell.close)
@@ -159,6 +166,8 @@ class Server:
 
     def close(self) -> None:
         """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no error."""
+        if self.card is not None:
+            places.leave(self.card)
         self._closing = True
         self._bell.ring()
         self._thread.join()
@@ -362,17 +371,20 @@ def serve(
     pool: Pool,
     address: str = "tcp://127.0.0.1:0",
     *,
+    name: str | None = None,
     file: str | os.PathLike[str] | None = None,
     allow: Iterable[str] = (),
 ) -> Server:
     """Lets other processes use `pool`, by TCP, encrypted and for known keys only.
 
-    `address` is ``tcp://HOST:PORT``; port 0 takes any that is free. `file` gets what a client of your own needs to
-    `connect`, a secret key included, with mode 0600. `allow` are public keys of other clients, who made theirs with
-    `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever has a key runs code as you**; see
-    docs/security.md.
+    `address` is ``tcp://HOST:PORT``; port 0 takes any that is free. By `name`, other processes of yours on this machine
+    find it (``connect(name)``) for as long as it is served: a file in your runtime directory tells them. `file` gets
+    what a client of your own needs to `connect`, a secret key included, with mode 0600. `allow` are public keys of
+    other clients, who made theirs with `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever
+    has a key runs code as you**; see docs/security.md.
 
-    Raises `ValueError` for an address or a key that is none, and `OSError` where it cannot listen there.
+    Raises `ValueError` for an address, name or key that is none, `OSError` where it cannot listen there, and
+    `FileExistsError` (with the other's pid) where a pool of that name is being served already.
 
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
@@ -381,15 +393,25 @@ def serve(
     42
     """
     pool._crew.check_open()
+    if name is not None:
+        places.check_free(name)
     server = Server(pool, address, allow)
-    if file is not None:
-        try:
+    try:
+        if name is not None or file is not None:
             public, secret = new_pair()
             server.allow(public)
-            Card(server.address, server.key, public, secret).write(file)
-        except BaseException:
-            server.close()
-            raise
+            pid = os.getpid()
+            card = Card(
+                server.address, server.key, public, secret, name or "", pid, birth_of(pid), server.started, __version__
+            )
+            if name is not None:
+                places.claim(card)
+                server.card = card
+            if file is not None:
+                card.write(file)
+    except BaseException:
+        server.close()
+        raise
     return server
 
 
