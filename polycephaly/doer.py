@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
+from .image import namespace
 from .link import Link
 from .plan import Terms, check_at_least, check_timeout, check_work
 from .promises import Promise
 
-__all__ = ["Doer", "Workforce", "wait_for"]
+__all__ = ["Doer", "Resident", "Workforce", "wait_for"]
 
 T = TypeVar("T")
 
@@ -72,8 +73,49 @@ class Doer:
         return other
 
 
+class Resident(Doer):
+    """One drone, with a namespace that stays."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.doit(namespace.get, name)
+        except NameError as error:
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.push({name: value})
+
+    def push(self, names: Mapping[str, Any]) -> None:
+        """Binds names in the drone's namespace; done when it returns."""
+        self.doit(namespace.push, dict(names))
+
+    def pull(self, *names: str) -> tuple[Any, ...]:
+        """The values of `names`, in that order. Raises `NameError` for one that there is not."""
+        return self.doit(namespace.pull, *names)
+
+
 class Workforce(Doer, Executor):
     """Several drones, which the standard library's code may use as an executor."""
+
+    def _drones(self) -> Sequence[Doer]:
+        raise NotImplementedError
+
+    def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
+        """Has `work` done once by each drone: a list of promises, one per drone.
+
+        A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
+        """
+        check_work(work, args, kwargs)
+        self._crew.check_open()
+        made = []
+        for drone in self._drones():
+            try:
+                made.append(drone.promise(work, *args, **kwargs))
+            except RuntimeError as error:  # it has died since it was listed
+                lost: Promise[Any] = Promise()
+                lost.set_exception(error)
+                made.append(lost)
+        return made
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
         """The standard library's spelling of `promise`."""

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
-from .doer import Doer, wait_for
-from .image import namespace
+from .doer import Resident, wait_for
 from .link import Link, State
 from .output import forward
 from .plan import (
@@ -39,7 +38,7 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Drone(Doer):
+class Drone(Resident):
     """A headless copy of this image, with a namespace that stays.
 
     It is forked from the image as it is at this moment (``start="spawn"``: a fresh interpreter that imports
@@ -120,25 +119,6 @@ class Drone(Doer):
         drone = cls.__new__(cls)
         drone._crew, drone._link, drone._terms = crew, link, terms
         return drone
-
-    # -- its namespace ----------------------------------------------------------------------------
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self.doit(namespace.get, name)
-        except NameError as error:
-            raise KeyError(name) from error
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.push({name: value})
-
-    def push(self, names: Mapping[str, Any]) -> None:
-        """Binds names in the drone's namespace; done when it returns."""
-        self.doit(namespace.push, dict(names))
-
-    def pull(self, *names: str) -> tuple[Any, ...]:
-        """The values of `names`, in that order. Raises `NameError` for one that there is not."""
-        return self.doit(namespace.pull, *names)
 
     # -- stopping ---------------------------------------------------------------------------------
 

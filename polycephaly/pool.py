@@ -28,7 +28,6 @@ from .plan import (
     check_timeout,
     check_work,
 )
-from .promises import Promise
 from .shared import Shared, share
 from .timeline import Timeline
 from .timeline.taking import take
@@ -128,23 +127,6 @@ class Pool(Workforce):
 
     # -- work -------------------------------------------------------------------------------------
 
-    def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
-        """Has `work` done once by each drone: a list of promises, one per drone.
-
-        A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
-        """
-        check_work(work, args, kwargs)
-        self._crew.check_open()
-        made = []
-        for drone in self.drones:
-            try:
-                made.append(drone.promise(work, *args, **kwargs))
-            except RuntimeError as error:  # it has died since it was listed
-                lost: Promise[Any] = Promise()
-                lost.set_exception(error)
-                made.append(lost)
-        return made
-
     def map(
         self,
         fn: Callable[..., T],
@@ -202,6 +184,9 @@ class Pool(Workforce):
     def timeline(self) -> Timeline:
         """What its drones have done so far, and when; also after its end. See `Timeline`."""
         return take(self._crew)
+
+    def _drones(self) -> list[Drone]:
+        return self.drones
 
     def refresh(self) -> None:
         """Takes a new snapshot of this image and replaces the drones by new ones forked from it.

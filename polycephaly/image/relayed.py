@@ -26,8 +26,8 @@ def _defined(kind: int, definition: bytes) -> Definition:
     return define(kind, definition)
 
 
-def relayed(definition_kind: int, definition: bytes, kind: int, payload: bytes) -> tuple[int, bytes]:
-    """What came of it: status and payload, for its client."""
+def relayed(tag: str, definition_kind: int, definition: bytes, kind: int, payload: bytes) -> tuple[int, bytes]:
+    """What came of it: status and payload, for its client. `tag` tells whose output it is, of those who want theirs."""
     try:
         value = _defined(definition_kind, definition).call(kind, payload)
         return VALUE, b"" if value is None else _packed(value)

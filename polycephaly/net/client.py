@@ -13,6 +13,7 @@ When the connection is lost, what was not answered is rejected with `ConnectionE
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -21,8 +22,10 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import islice
 from pickle import dumps
+from queue import Empty, SimpleQueue
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,14 +40,16 @@ from ..image.relayed import NOTHING
 from ..launch import safepoint
 from ..plan import Terms, check_at_least, check_timeout, check_work
 from ..promises import CANCELLED, FINISHED, Promise, settlers
-from ..wire.definitions import Book
+from ..wire.definitions import Book, Definition, label
 from ..wire.endpoint import has_news
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
 from . import places
 from .bell import Bell
+from .drone import Berth, RemoteDrone
 from .forks import Peer, peer_of, reached
 from .frames import (
+    ASK,
     BYE,
     CANCEL,
     HELLO,
@@ -53,11 +58,15 @@ from .frames import (
     RECALL,
     REFUSED,
     RESULTS,
+    TELL,
     Item,
     hello,
+    pack_definition,
+    pack_note,
     pack_numbers,
     pack_work,
     read_hello,
+    read_note,
     read_results,
 )
 from .keys import Card, check_address, check_key, wants_ipv6
@@ -96,6 +105,9 @@ class _Connection:
         self.book = Book(NOTHING, None)
         self.welcome: Promise[None] = Promise()
         self._queue: deque[Work] = deque()
+        self._asked: dict[int, Promise[Any]] = {}
+        self._told: list[Callable[[], object]] = []
+        self._ask_numbers = itertools.count(1)
         self._acts: deque[Callable[[], object]] = deque()
         self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
         self._bytes = 0
@@ -146,10 +158,11 @@ class _Connection:
     # -- what work and promises use, in any thread ------------------------------------------------------
 
     def submit(
-        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: None = None, terms: Terms | None = None
+        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, terms: Terms | None = None
     ) -> Work:
         self.check_open()
         work = Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        work.target = target  # a `Berth`
         terms = terms or self.terms
         work.timeout, work.retries = terms
         try:
@@ -167,6 +180,17 @@ class _Connection:
     def check_open(self) -> None:
         if self.refusal is not None:
             raise another(self.refusal)
+
+    def ask(self, what: str, **more: Any) -> Promise[Any]:
+        """A promise of what the server says; `RuntimeError` where it refuses."""
+        self.check_open()
+        number, promise = next(self._ask_numbers), Promise[Any]()
+        self._asked[number] = promise
+        note = {"id": number, "what": what, **more}
+        self.post(lambda: self._socket.send_multipart(pack_note(ASK, note)))
+        if self._lost:
+            self._reject_all()
+        return promise
 
     def _filled(self, work: Work) -> None:
         if not work.done():
@@ -240,6 +264,9 @@ class _Connection:
                 self._acts.popleft()()
             self._send_what_waits()
             self._ping()
+            told, self._told = self._told, []
+        for tell in told:
+            tell()
         for work in answered:
             if work.status == WITHDRAWN:
                 finish(work, CANCELLED, None, None)
@@ -250,7 +277,7 @@ class _Connection:
             self._cancel_all(running=cancels == "all")
 
     def _is_over(self) -> bool:
-        left = self._queue or self._flight or self._waiting or self._acts or self._cancels
+        left = self._queue or self._flight or self._waiting or self._acts or self._cancels or self._asked
         return self._lost or (self._stopping and not left)
 
     def _end(self) -> None:
@@ -276,6 +303,9 @@ class _Connection:
             with suppress(IndexError, KeyError):
                 while True:
                     finish(take(), FINISHED, None, another(refusal))
+        with suppress(KeyError):
+            while True:
+                self._asked.popitem()[1]._settle(FINISHED, None, another(refusal))
 
     def _lose(self, why: str) -> None:
         self._lost = True
@@ -309,16 +339,25 @@ class _Connection:
                             work.status, work.payload = status, payload
                             answered.append(work)
                 elif frames[0] == HELLO:
-                    why, self.drones, self.name = read_hello(frames)
+                    why, self.drones, who = read_hello(frames, "the server", "this client")
                     if why is not None:
                         raise Malformed(why)
+                    self.name = str(who.get("name"))
                     self.welcome._settle(FINISHED, None, None)
+                elif frames[0] == TELL:
+                    self._hear_answer(read_note(frames))
                 elif frames[0] == REFUSED:
                     self._lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
                 elif frames[0] != PING:
                     raise Malformed(f"a message of type {frames[0][:8]!r}")
             except Malformed as wrong:
                 self._lose(str(wrong))
+
+    def _hear_answer(self, note: dict[str, Any]) -> None:
+        promise = self._asked.pop(note.get("id", 0), None)
+        if promise is not None:
+            error = RuntimeError(str(note["error"])) if "error" in note else None
+            self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
 
     def _answered(self, number: int) -> Work | None:
         work, size = self._flight.pop(number, (None, 0))
@@ -344,27 +383,29 @@ class _Connection:
                     continue
                 definition = work.definition
                 if definition.number not in self._defined:
-                    self._define(definition.number, definition.kind, definition.payload, items)
+                    self._define(definition, items)
                     size += len(definition.payload)
                 payload = work.payload
                 if work.args is not None:
                     payload = dumps(work.args, 5) if work.args else b""
                 work.payload = b""
                 retries = None if work.retries == AS_THE_POOL_SAYS else work.retries
-                items.append((work.number, definition.number, work.kind, work.timeout, retries, payload))
+                target = 0 if work.target is None else work.target.number
+                items.append(Item(work.number, definition.number, work.kind, payload, target, work.timeout, retries))
                 self._flight[work.number] = work, len(payload)
                 self._bytes += len(payload)
                 size += len(payload) + 32
             if items:
                 self._socket.send_multipart(pack_work(items))
 
-    def _define(self, number: int, kind: int, payload: Any, items: list[Item]) -> None:
+    def _define(self, definition: Definition, items: list[Item]) -> None:
         if len(self._defined) >= _DEFINITIONS_KEPT:
             oldest = next(iter(self._defined))
             del self._defined[oldest]
-            items.append((oldest, 0, FORGET, None, None, b""))
-        self._defined[number] = None
-        items.append((number, 0, kind, None, None, payload))
+            items.append(Item(oldest, 0, FORGET))
+        self._defined[definition.number] = None
+        payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]  # without a store
+        items.append(Item(definition.number, 0, definition.kind, payload))
 
     def _ping(self) -> None:
         now = monotonic()
@@ -405,28 +446,84 @@ class RemotePool(Workforce):
         timeout: float | None = None,
         chunksize: int | None = None,
         buffersize: int | None = None,
+        ordered: bool = True,
     ) -> Iterator[T]:
-        """The results of ``fn(*items)``, in their order. Inputs: `buffersize` calls ahead (by default 2,048)."""
+        """The results of ``fn(*items)``, in their order, or with ``ordered=False`` as they come. Inputs are taken
+        `buffersize` calls ahead (by default 2,048). For the rest see `Pool.map`."""
         if chunksize is not None:
             check_at_least("chunksize", chunksize, 1)
         ahead = AHEAD if buffersize is None else check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
         self._connection.check_open()
         calls = zip(*iterables, strict=False)
-        promises = deque(self.submit(fn, *args) for args in islice(calls, ahead))
         end = None if timeout is None else monotonic() + timeout
+        under_way: dict[Promise[T], None] = {}
+        settled: SimpleQueue[Promise[T]] = SimpleQueue()
+
+        def send(most: int) -> None:
+            for args in islice(calls, most):
+                promise = self.submit(fn, *args)
+                under_way[promise] = None
+                if not ordered:
+                    promise._hook(settled.put)
+
+        def next_done() -> Promise[T]:
+            left = None if end is None else end - monotonic()
+            if ordered:
+                promise = next(iter(under_way))
+                promise.exception(left)
+                return promise
+            try:
+                return settled.get(timeout=None if left is None else max(0.0, left))
+            except Empty:
+                raise TimeoutError(f"no result of {label(fn)} came within {timeout} s") from None
 
         def results() -> Iterator[T]:
             try:
-                while promises:
-                    yield promises[0].result(None if end is None else end - monotonic())
-                    promises.popleft()
-                    promises.extend(self.submit(fn, *args) for args in islice(calls, 1))
+                while under_way:
+                    promise = next_done()
+                    del under_way[promise]
+                    yield promise.result()
+                    send(1)
             finally:
-                for each in promises:
+                for each in under_way:
                     each.cancel()
 
+        send(ahead)
         return results()
+
+    # -- the pool itself --------------------------------------------------------------------------
+
+    @property
+    def drones(self) -> list[RemoteDrone]:
+        """Its drones at this moment; work given to one of them is run by that one."""
+        return [RemoteDrone(self, Berth(**each)) for each in self._connection.ask("drones").result()]
+
+    def _drones(self) -> list[RemoteDrone]:
+        return self.drones
+
+    def refresh(self) -> None:
+        """Has the pool take a new snapshot of its image; for everybody who uses it. See `Pool.refresh`."""
+        self._connection.ask("refresh").result()
+
+    def status(self) -> dict[str, Any]:
+        """What the pool is doing, as plain data that JSON can hold:
+
+        ``name``, ``pid``, ``host``, ``version`` (of polycephaly), ``address``, ``started`` (seconds since 1970),
+        ``width``, ``clients``, ``queued`` (pieces of work that no drone has got), ``tasks_done`` (of clients, since it
+        is served) and ``drones``: of each its ``number``, ``name``, ``pid`` and ``host``, its ``state`` ("starting",
+        "idle", "busy", "retiring" or "unresponsive: why"), what it is ``running`` (a label or None), for how many
+        ``seconds`` it has been so (or None), the ``memory`` that it and what it has started hold for themselves, in
+        bytes, and ``tasks_done``.
+        """
+        found: dict[str, Any] = self._connection.ask("status").result()
+        return found
+
+    def stop(self, now: bool = False) -> None:
+        """Asks the pool's owner to end it: when what runs is finished, or `now`. Returns when he was asked.
+
+        Raises `RuntimeError` where he lets nobody do that (see `serve`)."""
+        self._connection.ask("stop", now=now).result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Leaves, when what was submitted is done; the pool itself goes on. With `cancel_futures`, what no drone has

@@ -1,84 +1,149 @@
 """What a client and its server say to each other: one table, as wire/messages.py is for a hub and its drones.
 
     client                                              server
-    HELLO    protocol, Python's version  ──────>
-             <──────  HELLO  the same, number of drones, name of the pool        or  REFUSED  why
+    HELLO    protocol, Python's version, who  ─────>
+             <──────  HELLO  the same, number of drones, who                     or  REFUSED  why
     WORK     head, a payload for each item  ─────>      definitions, calls, what can be forgotten
              <──────  RESULTS  head, a payload for each
+             <──────  OUTPUT  lines that its work has printed
+    SEEN     bytes of OUTPUT dealt with  ─────>         more of it may come
     CANCEL   numbers  ─────>                            also what runs
     RECALL   numbers  ─────>                            only what has not begun
+    ASK      JSON  ─────>                               what is not work: status, stop, drones ...
+             <──────  TELL  JSON, with the number of what was asked
     PING     ─────>   now and then: it lives            PING  <───── is it still there?
     BYE      ─────>   its work that is left is cancelled
 
 A message is frames: its type, a head of items of one size, and their payloads end to end, cut into pieces of `PIECE`
 bytes at most. So no frame is large, and larger ones are refused by libzmq: a stranger could fill the memory with one.
-The server looks at shapes and sizes only: payloads are opened in drones and in the client that gave the work.
+The server looks at shapes and sizes only: payloads are opened in drones and in the client that gave the work. What it
+does read is plain data: numbers, labels, and JSON.
+
+Of a HELLO, the number of frames and the second one's layout are the same in each version of the protocol: so that
+whoever speaks another is told so.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
+from .. import __version__
 from ..wire.messages import Malformed
 
 __all__ = [
-    "BYE", "CANCEL", "HELLO", "LARGEST", "PING", "RECALL", "REFUSED", "RESULTS", "WORK", "hello", "pack_numbers",
-    "pack_results", "pack_work", "read_hello", "read_numbers", "read_results", "read_work",
+    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS", "SEEN", "TELL",
+    "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_work",
+    "read_definition", "read_hello", "read_note", "read_numbers", "read_results", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = b"H", b"E", b"W", b"R", b"C", b"B", b"P", b"Q"
+OUTPUT, SEEN, ASK, TELL = b"O", b"N", b"A", b"T"
 
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
 """Bytes of a frame. A head may be as large as this: so many items are not sent at once."""
 
 _HELLO = Struct("<HBBI")
-_ITEM = Struct("<QQBdiQ")
-"""Number, definition, kind; seconds that it may run (nan: as the pool says), retries (-1: as the pool says); bytes."""
+_ITEM = Struct("<QQBQdiQ")
+"""Number, definition, kind; the drone that is to do it (0: any); seconds that it may run (nan: as the pool says),
+retries (-1: as the pool says); bytes."""
 _RESULT = Struct("<QBQ")
 """Number, status, bytes."""
 _NUMBER = Struct("<Q")
-
-Item = tuple[int, int, int, float | None, int | None, bytes]
-
-
-def hello(drones: int = 0, name: str = "") -> list[bytes]:
-    return [HELLO, _HELLO.pack(PROTOCOL, *sys.version_info[:2], drones), name.encode()]
+_LABEL = Struct("<H")
 
 
-def read_hello(frames: Sequence[bytes]) -> tuple[str | None, int, str]:
-    """Why we do not understand each other, if so; drones; name. Raises `Malformed`."""
+class Item(NamedTuple):
+    number: int
+    definition: int
+    kind: int
+    payload: bytes = b""
+    target: int = 0
+    timeout: float | None = None
+    retries: int | None = None
+
+
+class Hello(NamedTuple):
+    """What the other end says of itself."""
+
+    why: str | None  # we do not understand each other, if so
+    drones: int
+    who: dict[str, Any]
+
+
+def hello(drones: int = 0, **who: Any) -> list[bytes]:
+    version = _HELLO.pack(PROTOCOL, *sys.version_info[:2], drones)
+    return [HELLO, version, json.dumps({"version": __version__, **who}).encode()]
+
+
+def read_hello(frames: Sequence[bytes], it: str, we: str) -> Hello:
+    """`it` and `we`: what the other end is called, and this one. Raises `Malformed`."""
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
         raise Malformed("a hello of another shape")
     protocol, major, minor, drones = _HELLO.unpack(frames[1])
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    who = {} if protocol != PROTOCOL else read_note(frames[1:])
     why = None
     if protocol != PROTOCOL:
-        why = f"it speaks protocol {protocol}, and this end protocol {PROTOCOL}: use the same version of polycephaly"
-    elif (major, minor) != sys.version_info[:2]:
+        older, newer = (it, we) if protocol < PROTOCOL else (we, it)
         why = (
-            f"it runs Python {major}.{minor}, and this end {sys.version_info[0]}.{sys.version_info[1]}: "
-            "functions cannot travel between them"
+            f"{it} speaks protocol {protocol} and {we} protocol {PROTOCOL}: the polycephaly of {older} is older than "
+            f"that of {newer}; use the same version for both"
         )
-    return why, drones, frames[2].decode("utf-8", "replace")
+    elif f"{major}.{minor}" != python:
+        why = f"{it} runs Python {major}.{minor} and {we} {python}: functions cannot travel between them"
+    return Hello(why, drones, who)
+
+
+def pack_note(kind: bytes, note: dict[str, Any]) -> list[bytes]:
+    """JSON: what is not work."""
+    return [kind, *_pieces([json.dumps(note).encode()])]
+
+
+def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
+    try:
+        note = json.loads(b"".join(frames[1:]))
+    except (ValueError, RecursionError) as wrong:
+        raise Malformed(f"a note that is no JSON: {wrong}") from None
+    if not isinstance(note, dict):
+        raise Malformed("a note that is no object")
+    return note
+
+
+def pack_definition(label: str, payload: bytes) -> bytes:
+    """The payload of an item that defines: with what it is called, for whoever is told of it."""
+    name = label.encode("utf-8", "replace")[:200]
+    return _LABEL.pack(len(name)) + name + payload
+
+
+def read_definition(packed: bytes) -> tuple[str, bytes]:
+    if len(packed) < _LABEL.size or len(packed) < (end := _LABEL.size + _LABEL.unpack_from(packed)[0]):
+        raise Malformed("a definition without a label")
+    return packed[_LABEL.size : end].decode("utf-8", "replace"), packed[end:]
 
 
 def pack_work(items: Sequence[Item]) -> list[bytes]:
     head = b"".join(
-        _ITEM.pack(*what, math.nan if timeout is None else timeout, -1 if retries is None else retries, len(payload))
-        for *what, timeout, retries, payload in items
-    )
-    return [WORK, head, *_pieces([item[5] for item in items])]
+        _ITEM.pack(
+            number, definition, kind, target, math.nan if timeout is None else timeout,
+            -1 if retries is None else retries, len(payload),
+        )
+        for number, definition, kind, payload, target, timeout, retries in items
+    )  # fmt: skip
+    return [WORK, head, *_pieces([item.payload for item in items])]
 
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
-    for (number, definition, kind, timeout, retries, _), payload in _items(_ITEM, frames):
-        yield number, definition, kind, timeout if timeout > 0 else None, retries if retries >= 0 else None, payload
+    for (number, definition, kind, target, timeout, retries, _), payload in _items(_ITEM, frames):
+        terms = timeout if timeout > 0 else None, retries if retries >= 0 else None
+        yield Item(number, definition, kind, payload, target, *terms)
 
 
 def pack_results(results: Sequence[tuple[int, int, bytes]]) -> list[bytes]:

@@ -4,13 +4,14 @@
     clients ──CURVE──> ROUTER ── thread ┤
                           └── ZAP: is this public key one of ours?
     clients <── RESULTS <── thread <── outcomes <── promises, as they settle
+            <── TELL <──── thread <── acts <── short-lived threads: what may take long (status, refresh, on_stop)
 
 One thread owns the sockets. It opens no payload: see image/relayed.py. What somebody sends who has not proved that he
 has the secret of a key on the allow-list ends in libzmq's handshake: nothing of it comes here, and he gets nothing but
 the greeting that every ZeroMQ socket sends (64 bytes: the protocol's version and "CURVE").
 
-Each client has its own definitions and work. A client that leaves, or is not heard of for `SILENCE` seconds, has its
-work cancelled; nobody else's is touched.
+Each client has a desk (desk.py) with its own definitions and work. A client that leaves, or is not heard of for
+`SILENCE` seconds, has its work cancelled; nobody else's is touched.
 
 Forks. The thread works under a turn (safepoint.py), so nothing is half done in a child. What a child has inherited of
 this server's sockets is closed there at once, or a zygote would keep the port, and clients would wait for it.
@@ -21,10 +22,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 from _thread import get_ident
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from time import monotonic, time
@@ -36,27 +38,18 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
-from ..errors import another
-from ..image.relayed import pack_error, relayed
 from ..launch import safepoint
+from ..link import State
 from ..procfs import birth_of
-from ..promises import CANCELLED, Promise, settlers
+from ..promises import Promise, settlers
 from ..wire.endpoint import has_news
-from ..wire.messages import (
-    CALL,
-    CALL_FILLED,
-    CALL_KEYWORDS,
-    DEFINE_CALLABLE,
-    DEFINE_CODE,
-    ERROR,
-    FORGET,
-    WITHDRAWN,
-    Malformed,
-)
+from ..wire.messages import Malformed
 from . import places
 from .bell import Bell
+from .desk import Desk, find, outcome, run
 from .forks import listening
 from .frames import (
+    ASK,
     BYE,
     CANCEL,
     HELLO,
@@ -64,14 +57,18 @@ from .frames import (
     PING,
     RECALL,
     REFUSED,
+    TELL,
     WORK,
     hello,
+    pack_note,
     pack_results,
     read_hello,
+    read_note,
     read_numbers,
     read_work,
 )
 from .keys import Card, check_address, check_key, new_pair, wants_ipv6
+from .state import drones_of, known_of, queued_in
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -92,8 +89,7 @@ class _Client:
         self.identity = identity
         self.key = key
         self.heard = now
-        self.definitions: dict[int, partial[Any]] = {}
-        self.works: dict[int, Promise[Any]] = {}
+        self.desk: Desk
 
 
 class Server:
@@ -105,13 +101,18 @@ class Server:
     card: Card | None = None
     """Under which it is found by name, if it is."""
 
-    def __init__(self, pool: Pool, address: str, allow: Iterable[str]) -> None:
+    def __init__(
+        self, pool: Pool, address: str, allow: Iterable[str], on_stop: Callable[[bool], object] | None = None
+    ) -> None:
         self._pool = pool
+        self._on_stop = on_stop
         check_address(address)
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, _Client] = {}
         self._outcomes: deque[tuple[_Client, int, Promise[Any]]] = deque()
+        self._acts: deque[Callable[[], object]] = deque()
+        self._tasks_done = 0
         self._turned_away = 0
         self._bell = Bell()
         self._closing = False
@@ -187,6 +188,28 @@ class Server:
         self._outcomes.append((client, number, promise))
         self._bell.ring()
 
+    def _post(self, act: Callable[[], object]) -> None:
+        """Has it called in the server's next turn."""
+        self._acts.append(act)
+        self._bell.ring()
+
+    def status(self) -> dict[str, Any]:
+        """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones hold."""
+        crew = self._pool._crew
+        return {
+            "name": self.card.name if self.card is not None else crew.plan.name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "version": __version__,
+            "address": self.address,
+            "started": self.started,
+            "width": crew.plan.width,
+            "clients": self.clients,
+            "queued": queued_in(self._pool),
+            "tasks_done": self._tasks_done,
+            "drones": drones_of(self._pool),
+        }
+
     # -- the server's thread --------------------------------------------------------------------------
 
     def _live(self) -> None:
@@ -197,7 +220,7 @@ class Server:
         look = monotonic() + LOOK
         while not self._closing:
             self._bell.asleep = True
-            if not self._outcomes and not self._closing:
+            if not (self._outcomes or self._acts or self._closing):
                 poller.poll(int(LOOK * 1000))
             self._bell.asleep = False
             with self._turn:
@@ -205,6 +228,8 @@ class Server:
                 try:
                     self._let_in()
                     self._hear_all()
+                    while self._acts:
+                        self._acts.popleft()()
                     self._send_outcomes()
                     late = monotonic() >= look
                     if self._somebody_left() or late:
@@ -250,15 +275,14 @@ class Server:
             raise Malformed("nothing in it")
         kind, client = frames[0], self._clients.get(identity)
         if kind == HELLO:
-            why, _, _ = read_hello(frames)
+            why = read_hello(frames, "the client", "the server").why
             if why is not None:
+                log.warning("a client (%s) was refused: %s", key[:8], why)
                 self._send(identity, [REFUSED, why.encode()])
                 return
             if client is not None:
                 self._drop(client, "you have begun anew")
-            self._clients[identity] = _Client(identity, key, monotonic())
-            crew = self._pool._crew
-            self._send(identity, hello(crew.plan.size, crew.plan.name))
+            self._admit(identity, key)
             return
         if client is None:  # it was let go, or has not said hello
             if kind != BYE:
@@ -266,59 +290,91 @@ class Server:
             return
         client.heard = monotonic()
         if kind == WORK:
-            for number, definition, what, timeout, retries, payload in read_work(frames):
-                self._take(client, number, definition, what, timeout, retries, payload)
+            for item in read_work(frames):
+                client.desk.take(item)
         elif kind in (CANCEL, RECALL):
-            for number in read_numbers(frames):
-                promise = client.works.get(number)
-                if promise is not None:
-                    promise.cancel(running=kind == CANCEL)
+            client.desk.cancel(read_numbers(frames), running=kind == CANCEL)
+        elif kind == ASK:
+            self._asked(client, read_note(frames))
         elif kind == BYE:
             self._drop(client, "you have left")
         elif kind != PING:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
-    def _take(
-        self, client: _Client, number: int, definition: int, kind: int, timeout: float | None, retries: int | None,
-        payload: bytes,
-    ) -> None:  # fmt: skip
-        if kind in (DEFINE_CALLABLE, DEFINE_CODE):
-            client.definitions[number] = partial(relayed, kind, payload)
-        elif kind == FORGET:
-            client.definitions.pop(number, None)
-        elif kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
-            work = client.definitions.get(definition)
-            if work is None or number in client.works:
-                raise Malformed(
-                    f"a call of definition {definition}, which is not there, or with a number that is in use"
-                )
-            pool = self._pool
-            if timeout is not None or retries is not None:
-                pool = pool.options(timeout=timeout, retries=retries)
+    def _admit(self, identity: bytes, key: str) -> None:
+        client = _Client(identity, key, monotonic())
+        client.desk = Desk(partial(run, self._pool), partial(self._settled, client))
+        self._clients[identity] = client
+        crew = self._pool._crew
+        self._send(identity, hello(crew.plan.size, name=crew.plan.name))
+
+    # -- what is asked beside work --------------------------------------------------------------------
+
+    def _asked(self, client: _Client, note: dict[str, Any]) -> None:
+        answer = _ANSWERS.get(note.get("what", ""))
+        tell = partial(self._tell, client, note.get("id"))
+        if answer is None:
+            tell(error=f"this server does not know what {note.get('what')!r} is")
+            return
+        try:
+            answer(self, note, tell)
+        except RuntimeError as error:
+            tell(error=str(error))
+
+    def _tell(self, client: _Client, number: Any, **said: Any) -> None:
+        """In any thread."""
+        self._post(lambda: self._send(client.identity, pack_note(TELL, {"id": number, **said})))
+
+    def _aside(self, tell: Callable[..., None], act: Callable[[], Any]) -> None:
+        """In a thread of its own: it takes long, or is code of the pool's owner."""
+
+        def go() -> None:
             try:
-                promise: Promise[Any] = pool.promise(work, kind, payload)
-            except Exception as error:  # it takes no more
-                promise = Promise()
-                promise.set_exception(another(error))
-            client.works[number] = promise
-            promise._hook(partial(self._settled, client, number))
-        else:
-            raise Malformed(f"an item of kind {kind}")
+                tell(value=act())
+            except Exception as error:
+                tell(error=f"{type(error).__name__}: {error}")
+
+        safepoint.OwnThread("polycephaly-aside", go).start()
+
+    def _tell_status(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        self._aside(tell, self.status)
+
+    def _stop(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        on_stop = self._on_stop
+        if on_stop is None:
+            raise RuntimeError(f"the owner of {self._pool._crew.plan.name} does not let clients stop it")
+        self._aside(tell, partial(on_stop, bool(note.get("now"))))
+
+    def _refresh(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        self._aside(tell, self._pool.refresh)
+
+    def _list_drones(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        tell(value=[known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING])
+
+    def _look_at(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        link = find(self._pool, note["drone"])
+        link.born._hook(lambda _: tell(value={**known_of(link), "unresponsive": link.unresponsive}))
+
+    def _interrupt(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        link = find(self._pool, note["drone"])
+        self._pool._crew.hub.post(lambda: self._pool._crew.interrupt(link))
+        tell(value=None)
+
+    def _kill(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
+        link = find(self._pool, note["drone"])
+        link.ended._hook(lambda _: tell(value=None))
+        self._pool._crew.hub.post(lambda: link.launcher.kill(link.number))
+
+    # -- what goes back -------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         results: dict[bytes, list[tuple[int, int, bytes]]] = {}
         for _ in range(len(self._outcomes)):
             client, number, promise = self._outcomes.popleft()
-            if client.works.pop(number, None) is None:
+            if client.desk.works.pop(number, None) is None:
                 continue  # nobody waits for it
-            error = promise._exception
-            if promise._state == CANCELLED:
-                status, payload = WITHDRAWN, b""
-            elif error is None:
-                status, payload = promise._result
-            else:
-                status, payload = ERROR, pack_error(error)
-            results.setdefault(client.identity, []).append((number, status, payload))
+            self._tasks_done += not promise.cancelled()
+            results.setdefault(client.identity, []).append((number, *outcome(promise)))
         for identity, some in results.items():
             self._send(identity, pack_results(some))
 
@@ -356,13 +412,20 @@ class Server:
     def _drop(self, client: _Client, why: str) -> None:
         if self._clients.pop(client.identity, None) is None:
             return
-        works = list(client.works.values())
-        log.info("a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, len(works))
         self._send(client.identity, [REFUSED, why.encode()])
-        client.works.clear()
-        for promise in works:
-            promise.cancel()
+        works = client.desk.drop()
+        log.info("a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, works)
 
+
+_ANSWERS: dict[str, Callable[[Server, dict[str, Any], Callable[..., None]], None]] = {
+    "status": Server._tell_status,
+    "stop": Server._stop,
+    "refresh": Server._refresh,
+    "drones": Server._list_drones,
+    "drone": Server._look_at,
+    "interrupt": Server._interrupt,
+    "kill": Server._kill,
+}
 
 _serving: set[Server] = set()
 
@@ -374,6 +437,7 @@ def serve(
     name: str | None = None,
     file: str | os.PathLike[str] | None = None,
     allow: Iterable[str] = (),
+    on_stop: Callable[[bool], object] | None = None,
 ) -> Server:
     """Lets other processes use `pool`, by TCP, encrypted and for known keys only.
 
@@ -381,7 +445,8 @@ def serve(
     find it (``connect(name)``) for as long as it is served: a file in your runtime directory tells them. `file` gets
     what a client of your own needs to `connect`, a secret key included, with mode 0600. `allow` are public keys of
     other clients, who made theirs with `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever
-    has a key runs code as you**; see docs/security.md.
+    has a key runs code as you**; see docs/security.md. `on_stop` is called, in a thread of its own, when a client asks
+    for the pool's end (`RemotePool.stop`); with True if that is to be at once. Without it they are refused.
 
     Raises `ValueError` for an address, name or key that is none, `OSError` where it cannot listen there, and
     `FileExistsError` (with the other's pid) where a pool of that name is being served already.
@@ -395,7 +460,7 @@ def serve(
     pool._crew.check_open()
     if name is not None:
         places.check_free(name)
-    server = Server(pool, address, allow)
+    server = Server(pool, address, allow, on_stop)
     try:
         if name is not None or file is not None:
             public, secret = new_pair()

@@ -1,0 +1,132 @@
+"""A desk: one peer's calls on their way through a pool, as bytes, and the bytes that come of them.
+
+    WORK ── take ──> definitions: label, partial(relayed, bytes)
+                └──> calls ── run ──> a promise for each ── settled ──> outcome ──> RESULTS
+
+Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is unpickled here: see
+image/relayed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..errors import another
+from ..image.relayed import pack_error, relayed
+from ..link import Link, State
+from ..plan import Terms
+from ..promises import CANCELLED, Promise
+from ..wire.messages import (
+    CALL,
+    CALL_FILLED,
+    CALL_KEYWORDS,
+    DEFINE_CALLABLE,
+    DEFINE_CODE,
+    ERROR,
+    FORGET,
+    WITHDRAWN,
+    Malformed,
+)
+from .frames import Item, read_definition
+
+if TYPE_CHECKING:
+    from ..pool import Pool
+
+__all__ = ["Desk", "Given", "find", "outcome", "run"]
+
+
+class Given:
+    """A definition of a peer's."""
+
+    __slots__ = ("call", "kind", "label", "payload")
+
+    def __init__(self, kind: int, label: str, payload: bytes, tag: str) -> None:
+        self.kind = kind
+        self.label = label
+        self.payload = payload
+        self.call = partial(relayed, tag, kind, payload)
+
+
+class Desk:
+    """`settled` is called with the number and the promise of each call, in any thread."""
+
+    def __init__(
+        self, run: Callable[[Given, Item], Promise[Any]], settled: Callable[[int, Promise[Any]], object], tag: str = ""
+    ) -> None:
+        self._run = run
+        self._settled = settled
+        self._tag = tag
+        self._definitions: dict[int, Given] = {}
+        self.works: dict[int, Promise[Any]] = {}
+
+    def take(self, item: Item) -> None:
+        """Raises `Malformed`."""
+        if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
+            self._definitions[item.number] = Given(item.kind, *read_definition(item.payload), self._tag)
+        elif item.kind == FORGET:
+            self._definitions.pop(item.number, None)
+        elif item.kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
+            given = self._definitions.get(item.definition)
+            if given is None or item.number in self.works:
+                raise Malformed(
+                    f"a call of definition {item.definition}, which is not there, or with a number that is in use"
+                )
+            try:
+                promise = self._run(given, item)
+            except Exception as error:  # it takes no more
+                promise = Promise()
+                promise.set_exception(another(error))
+            self.works[item.number] = promise
+            promise._hook(partial(self._settled, item.number))
+        else:
+            raise Malformed(f"an item of kind {item.kind}")
+
+    def cancel(self, numbers: Iterable[int], running: bool) -> None:
+        for number in numbers:
+            promise = self.works.get(number)
+            if promise is not None:
+                promise.cancel(running=running)
+
+    def drop(self) -> int:
+        """Cancels all; nobody is told what comes of it. How many there were."""
+        works = list(self.works.values())
+        self.works.clear()
+        for promise in works:
+            promise.cancel()
+        return len(works)
+
+
+def run(pool: Pool, given: Given, item: Item) -> Promise[Any]:
+    """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has ended."""
+    crew = pool._crew
+    link = find(pool, item.target) if item.target else None
+    terms = None
+    if item.timeout is not None or item.retries is not None:
+        own = crew.terms
+        terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
+    work = crew.submit(given.call, (item.kind, item.payload), {}, link, terms)
+    definition = getattr(work, "definition", None)
+    if definition is not None:
+        definition.label = given.label  # each time: a refresh makes new definitions
+    return work
+
+
+def find(pool: Pool, number: int) -> Link:
+    """The drone of that number. Raises `RuntimeError` where there is none."""
+    for link in list(pool._crew.links):
+        if link.number == number and link.state is not State.DEAD:
+            return link
+    raise RuntimeError(f"the drone has ended: {pool._crew.plan.name} has none of number {number} any more")
+
+
+def outcome(promise: Promise[Any]) -> tuple[int, bytes]:
+    """Status and payload of what is settled."""
+    error = promise._exception
+    if promise._state == CANCELLED:
+        return WITHDRAWN, b""
+    if error is None:
+        status, payload = promise._result
+        return status, payload
+    return ERROR, pack_error(error)
