@@ -1,0 +1,226 @@
+"""Pools by name: one living server for each, found by everybody of this user, and by nobody after its end."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import pytest
+from faults import wait_for
+from scripts import Script
+
+import polycephaly as poly
+from polycephaly.net import places
+from polycephaly.net.keys import Card, new_pair
+from polycephaly.procfs import birth_of
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with poly.Pool(1) as pool:
+        yield pool
+
+
+def a_card(name, pid=None):
+    key = new_pair()[0]
+    pid = os.getpid() if pid is None else pid
+    return Card("tcp://127.0.0.1:1", key, *new_pair(), name=name, pid=pid, birth=birth_of(pid))
+
+
+SERVER = """
+    import sys, threading
+    import polycephaly as poly
+    if __name__ == "__main__":
+        with poly.Pool(1) as pool:
+            try:
+                server = poly.serve(pool, name="lab")
+            except FileExistsError as error:
+                print("refused", error, flush=True)
+            else:
+                print("up", flush=True)
+                threading.Event().wait()
+"""
+
+
+def test_a_served_pool_is_found_by_its_name(pool, runtime):
+    with poly.serve(pool, name="lab") as server, poly.connect("lab") as remote:
+        assert remote.doit("6 * 7") == 42
+        assert [card.name for card in places.running()] == ["lab"]
+        assert server.card.pid == os.getpid()
+        assert places.path_of("lab") == runtime / "polycephaly" / "lab.json"
+        assert stat.S_IMODE(os.stat(places.path_of("lab")).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(places.folder()).st_mode) == 0o700
+    assert places.running() == []
+    assert os.listdir(places.folder()) == [".lock"]
+
+
+def test_an_unknown_name_is_told_with_those_that_run(pool, tmp_path, monkeypatch):
+    with pytest.raises(ConnectionError, match=r"^no pool named 'x' is running; running: none$"):
+        poly.connect("x")
+    with poly.serve(pool, name="b"), poly.serve(pool, name="a.1"):
+        with pytest.raises(ConnectionError, match=r"^no pool named 'x' is running; running: a\.1, b$"):
+            poly.connect("x")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "pool.json").write_text("")
+        with pytest.raises(ConnectionError, match=r"connect\('\./pool\.json'\)"):
+            poly.connect("pool.json")
+
+
+@pytest.mark.parametrize("wrong", ["", ".lab", "-lab", "../lab", "a b", "ä", "x" * 65, "a\n"])
+def test_a_name_that_is_none_is_refused(pool, wrong):
+    with pytest.raises(ValueError, match="a pool's name is"):
+        poly.serve(pool, name=wrong)
+    with pytest.raises(ValueError, match="a pool's name is"):
+        places.path_of(wrong)
+
+
+def test_a_second_start_is_refused_while_the_first_lives(pool):
+    with Script(SERVER) as script:
+        script.read_until("up")
+        with pytest.raises(FileExistsError, match=f"'lab' is running already, as process {script.process.pid}"):
+            poly.serve(pool, name="lab")
+        with poly.connect("lab") as remote:  # the first is not disturbed
+            assert remote.status()["pid"] == script.process.pid
+        script.signal(signal.SIGKILL)
+        script.wait()
+        with poly.serve(pool, name="lab"), poly.connect("lab") as remote:
+            assert remote.status()["pid"] == os.getpid()
+        assert not script.left()
+
+
+def test_what_a_killed_server_has_left_is_dropped(pool):
+    with Script(SERVER) as script:
+        script.read_until("up")
+        assert [card.pid for card in places.running()] == [script.process.pid]
+        script.signal(signal.SIGKILL)
+        script.wait()
+        assert places.path_of("lab").exists()
+        with pytest.raises(ConnectionError, match="no pool named 'lab' is running"):
+            poly.connect("lab")
+        assert not places.path_of("lab").exists()
+        assert not script.left()
+
+
+def test_a_pid_that_another_process_has_got_since_misleads_nobody():
+    stale = replace(a_card("lab"), birth="another boot:12345")
+    places.claim(stale)
+    assert places.running() == []
+    assert not places.path_of("lab").exists()
+
+
+def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
+    old, new = replace(a_card("lab"), birth="gone"), a_card("lab")
+    places.claim(old)
+    places.claim(new)
+    places.leave(old)
+    assert places.running() == [new]
+    places.leave(new)
+    places.leave(new)
+    assert places.running() == []
+
+
+def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    living, left = (places.folder() / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
+    living.touch()
+    left.touch()
+    places.running()
+    assert living.exists() and not left.exists()
+
+
+RACER = """
+    import sys
+    from dataclasses import replace
+    sys.path.insert(0, sys.argv[1])
+    from test_remote_names import a_card
+    from polycephaly.net import places
+    mine = a_card("none")
+    print("up", flush=True)
+    for line in sys.stdin:
+        card = replace(mine, name=line.strip())
+        try:
+            places.claim(card)
+            print("won", flush=True)
+        except FileExistsError as error:
+            assert "running already" in str(error)
+            print("lost", flush=True)
+"""
+
+
+def test_of_those_that_start_at_once_under_one_name_one_wins():
+    """On top of a stale file, while somebody else lists them and so cleans up."""
+    import textwrap
+
+    here = os.path.dirname(__file__)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(RACER), here],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    try:
+        for racer in racers:
+            assert racer.stdout.readline() == "up\n"
+        for turn in range(100):
+            name = f"race-{turn}"
+            places.claim(replace(a_card(name), birth="long gone"))
+            for racer in racers:
+                racer.stdin.write(f"{name}\n")
+            places.running()
+            said = [racer.stdout.readline().strip() for racer in racers]
+            assert sorted(said) == ["lost", "lost", "won"], (turn, said)
+            winner = racers[said.index("won")]
+            assert next(card.pid for card in places.running() if card.name == name) == winner.pid
+    finally:
+        for racer in racers:
+            racer.communicate()
+    wait_for(lambda: not places.running())
+
+
+def test_the_directory_is_ours_alone_or_refused(runtime):
+    place = places.folder()
+    place.chmod(0o770)
+    with pytest.raises(PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"):
+        places.running()
+    place.rmdir()
+    place.symlink_to(tempfile.gettempdir())
+    with pytest.raises(PermissionError, match="must be a directory of yours"):
+        poly.connect("lab")
+
+
+def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_serves(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    if os.path.isdir(f"/run/user/{os.getuid()}"):
+        assert places.folder() == places.Path(f"/run/user/{os.getuid()}/polycephaly")
+        return
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert places.folder() == tmp_path / f"polycephaly-{os.getuid()}"
+    assert stat.S_IMODE(places.folder().stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
+    card = a_card("lab")
+    places.claim(card)
+    os.chown(places.path_of("lab"), 12345, 12345)
+    with pytest.raises(PermissionError, match="must be yours and of mode 0600, not 0600 of user 12345"):
+        poly.connect("lab")
+    with pytest.raises(PermissionError, match="user 12345"):
+        poly.serve(pool, name="lab")
+    assert places.running() == []
+    assert places.path_of("lab").exists()
+    os.chown(places.folder(), 12345, 12345)
+    with pytest.raises(PermissionError, match="user 12345"):
+        poly.connect("lab")

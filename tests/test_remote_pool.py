@@ -1,0 +1,239 @@
+"""A served pool is used as one's own: single drones, what it is doing, its end."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from faults import append, block_for_ever, hold_until, lines, wait_for
+from scripts import Script
+
+import polycephaly as poly
+
+SOON = 10.0
+
+
+@pytest.fixture
+def card(tmp_path):
+    return str(tmp_path / "pool.json")
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, name="lab") as pool:
+        yield pool
+
+
+@pytest.fixture
+def remote(pool, card):
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        yield remote
+
+
+def nap(path):
+    append(path, "x")
+    time.sleep(1000)
+
+
+# -- single drones ------------------------------------------------------------------------------------------
+
+
+def test_each_drone_has_a_namespace_of_its_own(remote, pool):
+    one, two = remote.drones
+    assert [each.name for each in remote.drones] == [each.name for each in pool.drones]
+    assert (one.pid, two.pid) == tuple(each.pid for each in pool.drones)
+    assert one.host == socket.gethostname()
+    one["x"] = 41
+    two.push({"x": 1, "y": 2})
+    assert one["x"] == 41 and two.pull("y", "x") == (2, 1)
+    assert one.doit("x + 1") == 42
+    with pytest.raises(KeyError):
+        one["y"]
+    assert [p.value for p in remote.everywhere("x")] == [41, 1]
+    assert {p.value for p in remote.everywhere(os.getpid)} == {one.pid, two.pid}
+    assert one == remote.drones[0] != two and len({one, two, *remote.drones}) == 2
+
+
+def test_work_for_one_drone_waits_for_that_one(remote, tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    one, two = remote.drones
+    busy = one.promise(hold_until, gate, started)
+    wait_for(lambda: lines(started))
+    behind = [one.promise(os.getpid) for _ in range(5)]
+    assert two.promise(os.getpid).result(SOON) == two.pid
+    assert not any(p.done() for p in behind)
+    append(gate, "open")
+    assert busy.result(SOON) == "held"
+    assert {p.result(SOON) for p in behind} == {one.pid}
+
+
+def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path):
+    one, two = remote.drones
+    started = str(tmp_path / "started")
+    promise = one.promise(nap, started)
+    wait_for(lambda: len(lines(started)) == 1)
+    one.interrupt()
+    assert isinstance(promise.exception(SOON), KeyboardInterrupt)
+    assert one.alive and one.unresponsive is None
+    promise = one.promise(nap, started)
+    wait_for(lambda: len(lines(started)) == 2)
+    one.kill()
+    with pytest.raises(poly.DroneDied, match="killed by SIGKILL while running nap"):
+        promise.result(SOON)
+    assert not one.alive and two.alive
+    for use in (lambda: one.doit("1"), one.kill, one.interrupt, lambda: one.unresponsive):
+        with pytest.raises(RuntimeError, match="the drone has ended: lab has none"):
+            use()
+    wait_for(lambda: len(pool.drones) == 2)
+    assert sorted(remote.map(abs, range(5), ordered=False)) == list(range(5))
+
+
+def test_refresh_takes_a_new_snapshot_of_the_servers_image(remote):
+    before = {drone.pid for drone in remote.drones}
+    remote.refresh()
+    assert not before & {drone.pid for drone in remote.drones}
+    assert remote.doit(abs, -1) == 1
+
+
+def test_results_come_in_order_or_as_they_come(remote, tmp_path):
+    gate = str(tmp_path / "gate")
+
+    def wait(i, gate=gate):
+        return hold_until(gate) and i if i == 0 else i
+
+    results = remote.map(wait, range(20), ordered=False)
+    assert sorted(next(results) for _ in range(19)) == list(range(1, 20))
+    append(gate, "open")
+    assert list(results) == [0]
+    assert list(remote.map(abs, range(20))) == list(range(20))
+    with pytest.raises(TimeoutError):
+        list(remote.map(time.sleep, [1000], ordered=False, timeout=0.1))
+
+
+# -- what it is doing ------------------------------------------------------------------------------------------
+
+
+def test_status_tells_what_runs(remote, pool, tmp_path):
+    started = str(tmp_path / "started")
+    assert remote.doit(abs, -1) == 1
+    running = [remote.promise(nap, started), remote.promise("import time; time.sleep(1000)")]
+    wait_for(lambda: lines(started) and all(p.running() for p in _works(pool)))
+    behind = remote.promise(abs, -1)
+    wait_for(lambda: remote.status()["queued"] == 1)
+    status = remote.status()
+    assert status["name"] == "lab" and status["pid"] == os.getpid() and status["host"] == socket.gethostname()
+    assert status["version"] == poly.__version__ and status["clients"] == 1 and status["width"] == 1
+    assert status["tasks_done"] == 1 and sum(each["tasks_done"] for each in status["drones"]) == 1
+    assert time.time() - 1000 < status["started"] <= time.time()
+    assert [each["state"] for each in status["drones"]] == ["busy", "busy"]
+    assert {each["running"] for each in status["drones"]} == {"nap", "code 'import time; time.sleep(1000)'"}
+    assert all(each["memory"] > 100_000 and each["seconds"] >= 0 for each in status["drones"])
+    assert [each["pid"] for each in status["drones"]] == [drone.pid for drone in pool.drones]
+    for promise in running:
+        promise.cancel()
+    assert behind.result(SOON) == 1
+    wait_for(lambda: {each["state"] for each in remote.status()["drones"]} == {"idle"})
+
+
+def _works(pool):
+    return [work for link in pool._crew.links for work in link.flight.values()]
+
+
+def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
+    started = str(tmp_path / "started")
+    promise = remote.promise(nap, started)
+    wait_for(lambda: lines(started))
+    busy = next(each for each in remote.status()["drones"] if each["running"])
+    os.kill(busy["pid"], signal.SIGSTOP)
+    wait_for(lambda: "unresponsive: it is stopped by a signal" in str(remote.status()))
+    os.kill(busy["pid"], signal.SIGCONT)
+    promise.cancel()
+
+
+# -- its end ---------------------------------------------------------------------------------------------------
+
+
+def test_who_may_stop_it_asks_its_owner(pool, card):
+    asked = []
+    done = threading.Event()
+
+    def on_stop(now):
+        asked.append(now)
+        done.set()
+
+    with poly.serve(pool, file=card, on_stop=on_stop), poly.connect(card) as remote:
+        remote.stop()
+        assert done.wait(SOON)
+        remote.stop(now=True)
+        assert asked == [False, True]
+        assert remote.doit(abs, -1) == 1  # it is the owner who ends it
+
+
+def test_an_owner_who_lets_nobody_stop_it_says_so(remote):
+    with pytest.raises(RuntimeError, match="the owner of lab does not let clients stop it"):
+        remote.stop()
+
+
+def test_an_owner_whose_answer_fails_is_told(pool, card):
+    def on_stop(now):
+        raise OSError("not today")
+
+    with poly.serve(pool, file=card, on_stop=on_stop), poly.connect(card) as remote:
+        with pytest.raises(RuntimeError, match="OSError: not today"):
+            remote.stop()
+        with pytest.raises(RuntimeError, match="does not know what 'nonsense' is"):
+            remote._connection.ask("nonsense").result(SOON)
+
+
+def test_what_was_asked_is_rejected_when_the_server_ends(pool, card):
+    gate = threading.Event()
+    server = poly.serve(pool, file=card, on_stop=lambda now: gate.wait())
+    remote = poly.connect(card)
+    asked = remote._connection.ask("stop")
+    server.close()
+    with pytest.raises(ConnectionError):
+        asked.result(SOON)
+    gate.set()
+    remote.shutdown()
+    with pytest.raises((ConnectionError, RuntimeError)):
+        remote.status()
+
+
+CLIENT = """
+    import sys
+    import polycephaly as poly
+    from faults import block_for_ever
+    remote = poly.connect(sys.argv[1])
+    drones = remote.drones
+    promises = [drone.promise(block_for_ever, sys.argv[2]) for drone in drones for _ in range(3)]
+    print("up", flush=True)
+    promises[0].result()
+"""
+
+
+def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
+    """Also what waited for single drones; the others' work, on the same drones, is done."""
+    started = str(tmp_path / "started")
+    with poly.serve(pool, file=card) as server, poly.connect(card) as other, Script(CLIENT, card, started) as script:
+        script.read_until("up")
+        wait_for(lambda: len(lines(started)) == 2)
+        behind = [drone.promise(os.getpid) for drone in other.drones]
+        script.signal(signal.SIGKILL)
+        script.wait()
+        pids = [p.result(SOON) for p in behind]
+        assert pids == [drone.pid for drone in other.drones]
+        wait_for(lambda: server.clients == 1 and not pool._crew.pending())
+        assert len(lines(started)) == 2  # what had not begun did not begin
+
+
+def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tmp_path):
+    started = str(tmp_path / "started")
+    with poly.serve(pool, file=card):
+        with pytest.raises(ZeroDivisionError), poly.connect(card) as remote:
+            promises = remote.everywhere(block_for_ever, started)
+            wait_for(lambda: len(lines(started)) == 2)
+            raise ZeroDivisionError
+        assert all(p.cancelled() for p in promises)
+        wait_for(lambda: not pool._crew.pending())
