@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import green
+    from . import green, joblib
     from .drone import Drone, doit, promise
     from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
     from .net.client import connect
@@ -56,6 +56,7 @@ _HOMES = {
     "doit": "drone",
     "gather": "promises",
     "green": "green",
+    "joblib": "joblib",
     "promise": "drone",
     "race": "promises",
     "serve": "net.server",

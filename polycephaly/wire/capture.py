@@ -81,6 +81,12 @@ class MainSnapshot:
             return held is not None and held is value
         return held is value or (isinstance(value, ATOMS) and type(held) is type(value) and held == value)
 
+    def is_current(self) -> bool:
+        """Does `__main__` hold now what it held then? What lists and the like contain is not looked at."""
+        main = main_namespace()
+        names = [name for name in list(main) if not name.startswith("__")]
+        return len(names) == len(self._held) and all(self.unchanged(name, main.get(name)) for name in names)
+
     def holds(self, definition: Any) -> bool:
         """May this function or class of `__main__` go by reference, being there under its own name?"""
         path = getattr(definition, "__qualname__", "").split(".")

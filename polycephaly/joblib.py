@@ -1,0 +1,212 @@
+"""A backend for joblib, and so for scikit-learn and all that is built on it.
+
+    Parallel(...)(delayed(f)(x) for x in xs)
+        │ batches of calls                                large arrays that come again: shared once
+        ▼                                                     ▼
+    Backend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback ──> joblib dispatches the next batch
+
+joblib asks for a backend instance for each `parallel_config`, or for each `Parallel` outside of one. The instance has
+the pool: it is started by the first call of `Parallel`, used by all that come under the same `parallel_config`, and
+ends with the last reference to the instance; outside of a `parallel_config`, with the call. A pool that is
+used again takes a new snapshot if names of `__main__` have been bound anew since.
+
+**Threads of native libraries.** A drone is a fork, in which these libraries have been loaded, so that environment
+variables come too late: their threads are limited by threadpoolctl, where it is installed. GNU's OpenMP hangs in a
+fork of a process that has used it, as soon as it would use a second thread; so in forked drones it has one.
+
+This module has the name of the library, which inside it is the absolute import.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .pool import Pool
+from .shared import Contents
+
+try:
+    import joblib
+    from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
+except ImportError as error:
+    raise ImportError("polycephaly.joblib needs joblib 1.4 or later: pip install 'polycephaly[joblib]'") from error
+
+if TYPE_CHECKING:
+    from .promises import Promise
+
+__all__ = ["Backend", "register"]
+
+_OF_MEMMAPS = ("temp_folder", "mmap_mode", "verbose", "context", "prefer", "require")
+"""What joblib tells every backend for the sake of its own ones."""
+
+
+def register(*, make_default: bool = False) -> None:
+    """Makes ``"polycephaly"`` a name of a backend; with `make_default`, the one that joblib uses. Twice is no error.
+
+    >>> import joblib, polycephaly as poly
+    >>> poly.joblib.register()
+    >>> with joblib.parallel_config("polycephaly", n_jobs=2):
+    ...     joblib.Parallel()(joblib.delayed(abs)(-i) for i in range(3))
+    [0, 1, 2]
+    """
+    joblib.register_parallel_backend("polycephaly", Backend, make_default=make_default)
+
+
+class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
+    """What joblib calls. Options of a `Pool` are those of the backend, and pass through:
+    ``parallel_config("polycephaly", n_jobs=4, start="spawn", retries=1)``; those that are none raise `TypeError`.
+
+    ``n_jobs=-1`` is as many drones as usable cores, -2 one less. ``inner_max_num_threads`` limits the threads of native
+    libraries in each drone (else the cores are shared out). ``max_nbytes`` (joblib's "1M"): an array of that size,
+    given to several calls of one `Parallel`, is put into shared memory once; a call may write into it, and no other
+    sees that. None never does so. `Parallel` in a drone uses threads, and sequential calls below these.
+    """
+
+    supports_retrieve_callback = True
+    supports_inner_max_num_threads = True
+
+    MIN_IDEAL_BATCH_DURATION = 0.02  # seconds: a piece of work costs a pool little
+    MAX_IDEAL_BATCH_DURATION = 0.5
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._pool: Pool | None = None
+        self._shape: dict[str, Any] = {}
+        self._under_way: set[Promise[Any]] = set()
+        self._repeated = _Repeated(None)
+
+    # -- a call of Parallel: its beginning and end ----------------------------------------------------
+
+    def effective_n_jobs(self, n_jobs: int | None) -> int:
+        if n_jobs == 0:
+            raise ValueError("n_jobs=0 has no meaning in Parallel: use -1 for all usable cores, or 1 for none but this")
+        if n_jobs is None:
+            return 1
+        return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
+
+    def configure(self, n_jobs: int = 1, parallel: Any = None, max_nbytes: int | None = None, **options: Any) -> int:
+        n_jobs = self.effective_n_jobs(n_jobs)
+        if n_jobs == 1:
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        options = {**self.backend_kwargs, **options}
+        shape = {"n_jobs": n_jobs, **{name: options[name] for name in options if name not in _OF_MEMMAPS}}
+        if self._pool is not None and (shape != self._shape or self._pool._crew.refusal is not None):
+            self._end()
+        if self._pool is None:
+            self._pool, self._shape = self._start(**shape), shape
+        elif self._pool._crew.plan.start == "fork" and not self._pool._crew.book.snapshot.is_current():
+            self._pool.refresh()
+        self.parallel = weakref.proxy(parallel)  # they would keep each other, and the pool, alive
+        self._repeated = _Repeated(max_nbytes)
+        return n_jobs
+
+    def _start(
+        self,
+        n_jobs: int,
+        env: Any = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> Pool:
+        limits: dict[str, str] = self._prepare_worker_env(n_jobs)
+        threads = int(limits["OMP_NUM_THREADS"].partition(",")[0])
+        if callable(env):
+            own: Any = lambda index: {**limits, **env(index)}  # noqa: E731
+        else:
+            own = {**limits, **(env or {})}
+        return Pool(n_jobs, env=own, initializer=_prepare, initargs=(threads, initializer, initargs), **options)
+
+    def _end(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def terminate(self) -> None:
+        """The call is over, or the ``with Parallel(...)`` block."""
+        self.reset_batch_stats()
+        self._repeated = _Repeated(None)
+        if joblib.parallel.get_active_backend()[0] is not self:
+            self._end()
+
+    def abort_everything(self, ensure_ready: bool = True) -> None:
+        """Withdraws what waits, and interrupts what runs. The pool goes on."""
+        for each in list(self._under_way):
+            each.cancel()
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def submit(self, func: Any, callback: Callable[[Any], object] | None = None) -> Promise[Any]:
+        assert self._pool is not None
+        func.items = [self._repeated.replace(self._pool, call) for call in func.items]
+        promise = self._pool.submit(run_batch, func)
+        self._under_way.add(promise)
+        promise.add_done_callback(self._under_way.discard)
+        if callback is not None:
+            promise.add_done_callback(callback)
+        return promise
+
+    def retrieve_result_callback(self, out: Promise[Any]) -> Any:
+        return out.result()
+
+
+def run_batch(batch: Callable[[], Any]) -> Any:
+    """In a drone."""
+    return batch()
+
+
+def _prepare(threads: int, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    """Each drone's first work."""
+    _limit_threads(threads)
+    if initializer is not None:
+        initializer(*initargs)
+
+
+def _limit_threads(threads: int) -> None:
+    """Of native libraries that are loaded. Those that are loaded later look at the environment."""
+    if "numpy" not in sys.modules:
+        return
+    try:
+        import threadpoolctl
+    except ImportError:
+        return
+    threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
+
+
+class _Repeated:
+    """Arrays that are given to several calls of one `Parallel`. What comes once goes as any argument does; at its second
+    time it is put into shared memory, where it stays until the caller has it no more, or the call of `Parallel` ends.
+
+    Used under joblib's lock."""
+
+    def __init__(self, least: int | None) -> None:
+        self._least = least
+        self._known: dict[int, tuple[weakref.ref[Any], Contents | None]] = {}
+
+    def replace(self, pool: Pool, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+        if self._least is None:
+            return call
+        fn, args, kwargs = call
+        return (
+            fn,
+            tuple(self._stand_in(pool, arg) for arg in args),
+            {name: self._stand_in(pool, arg) for name, arg in kwargs.items()},
+        )
+
+    def _stand_in(self, pool: Pool, arg: Any) -> Any:
+        size = getattr(arg, "nbytes", 0)
+        if not isinstance(size, int) or size < (self._least or 0) or type(arg).__weakrefoffset__ == 0:
+            return arg
+        key, known = id(arg), self._known
+        seen, contents = known.get(key, (None, None))
+        if seen is None or seen() is not arg:
+            known[key] = weakref.ref(arg, lambda _: known.pop(key, None)), None
+            return arg
+        if contents is None:
+            try:
+                contents = Contents(pool.share(arg))
+            except MemoryError:  # it goes as any argument does
+                return arg
+            known[key] = seen, contents
+        return contents
