@@ -72,6 +72,7 @@ class Crew:
         self.over = False
         self.closing = False
         self.look_for_end = False
+        self.has_promised_to_finish = False  # what it has, before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()

@@ -118,9 +118,11 @@ class Workforce(Doer, Executor):
         return made
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
-        """The standard library's spelling of `promise`."""
+        """The standard library's spelling of `promise`. As there, a program that ends without an error finishes first
+        what a pool has that was given work in this way."""
         if not callable(fn):
             check_work(fn, args, kwargs)
+        self._crew.has_promised_to_finish = True
         return self._crew.submit(fn, args, kwargs, None, self._terms)
 
 

@@ -40,6 +40,7 @@ import itertools
 import logging
 import os
 import select
+import sys
 import threading
 from _thread import get_ident
 from collections import deque
@@ -102,8 +103,17 @@ os.register_at_fork(after_in_child=_forget_hub)
 
 
 def _end_with_interpreter() -> None:
+    """As a ``with`` block ends: what was given to `submit` is finished, as the standard library does; after an error
+    that ended the program it is not."""
     hub = _hub
-    if hub is not None:
+    if hub is None:
+        return
+    try:
+        if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:  # at a prompt, errors do not end it
+            for crew in list(hub.crews):
+                if crew.has_promised_to_finish:
+                    crew.finish()
+    finally:
         hub.post(hub.abandon_all)
         hub.thread.join(timeout=5.0)
 

@@ -1,7 +1,7 @@
 """A backend for joblib, and so for scikit-learn and all that is built on it.
 
     Parallel(...)(delayed(f)(x) for x in xs)
-        │ batches of calls                                large arrays that come again: shared once
+        │ batches of calls                                large arrays: into shared memory, once
         ▼                                                     ▼
     Backend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback ──> joblib dispatches the next batch
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .pool import Pool
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from .promises import Promise
 
 __all__ = ["Backend", "register"]
+
+KEPT = 8
+"""Arrays that stay in shared memory for the calls to come."""
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _OF_MEMMAPS = ("temp_folder", "mmap_mode", "verbose", "context", "prefer", "require")
 """What joblib tells every backend for the sake of its own ones."""
@@ -59,9 +65,9 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     ``parallel_config("polycephaly", n_jobs=4, start="spawn", retries=1)``; those that are none raise `TypeError`.
 
     ``n_jobs=-1`` is as many drones as usable cores, -2 one less. ``inner_max_num_threads`` limits the threads of native
-    libraries in each drone (else the cores are shared out). ``max_nbytes`` (joblib's "1M"): an array of that size,
-    given to several calls of one `Parallel`, is put into shared memory once; a call may write into it, and no other
-    sees that. None never does so. `Parallel` in a drone uses threads, and sequential calls below these.
+    libraries in each drone (else the cores are shared out). ``max_nbytes`` (joblib's "1M"): an array of that size
+    that several calls of one `Parallel` are given is copied once; a call may write into it, and no other sees that.
+    None copies it for each call. `Parallel` in a drone uses threads, and sequential calls below these.
     """
 
     supports_retrieve_callback = True
@@ -75,7 +81,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         self._pool: Pool | None = None
         self._shape: dict[str, Any] = {}
         self._under_way: set[Promise[Any]] = set()
-        self._repeated = _Repeated(None)
+        self._arrays = _Arrays(None)
 
     # -- a call of Parallel: its beginning and end ----------------------------------------------------
 
@@ -99,7 +105,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         elif self._pool._crew.plan.start == "fork" and not self._pool._crew.book.snapshot.is_current():
             self._pool.refresh()
         self.parallel = weakref.proxy(parallel)  # they would keep each other, and the pool, alive
-        self._repeated = _Repeated(max_nbytes)
+        self._arrays = _Arrays(max_nbytes)
         return n_jobs
 
     def _start(
@@ -126,7 +132,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     def terminate(self) -> None:
         """The call is over, or the ``with Parallel(...)`` block."""
         self.reset_batch_stats()
-        self._repeated = _Repeated(None)
+        self._arrays = _Arrays(None)
         if joblib.parallel.get_active_backend()[0] is not self:
             self._end()
 
@@ -139,7 +145,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def submit(self, func: Any, callback: Callable[[Any], object] | None = None) -> Promise[Any]:
         assert self._pool is not None
-        func.items = [self._repeated.replace(self._pool, call) for call in func.items]
+        func.items = self._arrays.replaced(self._pool, func.items)
         promise = self._pool.submit(run_batch, func)
         self._under_way.add(promise)
         promise.add_done_callback(self._under_way.discard)
@@ -174,39 +180,43 @@ def _limit_threads(threads: int) -> None:
     threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
 
 
-class _Repeated:
-    """Arrays that are given to several calls of one `Parallel`. What comes once goes as any argument does; at its second
-    time it is put into shared memory, where it stays until the caller has it no more, or the call of `Parallel` ends.
-
-    Used under joblib's lock."""
+class _Arrays:
+    """The large arrays that calls of one `Parallel` are given, each in shared memory once: the last `KEPT` of them, and
+    those no longer than the caller has them. As with joblib's memory maps, what the caller writes into one during the
+    call of `Parallel` is not seen. Used under joblib's lock."""
 
     def __init__(self, least: int | None) -> None:
         self._least = least
-        self._known: dict[int, tuple[weakref.ref[Any], Contents | None]] = {}
+        self._shared: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 
-    def replace(self, pool: Pool, call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+    def replaced(self, pool: Pool, calls: list[Call]) -> list[Call]:
         if self._least is None:
-            return call
-        fn, args, kwargs = call
-        return (
-            fn,
-            tuple(self._stand_in(pool, arg) for arg in args),
-            {name: self._stand_in(pool, arg) for name, arg in kwargs.items()},
-        )
+            return calls
+        kinds = {type(arg) for _, args, kwargs in calls for arg in (chain(args, kwargs.values()) if kwargs else args)}
+        if not any(hasattr(kind, "nbytes") for kind in kinds):
+            return calls
+        return [
+            (
+                fn,
+                tuple(self._stand_in(pool, arg) for arg in args),
+                {name: self._stand_in(pool, arg) for name, arg in kwargs.items()},
+            )
+            for fn, args, kwargs in calls
+        ]
 
     def _stand_in(self, pool: Pool, arg: Any) -> Any:
-        size = getattr(arg, "nbytes", 0)
-        if not isinstance(size, int) or size < (self._least or 0) or type(arg).__weakrefoffset__ == 0:
+        size = getattr(arg, "nbytes", None)
+        if not isinstance(size, int) or size < (self._least or 0) or not type(arg).__weakrefoffset__:
             return arg
-        key, known = id(arg), self._known
-        seen, contents = known.get(key, (None, None))
-        if seen is None or seen() is not arg:
-            known[key] = weakref.ref(arg, lambda _: known.pop(key, None)), None
-            return arg
-        if contents is None:
+        key, shared = id(arg), self._shared
+        known, contents = shared.pop(key, (None, None))
+        if known is None or contents is None or known() is not arg:
             try:
                 contents = Contents(pool.share(arg))
-            except MemoryError:  # it goes as any argument does
+            except MemoryError:  # no room: it goes as any argument does
                 return arg
-            known[key] = seen, contents
+            known = weakref.ref(arg, lambda _: shared.pop(key, None))
+        shared[key] = known, contents
+        if len(shared) > KEPT:
+            shared.pop(next(iter(shared)), None)
         return contents

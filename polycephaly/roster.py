@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import DroneDied
 from .hearing import hear_kept, print_lines
+from .image.child import goes_only_with_the_start, with_heirloom
 from .image.main import hatch
 from .launch import lifeline
 from .launch.launcher import Launcher
@@ -79,6 +80,7 @@ class Roster:
             self._tidying = False
             self._store = Store(self._arena, 0)
             self._arena.ring = self._tidy_later
+            self._heirloom = self._plan.initargs if goes_only_with_the_start(self._plan.initargs) else None
             self._launcher = self.launch()
             try:
                 self._hub.open_endpoint()
@@ -96,12 +98,14 @@ class Roster:
 
     def _capture_initializer(self) -> Callable[[], Work] | None:
         """Pickles it once, as any call's arguments are: now. Raises what its pickling raises."""
-        initializer = self._plan.initializer
+        initializer, initargs = self._plan.initializer, self._plan.initargs
         if initializer is None:
             return None
+        if self._heirloom is not None:
+            initializer, initargs = with_heirloom, (initializer,)
         definition = self.book.define(initializer)
         first = Work(self._crew)
-        first.capture(definition, self._plan.initargs, {}, self.book)
+        first.capture(definition, initargs, {}, self.book)
 
         def once_more() -> Work:
             work = Work(self._crew)
@@ -115,7 +119,7 @@ class Roster:
 
     def launch(self) -> Launcher:
         """Takes a snapshot of this image as it is now. In the thread that asked for it."""
-        nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size, lifeline.new_family())
+        nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size, lifeline.new_family(), self._heirloom)
         try:
             return Launcher(self._plan.start, nest, self._arena)
         except OSError as error:

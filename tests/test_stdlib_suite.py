@@ -39,7 +39,7 @@ class PromiseTests(test_future.FutureTests):
 
 def ours(*args):
     here = os.path.dirname(os.path.abspath(__file__))
-    script = f"import sys; sys.path[:0] = [{here!r}, {os.path.dirname(here)!r}]\n" + args[-1].replace("from concurrent.futures import", "from stand_in import")
+    script = f"import multiprocessing, sys; sys.path[:0] = [{here!r}, {os.path.dirname(here)!r}]\n" + args[-1].replace("from concurrent.futures import", "from stand_in import")
     return script_helper.assert_python_ok(*args[:-1], script)
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,7 @@ from ..wire.messages import (
 )  # fmt: skip
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
 from ..wire.store import IDLE, Store
+from .child import become_child
 from .console import open_console
 from .definitions import Definition, define
 from .ear import BEAT, Ear
@@ -92,6 +93,7 @@ def hatch(
 ) -> None:
     """The drone's main function: serves until told to stop."""
     endpoint.home_of_parent = nest.home
+    become_child(order.name, nest.heirloom)
     drone = Drone(order, nest, lane, page, arena, snapshot)
     try:
         drone.serve()

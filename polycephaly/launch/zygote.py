@@ -71,6 +71,7 @@ class Nest:
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see lifeline.py
+    heirloom: tuple[Any, ...] | None = None  # what a process can only be started with; see image/child.py
 
 
 def run_zygote(
