@@ -46,18 +46,25 @@ class Pool(Workforce):
     `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and
     `timeout`. Further:
 
-    ``width``      how many coroutine functions a drone runs at once, as green threads; everything else is done one
-                   by one
-    ``output``     "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable
-                   that is given each line (a `str` with attributes ``text``, ``drone`` and ``stream``)
-    ``retries``    how often work is run again whose drone died while running it
-    ``max_tasks``  a drone is replaced after so many pieces of work
-    ``max_memory`` bytes that a drone and what it started may hold for themselves. A drone that comes near is
-                   replaced between two pieces of work; one that holds more is killed
-    ``max_queued`` how many pieces of work may wait for a drone: a call that gives one more waits for room
-    ``hang_timeout``  a drone that shows no sign of life for so many seconds, although it should work, is killed; one
-                   that computes or sleeps is alive. See `Drone.unresponsive`
-    ``on_death``   "replace" the drone, or "break" the pool, as the standard library's executor does
+    ``width``
+        how many coroutine functions a drone runs at once, as green threads; everything else is done one by one
+    ``output``
+        "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable that is given each
+        line (a `str` with attributes ``text``, ``drone`` and ``stream``)
+    ``retries``
+        how often work is run again whose drone died while running it
+    ``max_tasks``
+        a drone is replaced after so many pieces of work
+    ``max_memory``
+        bytes that a drone and what it started may hold for themselves. A drone that comes near is replaced between
+        two pieces of work; one that holds more is killed
+    ``max_queued``
+        how many pieces of work may wait for a drone: a call that gives one more waits for room
+    ``hang_timeout``
+        a drone that shows no sign of life for so many seconds, although it should work, is killed; one that computes
+        or sleeps is alive. See `Drone.unresponsive`
+    ``on_death``
+        "replace" the drone, or "break" the pool, as the standard library's executor does
 
     A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An ``async with`` block,
     in asyncio or in green threads, does so too and holds up nobody else while it waits. A pool to

@@ -68,7 +68,7 @@ settlers: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The life of one piece of work. Times are `time.monotonic` seconds, None while not reached.
+    """The life of one piece of work. Times are ``time.monotonic`` seconds, None while not reached.
 
     ``queued`` (the call), ``sent`` (by the hub), ``started`` and ``finished`` (on the drone), ``received``
     (by the hub); ``bytes_sent`` and ``bytes_received`` count the pickles; ``drone`` is the drone's name.

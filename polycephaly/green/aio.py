@@ -73,7 +73,7 @@ def close_loop() -> None:
 
 @coroutine
 def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
-    """Awaits something of asyncio's (a coroutine, say of `httpx.AsyncClient`) on the image's asyncio loop.
+    """Awaits something of asyncio's (a coroutine, say of ``httpx.AsyncClient``) on the image's asyncio loop.
 
     It runs beside the green threads, on another native thread. A green thread that is cancelled meanwhile cancels it,
     and waits for its end. Raises `TypeError` for what cannot be awaited.

@@ -168,7 +168,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[T]:
-        """``async with channel.claim() as end:`` holds one end for several messages: `end.send`, or `end.receive`.
+        """``async with channel.claim() as end:`` holds one end for several messages: ``end.send``, or ``end.receive``.
 
         While it is held, others who would use the same end wait; who waited there before goes on waiting. Without
         an argument the end is claimed that is used first.

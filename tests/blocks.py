@@ -1,0 +1,73 @@
+"""Blocks of Python in pages: each runs as a script, and prints what the page says.
+
+What it prints stands in comments (`print(x)  # what`), or in a ```text block right below it. Times ("0.41 s") differ
+from run to run, and are not compared. The blocks of a page that says that they "build on each other" are run as one
+script. A block under `<!-- needs: joblib -->` is skipped where that is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+BLOCK = re.compile(
+    r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+PRINTED = re.compile(r"print\(.*\)  # (?P<line>.*)$", re.MULTILINE)
+SECONDS = re.compile(r"\b\d+\.\d+ (?=m?s\b)")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    title: str
+    code: str
+    said: list[str]
+    needs: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.page.removeprefix('docs/')}: {self.title}"
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    above, said, blocks = "", [], []
+    for match in BLOCK.finditer(text):
+        title = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text[: match.start()], flags=re.S | re.M), re.M)[-1]
+        own = [found["line"] for found in PRINTED.finditer(match["code"])]
+        own = own if match["text"] is None else match["text"].splitlines()
+        if "build on each other" in text:
+            above, said = f"{above}\n{match['code']}", said + own
+            continue
+        blocks.append(Block(page, title, match["code"], own, re.findall(r"\w+", match["needs"] or "")))
+    if above:
+        needs = re.findall(r"\w+", " ".join(match["needs"] or "" for match in BLOCK.finditer(text)))
+        blocks.append(Block(page, "all its blocks", above, said, needs))
+    return blocks
+
+
+def run_block(block: Block, folder: Path) -> None:
+    for name in block.needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    script = folder / "block.py"
+    script.write_text(block.code, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
+    assert block.said, "a block that says nothing shows nothing"
+    printed, said = (SECONDS.sub("# ", "\n".join(lines)) for lines in (run.stdout.splitlines(), block.said))
+    assert printed == said
