@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import green, joblib
+    from . import green
+    from . import joblib as joblib
     from .drone import Drone, doit, promise
     from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
     from .net.client import connect

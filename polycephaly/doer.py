@@ -100,6 +100,15 @@ class Workforce(Doer, Executor):
     def _drones(self) -> Sequence[Doer]:
         raise NotImplementedError
 
+    @overload
+    def everywhere(self, work: str, /) -> list[Promise[Any]]: ...
+    @overload
+    def everywhere(
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+    ) -> list[Promise[T]]: ...
+    @overload
+    def everywhere(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[Promise[T]]: ...
+
     def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
         """Has `work` done once by each drone: a list of promises, one per drone.
 
@@ -117,7 +126,12 @@ class Workforce(Doer, Executor):
                 made.append(lost)
         return made
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
+    @overload
+    def submit(self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    @overload
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
         """The standard library's spelling of `promise`. As there, a program that ends without an error finishes first
         what a pool has that was given work in this way."""
         if not callable(fn):

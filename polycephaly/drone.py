@@ -240,6 +240,14 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
     return made
 
 
+@overload
+def doit(work: str, /) -> Any: ...
+@overload
+def doit(work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+@overload
+def doit(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+
 def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
     return wait_for(promise(work, *args, **kwargs))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
 from .doer import Workforce
@@ -134,6 +134,18 @@ class Pool(Workforce):
 
     # -- work -------------------------------------------------------------------------------------
 
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Coroutine[Any, Any, T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Results[T]: ...
+    @overload
     def map(
         self,
         fn: Callable[..., T],
@@ -143,7 +155,18 @@ class Pool(Workforce):
         buffersize: int | None = None,
         ordered: bool = True,
         progress: bool = False,
-    ) -> Results[T]:
+    ) -> Results[T]: ...
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Results[Any]:
         """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
 
         Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`

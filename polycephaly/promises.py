@@ -33,12 +33,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 __all__ = ["Milestone", "Promise", "Spans", "as_completed", "gather", "race"]
 
 T = TypeVar("T")
 U = TypeVar("U")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+F = TypeVar("F", bound="Future[Any]")
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
@@ -191,12 +195,17 @@ class Promise(Future[T], Generic[T]):
     def _look_up(self) -> None:
         """The caller still waits, and looks up now and then."""
 
-    def then(self, fn: Callable[[T], U | Promise[U]]) -> Promise[U]:
+    @overload
+    def then(self, fn: Callable[[T], Promise[U]]) -> Promise[U]: ...
+    @overload
+    def then(self, fn: Callable[[T], U]) -> Promise[U]: ...
+
+    def then(self, fn: Callable[[T], Any]) -> Promise[Any]:
         """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
 
         `fn` is called in the thread that settles this promise, so it must not wait.
         """
-        after: Promise[U] = Promise()
+        after: Promise[Any] = Promise()
         after._stands_for = (self,)
 
         def follow(inner: Promise[Any]) -> None:
@@ -449,6 +458,14 @@ def _raise_asyncio_cancelled() -> NoReturn:
     raise asyncio.CancelledError()
 
 
+@overload
+def gather(first: Future[T1], second: Future[T2], /) -> Promise[list[T1 | T2]]: ...
+@overload
+def gather(first: Future[T1], second: Future[T2], third: Future[T3], /) -> Promise[list[T1 | T2 | T3]]: ...
+@overload
+def gather(*promises: Future[T]) -> Promise[list[T]]: ...
+
+
 def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     """A promise of the list of values, in the order given; the first error rejects it.
 
@@ -482,7 +499,13 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     return everyone
 
 
-def race(*promises: Future[T]) -> Promise[T]:
+@overload
+def race(first: Future[T1], second: Future[T2], /) -> Promise[T1 | T2]: ...
+@overload
+def race(*promises: Future[T]) -> Promise[T]: ...
+
+
+def race(*promises: Future[Any]) -> Promise[Any]:
     """A promise that settles as the first of them does. The others are left alone.
 
     Raises `ValueError` when there is nobody to race.
@@ -490,10 +513,10 @@ def race(*promises: Future[T]) -> Promise[T]:
     _check_promises("race", promises)
     if not promises:
         raise ValueError("race() of no promises would never settle")
-    first: Promise[T] = Promise()
+    first: Promise[Any] = Promise()
     first._stands_for = promises
 
-    def one_settled(future: Future[T]) -> None:
+    def one_settled(future: Future[Any]) -> None:
         first._stands_for = ()
         if future.cancelled():
             first._settle(CANCELLED, None, None)
@@ -515,7 +538,7 @@ class Milestone(Promise[T]):
     _cancels_with_waiter = False
 
 
-class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
+class as_completed(Iterator[F], AsyncIterator[F]):
     """Iterates over promises in the order in which they settle; with ``async for`` too.
 
     `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator; plain
@@ -528,27 +551,27 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
     ['a', 'b']
     """
 
-    def __init__(self, promises: Iterable[Future[T]], timeout: float | None = None) -> None:
+    def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
         everyone = tuple(dict.fromkeys(promises))
         _check_promises("as_completed", everyone)
         # One place a finisher: the k-th that settles fills the k-th place.
-        self._places: list[Promise[Future[T]]] = [Promise() for _ in everyone]
+        self._places: list[Promise[F]] = [Promise() for _ in everyone]
         self._open = set(everyone)
         self._next = 0
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
-        def one_settled(future: Future[T]) -> None:
+        def one_settled(future: Any) -> None:
             self._open.discard(future)
             self._places[next(turn)]._settle(FINISHED, future, None)
 
         for each in everyone:
             each.add_done_callback(one_settled)
 
-    def __iter__(self) -> as_completed[T]:
+    def __iter__(self) -> as_completed[F]:
         return self
 
-    def __next__(self) -> Future[T]:
+    def __next__(self) -> F:
         if self._next == len(self._places):
             raise StopIteration
         left = None if self._end is None else max(0.0, self._end - monotonic())
@@ -560,10 +583,10 @@ class as_completed(Iterator["Future[T]"], AsyncIterator["Future[T]"]):
         self._next += 1
         return future
 
-    def __aiter__(self) -> as_completed[T]:
+    def __aiter__(self) -> as_completed[F]:
         return self
 
-    async def __anext__(self) -> Future[T]:
+    async def __anext__(self) -> F:
         if self._next == len(self._places):
             raise StopAsyncIteration
         place = self._places[self._next]

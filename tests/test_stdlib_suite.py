@@ -1,13 +1,25 @@
-import functools, types, importlib, os
-from unittest import mock
-import unittest
+import os
+import types
 from concurrent import futures
+from unittest import mock
+
 import pytest
 import stand_in
+
 import polycephaly as poly
+
 util = pytest.importorskip("test.test_concurrent_futures.util")
-from test.test_concurrent_futures import test_process_pool, test_shutdown, test_init, test_deadlock, test_wait, test_as_completed, test_future
 from test.support import script_helper
+from test.test_concurrent_futures import (
+    test_as_completed,
+    test_deadlock,
+    test_future,
+    test_init,
+    test_process_pool,
+    test_shutdown,
+    test_wait,
+)
+
 
 class ForkMixin(util.ProcessPoolForkMixin):
     executor_type = stand_in.ProcessPoolExecutor
@@ -32,9 +44,7 @@ def promise_in(state=util.PENDING, exception=None, result=None):
 class PromiseTests(test_future.FutureTests):
     def setUp(self):
         super().setUp()
-        patch = mock.patch.multiple(test_future, Future=poly.Promise, create_future=promise_in, **{
-          "PENDING_FUTURE": promise_in(), "RUNNING_FUTURE": promise_in(util.RUNNING), "CANCELLED_FUTURE": promise_in(util.CANCELLED),
-          "CANCELLED_AND_NOTIFIED_FUTURE": promise_in(util.CANCELLED), "EXCEPTION_FUTURE": promise_in(exception=OSError()), "SUCCESSFUL_FUTURE": promise_in(util.FINISHED, None, 42)})
+        patch = mock.patch.multiple(test_future, Future=poly.Promise, create_future=promise_in, PENDING_FUTURE=promise_in(), RUNNING_FUTURE=promise_in(util.RUNNING), CANCELLED_FUTURE=promise_in(util.CANCELLED), CANCELLED_AND_NOTIFIED_FUTURE=promise_in(util.CANCELLED), EXCEPTION_FUTURE=promise_in(exception=OSError()), SUCCESSFUL_FUTURE=promise_in(util.FINISHED, None, 42))
         patch.start(); self.addCleanup(patch.stop)
 
 def ours(*args):

@@ -191,11 +191,11 @@ class Channel(Generic[T]):
 
     # -- for select ----------------------------------------------------------------------------------
 
-    def sending(self, item: T, *, when: bool = True) -> Guard:
+    def sending(self, item: T, *, when: bool = True) -> Guard[None]:
         """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is true."""
         return Guard(when, self, "send", item)
 
-    def receiving(self, *, when: bool = True) -> Guard:
+    def receiving(self, *, when: bool = True) -> Guard[T]:
         """A guard for `select`: an item is received if it is chosen. Only considered if `when` is true."""
         return Guard(when, self, "receive")
 

@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .scheduler import scheduler
 from .thread import Cancelled, GreenThread, Wake, outside, pause, start
 
 __all__ = ["Group"]
+
+T = TypeVar("T")
 
 _NOBODY = Wake()
 _NOBODY.thread = None
@@ -47,9 +49,20 @@ class Group:
         self._cancelling = self._ended_all = False
         self._interruption: Cancelled | None = None
 
+    @overload
     def spawn(
-        self, fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound: bool = False
-    ) -> GreenThread[Any]:
+        self, fn: Coroutine[Any, Any, T], /, *, name: str | None = None, bound: bool = False
+    ) -> GreenThread[T]: ...
+    @overload
+    def spawn(
+        self, fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
+    ) -> GreenThread[T]: ...
+    @overload
+    def spawn(
+        self, fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False
+    ) -> GreenThread[T]: ...
+
+    def spawn(self, fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
         """`green.spawn` as a member of this group. Raises `RuntimeError` outside of its block."""
         if self._owner is None or self._ended_all:
             raise RuntimeError("a group takes green threads only inside its `async with` block")

@@ -8,11 +8,11 @@ In plain code they wait, and give a list. In a coroutine, and in asyncio code, t
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
 from operator import length_hint
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
@@ -29,8 +29,22 @@ from .thread import GreenThread, spawn
 __all__ = ["Mapped", "map", "par"]
 
 T = TypeVar("T")
+U = TypeVar("U")
+
+if TYPE_CHECKING:
+
+    class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
+        """What `par` and `map` give: in plain code the first of these, in a coroutine the others. Types cannot tell."""
 
 AHEAD = 2  # results that may wait to be asked for, for each worker
+
+
+@overload
+def par(*fns: Callable[[], Awaitable[T]] | Coroutine[Any, Any, T]) -> ListOrAwaitable[T]: ...
+@overload
+def par(*fns: Callable[[], T]) -> ListOrAwaitable[T]: ...
+@overload
+def par(*fns: Any) -> ListOrAwaitable[Any]: ...
 
 
 def par(*fns: Any) -> Any:
@@ -51,6 +65,16 @@ async def _par(fns: tuple[Any, ...]) -> list[Any]:
     async with Group() as group:
         threads = [group.spawn(fn) for fn in fns]
     return [thread.value for thread in threads]
+
+
+@overload
+def map(
+    fn: Callable[[T], Awaitable[U]], items: Iterable[T], width: int = 13, *, progress: bool = False
+) -> ListOrAwaitable[U]: ...
+@overload
+def map(
+    fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False
+) -> ListOrAwaitable[U]: ...
 
 
 def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False) -> Any:

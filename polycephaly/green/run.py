@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 @overload
 def run(main: Coroutine[Any, Any, T], /) -> T: ...
 @overload
-def run(main: Callable[..., Coroutine[Any, Any, T]], /, *args: Any) -> T: ...
+def run(main: Callable[..., Awaitable[T]], /, *args: Any) -> T: ...
 @overload
 def run(main: Callable[..., T], /, *args: Any) -> T: ...
 

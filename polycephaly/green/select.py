@@ -12,10 +12,10 @@ The names are occam's and ProcessJ's: a guarded alternative, with preconditions 
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from time import monotonic
 from types import EllipsisType, coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises import Promise
 from .scheduler import PARK, scheduler
@@ -27,15 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Chosen", "Guard", "after", "select", "settled", "skip"]
 
+T = TypeVar("T")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+D = TypeVar("D")
 
-class Chosen(NamedTuple):
+
+class Chosen(NamedTuple, Generic[T]):
     """What `select` gives: the place of the guard among the arguments, and its value.
 
     The value is the item received, the promise's value, or None.
     """
 
     index: int  # type: ignore[assignment]  # a tuple's method `index` is of no use here
-    value: Any
+    value: T
 
 
 class Offer(Waiter):
@@ -56,7 +62,7 @@ class Offer(Waiter):
         self.select.commit(self, Refused(error))
 
 
-class Guard:
+class Guard(Generic[T]):
     """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled` and `skip`."""
 
     __slots__ = ("channel", "end", "item", "when")
@@ -94,7 +100,7 @@ class _Alarm:
             self.offer.serve(None)
 
 
-class _After(Guard):
+class _After(Guard[None]):
     __slots__ = ("seconds",)
 
     def __init__(self, seconds: float, when: object) -> None:
@@ -113,10 +119,10 @@ class _After(Guard):
         offer.at.offer = None
 
 
-class _Settled(Guard):
+class _Settled(Guard[T]):
     __slots__ = ("promise",)
 
-    def __init__(self, promise: Promise[Any], when: object) -> None:
+    def __init__(self, promise: Promise[T], when: object) -> None:
         self.when = bool(when)
         self.promise = promise
 
@@ -143,7 +149,7 @@ class _Settled(Guard):
         self.promise._unhook(offer.at)
 
 
-class _Skip(Guard):
+class _Skip(Guard[None]):
     __slots__ = ()
 
     def __init__(self, when: object) -> None:
@@ -153,14 +159,14 @@ class _Skip(Guard):
         return None
 
 
-def after(seconds: float, *, when: bool = True) -> Guard:
+def after(seconds: float, *, when: bool = True) -> Guard[None]:
     """A guard for `select`: chosen after so many seconds."""
     if not seconds >= 0:
         raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
     return _After(seconds, when)
 
 
-def settled(promise: Promise[Any], *, when: bool = True) -> Guard:
+def settled(promise: Promise[T], *, when: bool = True) -> Guard[T]:
     """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without `when`.
 
     The value is the promise's; its error is raised from `select`. The promise is not cancelled if another is chosen.
@@ -168,7 +174,7 @@ def settled(promise: Promise[Any], *, when: bool = True) -> Guard:
     return _Settled(promise, when)
 
 
-def skip(*, when: bool = True) -> Guard:
+def skip(*, when: bool = True) -> Guard[None]:
     """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else"."""
     return _Skip(when)
 
@@ -176,7 +182,7 @@ def skip(*, when: bool = True) -> Guard:
 class _Select:
     __slots__ = ("guards", "offers", "thread", "waits")
 
-    def __init__(self, guards: Sequence[tuple[int, Guard]], thread: GreenThread[Any]) -> None:
+    def __init__(self, guards: Sequence[tuple[int, Guard[Any]]], thread: GreenThread[Any]) -> None:
         self.thread = thread
         self.guards = dict(guards)
         self.offers: dict[int, Offer] = {}
@@ -203,9 +209,28 @@ class _Select:
             self.guards.clear()
 
 
+@overload
+def select(
+    first: Guard[T1] | Promise[T1], second: Guard[T2] | Promise[T2], /, *, priority: bool = False
+) -> Awaitable[Chosen[T1 | T2]]: ...
+@overload
+def select(
+    first: Guard[T1] | Promise[T1],
+    second: Guard[T2] | Promise[T2],
+    third: Guard[T3] | Promise[T3],
+    /,
+    *,
+    priority: bool = False,
+) -> Awaitable[Chosen[T1 | T2 | T3]]: ...
+@overload
+def select(*guards: Guard[T] | Promise[T], priority: bool = False) -> Awaitable[Chosen[T]]: ...
+@overload
+def select(*guards: Guard[T] | Promise[T], priority: bool = False, default: D) -> Awaitable[Chosen[T] | D]: ...
+
+
 @coroutine
 def select(
-    *guards: Guard | Promise[Any], priority: bool = False, default: Any = ...
+    *guards: Guard[Any] | Promise[Any], priority: bool = False, default: Any = ...
 ) -> Generator[Any, Any, Any]:
     """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and its value.
 

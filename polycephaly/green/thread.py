@@ -16,12 +16,12 @@ import sys
 import traceback
 from _thread import get_ident
 from asyncio import CancelledError as AsyncioCancelled
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic, thread_time
 from types import CoroutineType, GeneratorType, coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakSet
 
 from .. import promises
@@ -345,7 +345,19 @@ class NativeThread(GreenThread[T]):
         return self._ident
 
 
-def spawn(fn: Callable[..., Any], /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
+@overload
+def spawn(
+    fn: Coroutine[Any, Any, T], /, *, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
+@overload
+def spawn(
+    fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
+@overload
+def spawn(fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[T]: ...
+
+
+def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
     """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From anywhere.
 
     A coroutine function is run by the scheduler: atomically between two awaits, one at a time with all others.

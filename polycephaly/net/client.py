@@ -20,7 +20,7 @@ import threading
 import weakref
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
@@ -28,7 +28,7 @@ from pickle import dumps
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -439,6 +439,17 @@ class RemotePool(Workforce):
         self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Coroutine[Any, Any, T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+    ) -> Iterator[T]: ...
+    @overload
     def map(
         self,
         fn: Callable[..., T],
@@ -447,7 +458,17 @@ class RemotePool(Workforce):
         chunksize: int | None = None,
         buffersize: int | None = None,
         ordered: bool = True,
-    ) -> Iterator[T]:
+    ) -> Iterator[T]: ...
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+    ) -> Iterator[Any]:
         """The results of ``fn(*items)``, in their order, or with ``ordered=False`` as they come. Inputs are taken
         `buffersize` calls ahead (by default 2,048). For the rest see `Pool.map`."""
         if chunksize is not None:
@@ -457,8 +478,8 @@ class RemotePool(Workforce):
         self._connection.check_open()
         calls = zip(*iterables, strict=False)
         end = None if timeout is None else monotonic() + timeout
-        under_way: dict[Promise[T], None] = {}
-        settled: SimpleQueue[Promise[T]] = SimpleQueue()
+        under_way: dict[Promise[Any], None] = {}
+        settled: SimpleQueue[Promise[Any]] = SimpleQueue()
 
         def send(most: int) -> None:
             for args in islice(calls, most):
@@ -467,7 +488,7 @@ class RemotePool(Workforce):
                 if not ordered:
                     promise._hook(settled.put)
 
-        def next_done() -> Promise[T]:
+        def next_done() -> Promise[Any]:
             left = None if end is None else end - monotonic()
             if ordered:
                 promise = next(iter(under_way))
@@ -478,7 +499,7 @@ class RemotePool(Workforce):
             except Empty:
                 raise TimeoutError(f"no result of {label(fn)} came within {timeout} s") from None
 
-        def results() -> Iterator[T]:
+        def results() -> Iterator[Any]:
             try:
                 while under_way:
                     promise = next_done()
