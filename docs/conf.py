@@ -39,13 +39,24 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|types|typing|zmq)\..*"),
     ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
-    ("py:class", r"polycephaly\.[\w.]+\.[TUP]"),  # type variables
+    ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
+    ("py:class", r"[A-Z]\d?"),
     ("py:obj", r"[a-z_0-9]+((=| |\().*)?"),
 ]  # fmt: skip
 
 
 # Made by a function or method of ours: how they are constructed is not for users.
-MADE_ELSEWHERE = {"Claim", "GreenThread", "Guard", "Line", "RemotePool", "Server", "Shared"}
+MADE_ELSEWHERE = {
+    "Claim",
+    "GreenThread",
+    "Guard",
+    "Line",
+    "ListOrAwaitable",
+    "RemotePool",
+    "Results",
+    "Server",
+    "Shared",
+}
 
 
 def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, C
 from concurrent.futures import CancelledError
 from operator import length_hint
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
@@ -31,10 +31,12 @@ __all__ = ["Mapped", "map", "par"]
 T = TypeVar("T")
 U = TypeVar("U")
 
-if TYPE_CHECKING:
 
-    class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
-        """What `par` and `map` give: in plain code the first of these, in a coroutine the others. Types cannot tell."""
+class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
+    """For type checkers, which cannot tell where they are called: what `map` and `par` give. In plain code that is a
+    list; in a coroutine it is to be awaited, which gives the list, or, if of `map`, iterated with ``async for``.
+    """
+
 
 AHEAD = 2  # results that may wait to be asked for, for each worker
 
@@ -72,9 +74,7 @@ def map(
     fn: Callable[[T], Awaitable[U]], items: Iterable[T], width: int = 13, *, progress: bool = False
 ) -> ListOrAwaitable[U]: ...
 @overload
-def map(
-    fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False
-) -> ListOrAwaitable[U]: ...
+def map(fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False) -> ListOrAwaitable[U]: ...
 
 
 def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False) -> Any:

@@ -1,0 +1,27 @@
+"""`import polycephaly` costs next to nothing: a name is loaded when it is first used, with what it needs and no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["asyncio", "cloudpickle", "concurrent", "httpx", "multiprocessing", "numpy", "rich", "threading", "zmq"]
+
+
+@pytest.mark.parametrize(
+    "statement, unused",
+    [
+        ("import polycephaly", ["polycephaly.", *HEAVY]),
+        ("from polycephaly import Promise", ["asyncio", "cloudpickle", "httpx", "numpy", "rich", "zmq"]),
+        ("from polycephaly import Pool", ["asyncio", "httpx", "numpy", "rich", "polycephaly.green", "polycephaly.net"]),
+        ("from polycephaly import green", ["cloudpickle", "httpx", "numpy", "rich", "zmq", "polycephaly.pool"]),
+    ],
+)
+def test_an_import_loads_what_it_needs_and_no_more(statement: str, unused: list[str]) -> None:
+    code = f"import sys; before = set(sys.modules)\n{statement}\nprint(*sorted(set(sys.modules) - before), sep='\\n')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.splitlines()
+    assert "polycephaly" in loaded
+    assert [name for name in loaded if name.startswith(tuple(unused))] == []
