@@ -152,8 +152,9 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
         raise Malformed("times that are none") from None
     works = link.answered_all(numbers)
     definitions = {work.definition for work in works if work is not None}
-    link.crew.record.many(link.name, works, started, finished, now, len(payload), len(definitions) == 1)
-    if len(definitions) == 1:
+    alike = len(definitions) == 1
+    link.crew.record.many(link.name, works, started, finished, seconds, now, len(payload), alike)
+    if alike:
         definitions.pop().took(seconds, len(works))
     else:
         for work, began, ended in zip(works, started, finished, strict=True):

@@ -4,8 +4,8 @@
                                          │
               any thread ──spans()───────┘
 
-It has to cost next to nothing, as thousands of answers come in one batch: their times are kept as two arrays, and taken
-apart when somebody looks. Neither works nor results are kept. What falls out at the end is added up by drone
+It has to cost next to nothing, as hundreds of answers come in one batch: calls too short to be seen in any picture are
+one span together. Neither works nor results are kept. What falls out at the end is added up by drone
 and function, so that tables stay true however much was done.
 
 Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter is only appended to: so no lock.
@@ -13,26 +13,25 @@ Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter 
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..wire.messages import CALL_SLICE
-from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, sums_of
+from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums
 
 if TYPE_CHECKING:
+    from ..wire.definitions import Definition
     from ..work import Work
 from .trail import read, spans_of
 
 __all__ = ["KEPT", "Entry", "Folded", "Record"]
 
-KEPT = 100_000
-"""Spans, about: what is kept of a crew for its picture. Some 5 MB at most."""
+KEPT = 50_000
+"""Spans, about: what is kept of a crew for its picture. Some 25 MB at most."""
 CHAPTERS = 20
-_CHAPTER = KEPT // CHAPTERS
-_ALONE = 3  # spans, as which an entry counts beside those it has: what it takes by itself
+SHORT = 100e-6  # seconds
 THREADS_KEPT = 20_000
 
 
@@ -49,13 +48,14 @@ class Entry(NamedTuple):
     """Answers that came together. What was queued and sent first and last stands for what lies between."""
 
     drone: str
-    names: str | list[str]
+    name: str
     status: str
     calls: int  # of each
     queued: tuple[float, float]
     sent: tuple[float, float]
     started: Sequence[float]
     finished: Sequence[float]
+    running: float  # seconds, of all of it
     received: float
     bytes_sent: int
     bytes_received: int
@@ -66,9 +66,9 @@ class Entry(NamedTuple):
         one_by_one = zip(
             _steps(*self.queued, count), _steps(*self.sent, count), self.started, self.finished, strict=True
         )
-        for index, (queued, sent, started, finished) in enumerate(one_by_one):
+        for queued, sent, started, finished in one_by_one:
             yield Span(
-                self.names if isinstance(self.names, str) else self.names[index],
+                self.name,
                 self.drone,
                 started,
                 finished,
@@ -83,17 +83,20 @@ class Entry(NamedTuple):
             )
 
     def sums(self) -> Sums:
-        """Of all of it; times are per piece of work, but `running`, which is theirs together."""
-        count = len(self.started)
-        began, ended = sum(self.started), sum(self.finished)
-        sent = sum(self.sent) / 2 * count
+        count = len(self.started) * self.calls
+        mean = self.running / max(1, count)
+        if len(self.started) > 1:
+            began = sum(self.started) / len(self.started)
+        elif self.started:
+            began = (self.started[0] + self.finished[0] - mean) / 2  # one after another
+        queued, sent = sum(self.queued) / 2, sum(self.sent) / 2
         return Sums(
-            count * self.calls,
-            0 if self.status == DONE else count * self.calls,
-            max(0.0, sent - sum(self.queued) / 2 * count) * self.calls,
-            max(0.0, began - sent) * self.calls,
-            ended - began,
-            max(0.0, self.received * count - ended) * self.calls,
+            count,
+            0 if self.status == DONE else count,
+            max(0.0, sent - queued) * count,
+            max(0.0, began - sent) * count,
+            self.running,
+            max(0.0, self.received - began - mean) * count,
             self.bytes_sent,
             self.bytes_received,
         )
@@ -119,25 +122,46 @@ class Record:
         works: Sequence[Work | None],
         started: list[float],
         finished: list[float],
+        running: float,
         received: float,
         size: int,
         alike: bool,
     ) -> None:
-        """Works that were answered together, with values of `size` bytes; `alike`: all are calls of one definition."""
-        if not all(works):  # some were lost, and answered all the same
-            known = [each for each in zip(works, started, finished, strict=True) if each[0] is not None]
-            if not known:
-                return
-            works, started, finished = map(list, zip(*known, strict=True))
+        """Works that were answered together, with values of `size` bytes; `alike`: all are calls of one definition.
+        Where they are short, one span is for all."""
+        count = len(works)
+        if not alike or not all(works):  # some were lost, and answered all the same
+            self._add_by_definition(drone, works, started, finished, received, size / count)
+            return
         first: Any = works[0]
         last: Any = works[-1]
-        names: str | list[str] = first.definition.label
-        if not alike:
-            names = [work.definition.label for work in works]  # type: ignore[union-attr]
+        calls = 1
+        times: tuple[Sequence[float], Sequence[float]] = started, finished
+        if count > 1 and running < SHORT * count:
+            times, calls = (started[:1], finished[-1:]), count
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-        there = first.weight * len(works)
-        times = array("d", started), array("d", finished)
-        self._add(Entry(drone, names, DONE, 1, queued, sent, *times, received, there, size))
+        there = first.weight * count
+        name = first.definition.label
+        self._add(Entry(drone, name, DONE, calls, queued, sent, *times, running, received, there, size))
+
+    def _add_by_definition(
+        self,
+        drone: str,
+        works: Sequence[Work | None],
+        started: list[float],
+        finished: list[float],
+        received: float,
+        size: float,
+    ) -> None:
+        by_definition: dict[Definition, list[int]] = {}
+        for index, work in enumerate(works):
+            if work is not None:
+                by_definition.setdefault(work.definition, []).append(index)
+        for places in by_definition.values():
+            mine = [works[place] for place in places]
+            began, ended = [started[place] for place in places], [finished[place] for place in places]
+            running = sum(ended) - sum(began)
+            self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
     def one(
         self,
@@ -172,27 +196,15 @@ class Record:
         sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
         queued, (started, finished, received) = work.queued, times
         started = max(started, sent)
-        self._add(
-            Entry(
-                drone,
-                work.definition.label,
-                status,
-                calls,
-                (queued, queued),
-                (sent, sent),
-                (started,),
-                (finished,),
-                received,
-                there,
-                back,
-                self._cpu.pop(work.number, None),
-            )
-        )
+        cpu = self._cpu.pop(work.number, None)
+        name, running = work.definition.label, max(0.0, finished - started)
+        ends = (queued, queued), (sent, sent), (started,), (finished,)
+        self._add(Entry(drone, name, status, calls, *ends, running, received, there, back, cpu))
 
     def _add(self, entry: Entry) -> None:
         self._chapter.append(entry)
-        self._size += len(entry.started) + _ALONE
-        if self._size >= _CHAPTER:
+        self._size += len(entry.started)
+        if self._size >= KEPT // CHAPTERS:
             self._turn_over()
 
     def _turn_over(self) -> None:
@@ -230,13 +242,8 @@ def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
     for entry in chapter:
         spans += len(entry.started)
         start, end = min(start, entry.queued[0]), max(end, entry.finished[-1])
-        if isinstance(entry.names, str):
-            key = entry.drone, entry.names
-            sums[key] = entry.sums() + sums.get(key, Sums())
-        else:
-            for span in entry.spans():
-                key = span.drone, span.name
-                sums[key] = sums_of(span) + sums.get(key, Sums())
+        key = entry.drone, entry.name
+        sums[key] = entry.sums() + sums.get(key, Sums())
     return Folded(sums, spans, start, end)
 
 

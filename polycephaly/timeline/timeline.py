@@ -25,8 +25,9 @@ class Timeline:
     trace; ``a + b`` is one timeline of both (a drone's name that both have is numbered); ``.spans`` is what it holds.
     Any thread may use it.
 
-    A pool keeps the last 100,000 spans, about. Of what came before, `sums` has the numbers, so tables are true however
-    much was done; ``folded`` says how many spans these were.
+    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 50,000 spans, about; of
+    what came before, `sums` has the numbers, so tables are true however much was done; ``folded`` says how many spans
+    these were.
 
     >>> import polycephaly as poly
     >>> with poly.Pool(2, name="two") as pool:
@@ -37,9 +38,10 @@ class Timeline:
     """
 
     def __init__(self, spans: Iterable[Span] = (), drones: Iterable[str] = (), *, waiting: int = 0) -> None:
-        self._spans = list(spans)
+        self._others = list(spans)
+        self._spans: list[Span] | None = None
         self._drones = dict.fromkeys(drones)
-        self._entries: list[Entry] = []  # from which spans are made when they are asked for
+        self._entries: list[Entry] = []
         self._folded: list[Folded] = []
         self._sums: dict[Key, Sums] | None = None
         self.waiting = waiting
@@ -53,7 +55,7 @@ class Timeline:
         """What a crew's record has, to a timeline that nobody has looked at yet."""
         self._entries += entries
         self._folded += [folded] if folded.spans else []
-        self._spans += threads
+        self._others += threads
         self.threads_lost += threads_lost
 
     # -- what it holds ------------------------------------------------------------------------------
@@ -61,9 +63,8 @@ class Timeline:
     @property
     def spans(self) -> list[Span]:
         """Everything, by drone's work in the order in which it was answered, and then what green threads did."""
-        entries, self._entries = self._entries, []
-        if entries:
-            self._spans[:0] = [span for entry in entries for span in entry.spans()]
+        if self._spans is None:
+            self._spans = [*(span for entry in self._entries for span in entry.spans()), *self._others]
         return self._spans
 
     @property
@@ -95,7 +96,10 @@ class Timeline:
         if threads:
             return _sums(span for span in self.spans if span.thread and not span.whole)
         if self._sums is None:
-            found = _sums(span for span in self.spans if not span.thread)
+            found = _sums(span for span in self._others if not span.thread)
+            for entry in self._entries:
+                key = entry.drone, entry.name
+                found[key] = entry.sums() + found.get(key, Sums())
             for folded in self._folded:
                 for key, sums in folded.sums.items():
                     found[key] = sums + found.get(key, Sums())
@@ -104,7 +108,8 @@ class Timeline:
 
     def of_drone(self, name: str) -> Timeline:
         """Of one drone alone."""
-        alone = Timeline((span for span in self.spans if span.drone == name), [name])
+        alone = Timeline((span for span in self._others if span.drone == name), [name])
+        alone._entries = [entry for entry in self._entries if entry.drone == name]
         for folded in self._folded:
             sums = {key: sums for key, sums in folded.sums.items() if key[0] == name}
             alone._folded.append(folded._replace(sums=sums, spans=sum(each.calls for each in sums.values())))
@@ -121,10 +126,11 @@ class Timeline:
                 new, number = f"{name} ({number})", number + 1
             names[name] = new
         both = Timeline(
-            [*self.spans, *(span._replace(drone=names[span.drone]) for span in other.spans)],
+            [*self._others, *(span._replace(drone=names[span.drone]) for span in other._others)],
             [*mine, *names.values()],
             waiting=self.waiting + other.waiting,
         )
+        both._entries = [*self._entries, *(entry._replace(drone=names[entry.drone]) for entry in other._entries)]
         both.threads_lost = self.threads_lost + other.threads_lost
         renamed = (
             folded._replace(sums={(names[drone], function): sums for (drone, function), sums in folded.sums.items()})
