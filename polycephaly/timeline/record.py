@@ -87,7 +87,7 @@ class Entry(NamedTuple):
         mean = self.running / max(1, count)
         if len(self.started) > 1:
             began = sum(self.started) / len(self.started)
-        elif self.started:
+        else:
             began = (self.started[0] + self.finished[0] - mean) / 2  # one after another
         queued, sent = sum(self.queued) / 2, sum(self.sent) / 2
         return Sums(

@@ -13,7 +13,7 @@ from .spans import Sums
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["percent", "seconds", "size", "text"]
+__all__ = ["percent", "seconds", "size", "table", "text"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITS = "·"
@@ -115,7 +115,8 @@ def _title(row: Row) -> str:
 # -- the table --------------------------------------------------------------------------------------
 
 
-def _table(timeline: Timeline, width: int) -> list[str]:
+def table(timeline: Timeline) -> list[Sequence[str]]:
+    """Where the time went, by function, under a line that says what is what."""
     head = ("function", "calls", "running", "a call", "queued", "there", "back", "sent", "received")
     by_function = _by_function(timeline.sums())
     total = sum((sums for _, sums in by_function), Sums())
@@ -127,9 +128,14 @@ def _table(timeline: Timeline, width: int) -> list[str]:
         lines.append(_line("together", total))
     of_threads = _by_function(timeline.sums(threads=True))
     lines += [_line(f"  {name}", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
+    return [head, *lines]
+
+
+def _table(timeline: Timeline, width: int) -> list[str]:
+    lines = table(timeline)
     broad = max(20, width - 76)
-    widths = (min(broad, max(len(line[0]) for line in [head, *lines])), 9, 9, 9, 9, 9, 9, 9, 9)
-    return [_columns(line, widths) for line in [head, *lines]]
+    widths = (min(broad, max(len(line[0]) for line in lines)), 9, 9, 9, 9, 9, 9, 9, 9)
+    return [_columns(line, widths) for line in lines]
 
 
 def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .spans import Span, Sums, sums_of
@@ -161,11 +160,9 @@ class Timeline:
         499500
         ['run.json']
         """
-        path = Path(path)
-        writer = _writers().get(path.suffix.lower())
-        if writer is None:
-            raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
-        path.write_bytes(writer(self, title))
+        from .files import write
+
+        write(self, path, title)
 
     @property
     def bottleneck(self) -> str:
@@ -193,9 +190,3 @@ def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:
         key = span.drone, span.name
         found[key] = sums_of(span) + found.get(key, Sums())
     return found
-
-
-def _writers() -> dict[str, Callable[[Timeline, str], bytes]]:
-    from . import trace
-
-    return {".json": trace.json_of}

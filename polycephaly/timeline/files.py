@@ -1,0 +1,61 @@
+"""Writes timelines to files, in the form that the name's suffix says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .picture import Bar
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["check_suffix", "write"]
+
+
+def check_suffix(path: str | os.PathLike[str]) -> Path:
+    """Raises `ValueError` where the name does not say one of the forms."""
+    path = Path(path)
+    if path.suffix.lower() not in _WRITERS:
+        raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
+    return path
+
+
+def write(timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()) -> None:
+    """With a bar chart above it, if there are `bars`. See `Timeline.save`."""
+    path = check_suffix(path)
+    path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))
+
+
+def _html(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+    from .page import page_of
+
+    return page_of(timeline, title, bars)
+
+
+def _svg(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+    from .svg import svg_of
+
+    return svg_of(timeline, title, bars)
+
+
+def _png(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+    from .png import png_of
+
+    return png_of(timeline, title, bars)
+
+
+def _json(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+    from .trace import json_of
+
+    return json_of(timeline, title)
+
+
+_WRITERS: dict[str, Callable[[Timeline, str, Sequence[Bar]], bytes]] = {
+    ".html": _html,
+    ".svg": _svg,
+    ".png": _png,
+    ".json": _json,
+}

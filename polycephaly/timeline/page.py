@@ -1,0 +1,107 @@
+"""A timeline as a page of its own: `page.html`, `page.css` and `page.js` in one file, with the spans as JSON.
+
+Names are data of users. They are in the JSON, whose every ``<`` is escaped, and the script shows them as text.
+
+    columns, one entry for each span: row, lane, name, status, calls, bytes there, bytes back, note  (indices, numbers)
+                                      queued, sent, started, finished, received, processor time      (µs; null: unknown)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from .picture import Bar, colours
+from .rows import rows
+from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
+from .svg import bars_of
+from .text import seconds, table
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["page_of"]
+
+STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
+
+
+def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+    here = files(__package__)
+    data = json.dumps(contents(timeline), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = here.joinpath("page.html").read_text("utf-8")
+    parts = {
+        "title": escape(title),
+        "style": here.joinpath("page.css").read_text("utf-8"),
+        "script": here.joinpath("page.js").read_text("utf-8"),
+        "bars": bars_of(bars) if bars else "",
+        "data": data,
+    }
+    before, *rest = page.split("{{")
+    whole = [before]
+    for piece in rest:  # in one pass: what is put in is not looked at again
+        name, _, after = piece.partition("}}")
+        whole += parts[name.strip()], after
+    return "".join(whole).encode("utf-8", "replace")
+
+
+def contents(timeline: Timeline) -> dict[str, Any]:
+    start, whole = timeline.start, max(timeline.end - timeline.start, 1e-9)
+    palette = colours(timeline)
+    names = {name: index for index, name in enumerate(palette)}
+    notes: dict[str, int] = {"": 0}
+    all_rows = rows(timeline)
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "row", "lane", "name", "status", "calls", "there", "back", "note",
+            "queued", "sent", "started", "finished", "received", "cpu",
+        )
+    }  # fmt: skip
+    add = [column.append for column in columns.values()]
+
+    def at(moment: float | None) -> int | None:
+        return None if moment is None else round((moment - start) * 1e6)
+
+    for number, row in enumerate(all_rows):
+        for lane, spans in enumerate(row.lanes):
+            for span in spans:
+                values = (
+                    number, lane, names[span.name], STATUSES.index(span.status), span.calls, span.bytes_sent,
+                    span.bytes_received, notes.setdefault(span.note, len(notes)), at(span.queued), at(span.sent),
+                    at(span.started), at(span.finished), at(span.received),
+                    None if span.cpu is None else round(span.cpu * 1e6),
+                )  # fmt: skip
+                for append, value in zip(add, values, strict=True):
+                    append(value)
+    calls = sum(each.calls for each in timeline.sums().values())
+    facts = [seconds(whole), f"{len(timeline.drones)} drones", f"{calls:,} calls"]
+    if timeline.waiting:
+        facts.append(f"{timeline.waiting:,} more in the queue")
+    if timeline.folded:
+        facts.append(f"the last {len(timeline.spans):,} spans are shown, {timeline.folded:,} are in the table only")
+    if timeline.threads_lost:
+        facts.append(f"{timeline.threads_lost:,} calls of green threads were too many to be kept")
+    return {
+        "facts": facts,
+        "bottleneck": timeline.bottleneck,
+        "length": round(whole * 1e6),
+        "statuses": STATUSES,
+        "names": [{"name": name, "colour": colour} for name, colour in palette.items()],
+        "rows": [
+            {
+                "drone": row.drone,
+                "thread": row.thread,
+                "lanes": max(1, len(row.lanes)),
+                "busy": round(row.busy / whole, 4),
+                "lives": [[at(span.started), at(span.finished)] for span in row.lives],
+                "waits": [at(span.sent) for span in row.sent],
+            }
+            for row in all_rows
+        ],
+        "notes": [*notes],
+        "spans": columns,
+        "table": table(timeline),
+    }

@@ -1,0 +1,253 @@
+"""A timeline as a picture: boxes and words with places, from which SVG and PNG are made alike.
+
+    Timeline ──rows──> ┌ title, verdict ────────────┐ ──> svg.py
+    bars ────────────> │ bars, if there are any     │ ──> png.py
+                       │ a row for each drone ...   │
+                       └ legend ────────────────────┘
+
+Units are pixels, from the upper left corner. A colour is "ink", "soft", "line", "paper" or "alarm", of which light and
+dark pages have their own, or a function's, as #rrggbb.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import floor, log10
+from typing import TYPE_CHECKING, NamedTuple
+
+from .rows import Row, rows
+from .spans import DONE, RUNNING, Span
+from .text import percent, seconds, size
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["Bar", "Box", "Drawing", "Words", "colours", "draw", "draw_bars", "ticks"]
+
+PALETTE = (
+    "#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#33bbee", "#cc3311", "#009988", "#8866cc", "#997744",
+)  # fmt: skip
+OTHERS = "#99a0a8"
+LEGEND_MOST = 10
+
+WIDTH = 1200.0
+MARGIN = 24.0
+DRONE, THREAD = 24.0, 14.0  # heights of rows
+CHARACTER = 6.6  # the width of one, about, in the small size
+PALE = 0.38  # opacity of what waits
+
+
+class Bar(NamedTuple):
+    """One of a bar chart: `value` is in seconds."""
+
+    label: str
+    value: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    opacity: float = 1.0
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """`anchor` says whether `x` is the "start", the "middle" or the "end"; `y` is the base line."""
+
+    x: float
+    y: float
+    text: str
+    size: float = 12.0
+    anchor: str = "start"
+    colour: str = "ink"
+    bold: bool = False
+
+
+@dataclass(slots=True)
+class Drawing:
+    width: float = WIDTH
+    height: float = MARGIN
+    parts: list[Box | Words] = field(default_factory=list)
+
+    def add(self, *parts: Box | Words) -> None:
+        self.parts += parts
+
+
+def colours(timeline: Timeline) -> dict[str, str]:
+    """A colour for each function, those that ran longest first."""
+    running: dict[str, float] = {}
+    for threads in (False, True):
+        for (_, name), sums in timeline.sums(threads=threads).items():
+            running[name] = running.get(name, 0.0) + sums.running
+    names = [*sorted(running, key=lambda name: -running[name])]
+    names += [
+        name for name in dict.fromkeys(span.name for span in timeline.spans if not span.whole) if name not in running
+    ]
+    return {name: PALETTE[index] if index < len(PALETTE) else OTHERS for index, name in enumerate(names)}
+
+
+def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
+    drawing = Drawing()
+    drawing.height += 18
+    drawing.add(Words(MARGIN, drawing.height, title, 20, bold=True))
+    drawing.height += 14
+    if bars:
+        draw_bars(drawing, bars)
+        drawing.height += 16
+    calls = sum(each.calls for each in timeline.sums().values())
+    facts = f"{seconds(timeline.end - timeline.start)}, {len(timeline.drones)} drones, {calls:,} calls"
+    if timeline.folded:
+        facts += f"; the last {len(timeline.spans):,} spans are shown, {timeline.folded:,} are not"
+    drawing.height += 8
+    drawing.add(Words(MARGIN, drawing.height, facts, 12, colour="soft"))
+    for line in textwrap.wrap(timeline.bottleneck, 150):
+        drawing.height += 18
+        drawing.add(Words(MARGIN, drawing.height, line, 13))
+    drawing.height += 14
+    _draw_rows(drawing, timeline)
+    drawing.height += MARGIN
+    return drawing
+
+
+# -- bars -------------------------------------------------------------------------------------------
+
+
+def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
+    left = MARGIN + CHARACTER * max(len(bar.label) for bar in bars) + 16
+    most = max(bar.value for bar in bars) or 1.0
+    room = drawing.width - left - MARGIN - CHARACTER * (12 + max(len(bar.note) for bar in bars))
+    for bar in bars:
+        y, long = drawing.height, max(1.0, room * bar.value / most)
+        drawing.add(
+            Words(left - 8, y + 14, bar.label, 12, "end"),
+            Box(left, y + 3, long, 15, PALETTE[0], title=f"{bar.label}: {seconds(bar.value)}"),
+            Words(left + long + 6, y + 14, f"{seconds(bar.value)}  {bar.note}".rstrip(), 12, colour="soft"),
+        )
+        drawing.height += 21
+
+
+# -- rows -------------------------------------------------------------------------------------------
+
+
+def _draw_rows(drawing: Drawing, timeline: Timeline) -> None:
+    all_rows, start = rows(timeline), timeline.start
+    whole = max(timeline.end - start, 1e-9)
+    longest = max((len(row.thread) + 2 if row.thread else len(row.drone) for row in all_rows), default=0)
+    left = MARGIN + min(240.0, CHARACTER * longest + 14)
+    right = drawing.width - MARGIN - 44
+    scale = (right - left) / whole
+    palette = colours(timeline)
+    top = drawing.height + 18
+    height = sum(_height(row) for row in all_rows)
+    for tick in ticks(whole, 8):
+        x = left + tick * scale
+        drawing.add(Words(x, top - 6, seconds(tick) if tick else "0", 11, "middle", "soft"))
+        drawing.add(Box(x, top, 1, height, "line"))
+    drawing.height = top
+    for row in all_rows:
+        y, high = drawing.height, _height(row)
+        characters = int((left - MARGIN - 12) / CHARACTER)
+        if row.thread:
+            drawing.add(Words(left - 10, y + high - 4, _cut(row.thread, characters), 10, "end", "soft"))
+        else:
+            drawing.add(Box(MARGIN, y, right - MARGIN + 44, 1, "line"))
+            drawing.add(Words(left - 10, y + high / 2 + 4, _cut(row.drone, characters), 12, "end", bold=True))
+            drawing.add(Words(drawing.width - MARGIN, y + high / 2 + 4, percent(row.busy / whole), 11, "end", "soft"))
+        drawing.add(*_boxes(row, y, high, left, scale, start, palette))
+        drawing.height += high
+    drawing.height += 10
+    _draw_legend(drawing, palette)
+
+
+def _height(row: Row) -> float:
+    if row.thread:
+        return THREAD
+    return DRONE if len(row.lanes) < 3 else min(96.0, 10.0 * len(row.lanes))
+
+
+def _boxes(
+    row: Row, y: float, high: float, left: float, scale: float, start: float, palette: dict[str, str]
+) -> Iterable[Box]:
+    """What would be narrower than a pixel is drawn with its neighbour."""
+    room = high - 5 if not row.thread else high - 4
+    for span in row.lives:
+        x = left + ((span.started or start) - start) * scale
+        yield Box(x, y + high / 2 - 0.5, span.seconds * scale, 1, "soft", 0.7)
+    for lane, spans in enumerate(row.lanes):
+        thick = room / len(row.lanes)
+        at = y + 2.5 + lane * thick
+        drawn = 0.0
+        for span in spans:
+            assert span.started is not None and span.finished is not None
+            x, end = left + (span.started - start) * scale, left + (span.finished - start) * scale
+            if end < drawn + 0.3:
+                continue
+            if span.sent is not None and (span.started - span.sent) * scale > 1.5:
+                before = max(drawn, left + (span.sent - start) * scale)
+                yield Box(before, at + thick / 2 - 1, max(0.0, x - before), 2, "soft", 0.6)
+            yield from _bar(span, max(x, drawn), at, max(0.8, end - max(x, drawn)), thick - 1, palette)
+            drawn = max(end, x + 0.8)
+
+
+def _bar(span: Span, x: float, y: float, wide: float, high: float, palette: dict[str, str]) -> Iterable[Box]:
+    """Filled as far as it computed, where that is known; pale above."""
+    colour = palette.get(span.name, OTHERS)
+    title = told(span)
+    if span.cpu is None:
+        yield Box(x, y, wide, high, colour, title=title)
+    else:
+        solid = high * min(1.0, span.cpu / max(span.seconds, 1e-9))
+        yield Box(x, y, wide, high, colour, PALE, title=title)
+        yield Box(x, y + high - solid, wide, solid, colour)
+    if span.status not in (DONE, RUNNING):
+        yield Box(x, y, wide, 2, "alarm")
+
+
+def told(span: Span) -> str:
+    """A span in a line."""
+    what = f"{span.name}({span.note})" if span.note else span.name
+    parts = [f"{what}: {seconds(span.seconds)}, {span.status}"]
+    if span.calls > 1:
+        parts.append(f"{span.calls:,} calls")
+    if span.cpu is not None:
+        parts.append(f"{seconds(span.cpu)} of processor time")
+    if span.bytes_sent or span.bytes_received:
+        parts.append(f"{size(span.bytes_sent)} there, {size(span.bytes_received)} back")
+    return ", ".join(parts)
+
+
+def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
+    x, y = MARGIN, drawing.height + 16
+    shown = [*palette.items()][:LEGEND_MOST]
+    rest = len(palette) - len(shown)
+    for name, colour in [*shown, *([(f"{rest} more", OTHERS)] if rest > 0 else [])]:
+        name = _cut(name, 40)
+        wide = CHARACTER * len(name) + 34
+        if x + wide > drawing.width - MARGIN:
+            x, y = MARGIN, y + 20
+        drawing.add(Box(x, y - 10, 12, 12, colour), Words(x + 18, y, name, 12))
+        x += wide
+    y += 20
+    key = "Pale: waiting; solid: computing, or not measured. A red edge: it failed. A thin line: on its way, or parked."
+    drawing.add(Words(MARGIN, y, key, 11, colour="soft"))
+    drawing.height = y
+
+
+def ticks(whole: float, most: int) -> list[float]:
+    """Round numbers from 0 to `whole`."""
+    rough = whole / most
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * 0.999)
+    return [index * step for index in range(int(whole / step + 1e-9) + 1)]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: max(1, most - 1)]}…"

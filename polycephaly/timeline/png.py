@@ -1,0 +1,59 @@
+"""A drawing as PNG, by Pillow (``pip install 'polycephaly[plot]'``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from .picture import Bar, Words, draw
+
+if TYPE_CHECKING:
+    from .timeline import Timeline
+
+__all__ = ["png_of"]
+
+SCALE = 2  # pixels of the picture for one of the drawing
+MOST = 32_000  # pixels in height; what is below is cut off
+LIGHT = {"ink": "#1c2126", "soft": "#66707a", "line": "#e3e7eb", "paper": "#ffffff", "alarm": "#d11f2f"}
+
+
+def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+    try:
+        from PIL import Image, ImageDraw
+    except ModuleNotFoundError as missing:
+        if missing.name != "PIL":
+            raise
+        cure = "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)"
+        raise ModuleNotFoundError(cure, name="PIL") from None
+    drawing = draw(timeline, title, bars)
+    high = min(MOST, round(drawing.height * SCALE))
+    image = Image.new("RGB", (round(drawing.width * SCALE), high), LIGHT["paper"])
+    pen = ImageDraw.Draw(image, "RGBA")
+    for part in drawing.parts:
+        colour = LIGHT.get(part.colour, part.colour)
+        if isinstance(part, Words):
+            anchor = {"start": "ls", "middle": "ms", "end": "rs"}[part.anchor]
+            font = _font(round(part.size * SCALE))
+            stroke = 0.4 * SCALE if part.bold else 0
+            pen.text((part.x * SCALE, part.y * SCALE), part.text, colour, font, anchor, stroke_width=stroke)
+            continue
+        right, bottom = (part.x + part.width) * SCALE - 1, (part.y + part.height) * SCALE - 1
+        if right < part.x * SCALE or bottom < part.y * SCALE:
+            continue
+        alpha = f"{round(255 * part.opacity):02x}"
+        pen.rectangle((part.x * SCALE, part.y * SCALE, right, bottom), f"{colour}{alpha}")
+    out = BytesIO()
+    image.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+@lru_cache(maxsize=16)
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    try:
+        return ImageFont.truetype("DejaVuSans.ttf", size)
+    except OSError:
+        return ImageFont.load_default(size)

@@ -1,0 +1,71 @@
+"""A drawing as SVG. It follows the light or the dark of the page that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from .picture import Bar, Box, Drawing, Words, draw, draw_bars
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .timeline import Timeline
+
+__all__ = ["bars_of", "svg_of"]
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+STYLE = """
+  svg { --ink: #1c2126; --soft: #66707a; --line: #e3e7eb; --paper: #ffffff; --alarm: #d11f2f; }
+  @media (prefers-color-scheme: dark) {
+    svg { --ink: #e8ebee; --soft: #97a1ab; --line: #30363d; --paper: #14181c; --alarm: #ff5a67; }
+  }
+"""
+
+
+def svg_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+    drawing = draw(timeline, title, bars)
+    page = Box(0, 0, drawing.width, drawing.height, "paper")
+    parts = [
+        f"<title>{_text(title)}</title>",
+        f"<style>{STYLE}</style>",
+        *_parts(Drawing(parts=[page])),
+        *_parts(drawing),
+    ]
+    return _whole(drawing, parts).encode("utf-8", "replace")
+
+
+def bars_of(bars: Sequence[Bar]) -> str:
+    """A bar chart, to be put into a page that has the colours."""
+    drawing = Drawing(height=4)
+    draw_bars(drawing, bars)
+    return _whole(drawing, _parts(drawing))
+
+
+def _whole(drawing: Drawing, parts: Iterator[str] | list[str]) -> str:
+    width, height = round(drawing.width), round(drawing.height)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return "\n".join([f'{head} font-family="{FONT}">', *parts, "</svg>", ""])
+
+
+def _parts(drawing: Drawing) -> Iterator[str]:
+    for part in drawing.parts:
+        fill = part.colour if part.colour.startswith("#") else f"var(--{part.colour})"
+        if isinstance(part, Words):
+            weight = ' font-weight="600"' if part.bold else ""
+            anchor = f' text-anchor="{part.anchor}"' if part.anchor != "start" else ""
+            place = f'x="{part.x:.1f}" y="{part.y:.1f}" font-size="{part.size:g}"'
+            yield f'<text {place}{anchor}{weight} fill="{fill}">{_text(part.text)}</text>'
+            continue
+        opacity = f' fill-opacity="{part.opacity:g}"' if part.opacity < 1 else ""
+        place = f'x="{part.x:.2f}" y="{part.y:.2f}" width="{part.width:.2f}" height="{part.height:.2f}"'
+        if part.title:
+            yield f'<rect {place} fill="{fill}"{opacity}><title>{_text(part.title)}</title></rect>'
+        else:
+            yield f'<rect {place} fill="{fill}"{opacity}/>'
+
+
+def _text(text: str) -> str:
+    """XML has no way to say a control character."""
+    return escape("".join(each if each.isprintable() else "\ufffd" for each in text))
