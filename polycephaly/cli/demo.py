@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from polycephaly import Timeline
+    from polycephaly.timeline.picture import Bar
 
 DEFAULT_LATENCY = 0.15
 MAX_LATENCY = 10
@@ -24,6 +28,7 @@ Examples:
   polycephaly demo securities --drones 1,8,20     II with these numbers of drones only
   polycephaly demo securities --threads 13        III with this number of green threads only
   polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
+  polycephaly demo securities --plot run.html     with a page of bars and a Gantt chart
   polycephaly demo securities --live --drones 8   the exchange's own site
 """
 
@@ -81,6 +86,13 @@ def demo() -> None:
     metavar="FILE",
     help="Write the result to FILE as JSON.",
 )
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Draw the times as bars and the combined run as a Gantt chart: FILE.html, .svg or .png.",
+)
 @click.pass_context
 def securities(
     ctx: click.Context,
@@ -90,6 +102,7 @@ def securities(
     drones: tuple[int, ...],
     threads: tuple[int, ...],
     json_file: Path | None,
+    plot_file: Path | None,
 ) -> None:
     """Load five lists of securities, with one head and with many, and compare the times.
 
@@ -102,8 +115,11 @@ def securities(
     """
     if live and (data is not None or latency is not None):
         raise click.UsageError("--live loads from the real site: it goes with neither --data nor --latency.")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise click.BadParameter(f"no such directory: {json_file.parent}", param_hint="--json")
+    for file, option in ((json_file, "--json"), (plot_file, "--plot")):
+        if file is not None and not file.parent.is_dir():
+            raise click.BadParameter(f"no such directory: {file.parent}", param_hint=option)
+    if plot_file is not None:
+        _check_plot(plot_file)
 
     from polycephaly.demos.securities import experiments, report
     from polycephaly.demos.securities.parse import SourceError
@@ -112,11 +128,12 @@ def securities(
 
     seconds = DEFAULT_LATENCY if latency is None else latency
     outcomes: list[experiments.Outcome] = []
+    timelines: list[Timeline] = []
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
-            for outcome in experiments.run(site, experiments.plan(drones, threads)):
+            for outcome in experiments.run(site, experiments.plan(drones, threads, timelines)):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
     except SourceError as error:
@@ -124,8 +141,31 @@ def securities(
     click.echo(report.summary(outcomes))
     if json_file is not None:
         _write_json(json_file, report.as_json(outcomes))
+    if plot_file is not None:
+        click.echo(f"\nThe combined run:\n{timelines[0]}")
+        _plot(plot_file, timelines[0], report.bars(outcomes))
     if not report.equal(outcomes):
         ctx.exit(1)
+
+
+def _check_plot(path: Path) -> None:
+    from polycephaly.timeline import files
+
+    try:
+        files.check(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--plot") from error
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _plot(path: Path, timeline: Timeline, bars: list[Bar]) -> None:
+    from polycephaly.timeline import files
+
+    try:
+        files.write(timeline, path, "Five lists of securities", bars)
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from error
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,20 +13,23 @@ from .picture import Bar
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["check_suffix", "write"]
+__all__ = ["check", "write"]
 
 
-def check_suffix(path: str | os.PathLike[str]) -> Path:
-    """Raises `ValueError` where the name does not say one of the forms."""
+def check(path: str | os.PathLike[str]) -> Path:
+    """Raises `ValueError` where the name does not say one of the forms, `ModuleNotFoundError` where it needs Pillow."""
     path = Path(path)
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
+    if path.suffix.lower() == ".png" and find_spec("PIL") is None:
+        cure = "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)"
+        raise ModuleNotFoundError(cure, name="PIL")
     return path
 
 
 def write(timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()) -> None:
     """With a bar chart above it, if there are `bars`. See `Timeline.save`."""
-    path = check_suffix(path)
+    path = check(path)
     path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))
 
 

@@ -18,7 +18,7 @@ const FINE = ["running", "done"].map(name => data.statuses.indexOf(name));
 
 let top_ = 0;
 const rows = data.rows.map(row => {
-  const height = row.thread ? THREAD : Math.max(DRONE, Math.min(8, row.lanes) * LANE);
+  const height = row.thread ? THREAD : Math.max(DRONE, Math.min(24, row.lanes) * LANE);
   const placed = { ...row, top: top_, height, from: [] };
   for (let lane = 0; lane < row.lanes; lane++) placed.from.push([]);
   top_ += height;
@@ -131,8 +131,8 @@ function drawLines(row, y) {
   pen.fillStyle = theme.soft;
   const middle = y + row.height / 2;
   for (const [from, to] of row.lives) pen.fillRect(xOf(from), middle, xOf(to) - xOf(from), 1);
-  if (row.waits.length) {
-    const from = xOf(Math.min(...row.waits));
+  if (row.waits !== null) {
+    const from = xOf(row.waits);
     pen.fillRect(from, middle, width - from, 1);
   }
 }
@@ -172,6 +172,10 @@ function drawSpan(i, x, y, wide, high) {
     pen.fillRect(x, y, wide, high);
   } else {
     const solid = high * Math.min(1, cpu[i] / Math.max(1, finished[i] - started[i]));
+    pen.globalAlpha = 1;
+    pen.fillStyle = theme.paper;  // over the lines
+    pen.fillRect(x, y, wide, high - solid);
+    pen.fillStyle = data.names[name[i]].colour;
     pen.globalAlpha = 0.4 * dim;
     pen.fillRect(x, y, wide, high - solid);
     pen.globalAlpha = dim;

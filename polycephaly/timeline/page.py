@@ -97,7 +97,7 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                 "lanes": max(1, len(row.lanes)),
                 "busy": round(row.busy / whole, 4),
                 "lives": [[at(span.started), at(span.finished)] for span in row.lives],
-                "waits": [at(span.sent) for span in row.sent],
+                "waits": at(min((span.sent for span in row.sent if span.sent is not None), default=None)),
             }
             for row in all_rows
         ],

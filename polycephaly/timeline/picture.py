@@ -205,6 +205,7 @@ def _bar(span: Span, x: float, y: float, wide: float, high: float, palette: dict
         yield Box(x, y, wide, high, colour, title=title)
     else:
         solid = high * min(1.0, span.cpu / max(span.seconds, 1e-9))
+        yield Box(x, y, wide, high, "paper")  # over the lines
         yield Box(x, y, wide, high, colour, PALE, title=title)
         yield Box(x, y + high - solid, wide, solid, colour)
     if span.status not in (DONE, RUNNING):

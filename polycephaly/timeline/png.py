@@ -20,13 +20,8 @@ LIGHT = {"ink": "#1c2126", "soft": "#66707a", "line": "#e3e7eb", "paper": "#ffff
 
 
 def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
-    try:
-        from PIL import Image, ImageDraw
-    except ModuleNotFoundError as missing:
-        if missing.name != "PIL":
-            raise
-        cure = "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)"
-        raise ModuleNotFoundError(cure, name="PIL") from None
+    from PIL import Image, ImageDraw
+
     drawing = draw(timeline, title, bars)
     high = min(MOST, round(drawing.height * SCALE))
     image = Image.new("RGB", (round(drawing.width * SCALE), high), LIGHT["paper"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITS = "·"
 THREADS_SHOWN = 26  # of one drone
 FUNCTIONS_SHOWN = 12
-NAME = 24  # columns
+NAME = 28  # columns
 NARROWEST = 60
 
 
@@ -42,7 +43,7 @@ def text(timeline: Timeline, width: int | None = None) -> str:
         )
     if timeline.threads_lost:
         lines.append(f"{timeline.threads_lost:,} calls of green threads were too many to be kept.")
-    return "\n".join([*lines, timeline.bottleneck])
+    return "\n".join([*lines, *textwrap.wrap(timeline.bottleneck, width)])
 
 
 # -- the chart --------------------------------------------------------------------------------------
@@ -127,14 +128,15 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
     if len(by_function) > 1:
         lines.append(_line("together", total))
     of_threads = _by_function(timeline.sums(threads=True))
-    lines += [_line(f"  {name}", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
+    lines += [_line(f"{name}, in green threads", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
     return [head, *lines]
 
 
 def _table(timeline: Timeline, width: int) -> list[str]:
     lines = table(timeline)
-    broad = max(20, width - 76)
-    widths = (min(broad, max(len(line[0]) for line in lines)), 9, 9, 9, 9, 9, 9, 9, 9)
+    numbers = [2 + max(len(line[column]) for line in lines if column < len(line)) for column in range(1, len(lines[0]))]
+    broad = max(20, width - sum(numbers))
+    widths = (min(broad, max(len(line[0]) for line in lines)), *numbers)
     return [_columns(line, widths) for line in lines]
 
 
@@ -167,8 +169,8 @@ def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
 def seconds(value: float) -> str:
     """With three digits that count, and the unit that fits."""
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if value < limit:
-            return f"{value * factor:.3g} {unit}" if value * factor < 999.5 else f"{value * factor:.0f} {unit}"
+        if value < limit * 0.9995:
+            return f"{value * factor:.3g} {unit}"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
@@ -190,4 +192,8 @@ def _count(number: int, what: str) -> str:
 
 def _cut(name: str, columns: int) -> str:
     name = "".join(each if each.isprintable() else " " for each in name)
-    return name if len(name) <= columns else f"{name[: columns - 1]}…"
+    if len(name) <= columns:
+        return name
+    name, mark, number = name.rpartition(" #")  # of a green thread: that is what tells it from the others
+    keep = columns - len(mark + number) - 1
+    return f"{name[:keep]}…{mark}{number}" if mark and keep > 4 else f"{(name + mark + number)[: columns - 1]}…"

@@ -47,6 +47,8 @@ class Figures:
     on_the_way: float
     bytes: float
     computing: float | None  # processor time of what ran, as a share of that; None: not known
+    busiest_computing: float | None  # the same of the busiest drone
+    threads: int  # of the busiest drone: how many green threads called something
     cores: int
 
     @property
@@ -74,20 +76,23 @@ def figures(timeline: Timeline) -> Figures:
         for drone in busy:
             busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
     calls = sum(each.calls for each in sums.values())
-    measured = [span for span in work if span.cpu is not None]
+    shares = {drone: min(1.0, each / whole) for drone, each in busy.items()}
+    busiest = max(shares, key=lambda drone: shares[drone], default="")
     return Figures(
         whole,
         len(busy),
         calls,
         len(work) + timeline.folded,
-        {drone: min(1.0, each / whole) for drone, each in busy.items()},
+        shares,
         {drone: function for drone, (_, function) in functions.items()},
         max((span.seconds for span in work), default=0.0) / whole,
         _backlog(work) / whole if not timeline.folded else _backlog(work) / max(1e-9, end - _first(work)),
         _typical(sums.values()),
         sum(each.there + each.back for each in sums.values()) / max(1, calls),
         sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
-        _computing(measured, sum(span.seconds for span in work)),
+        _computing(work),
+        _computing([span for span in work if span.drone == busiest]),
+        len({span.thread for span in timeline.spans if span.thread and span.drone == busiest and not span.whole}),
         len(os.sched_getaffinity(0)),
     )
 
@@ -100,28 +105,22 @@ def sentence(f: Figures) -> str:
     """The verdict on these figures."""
     if not f.calls:
         return "No work has been done."
-    used = percent(f.utilisation)
-    busiest = f.busiest
-    share, function = percent(f.busy[busiest]), f.functions.get(busiest, "")
-    waits = f.computing is not None and f.computing < IDLE_CPU
-    who = f"{busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
-    if f.utilisation >= BUSY:
-        if waits:
-            assert f.computing is not None
-            return (
-                f"{who} busy {used} of the time, mostly with {function}, but computed in {percent(f.computing)} "
-                "of that: it waits; green threads (green.map) or more drones would overlap the waiting."
-            )
-        if f.longest >= ALONE and f.pieces <= f.drones:
-            return f"{who} busy {used} of the time, mostly with {function}: only shorter or smaller pieces would help."
-        more = "more drones would help" if f.drones < f.cores else f"its {f.cores} cores are what limits this machine"
-        return f"{who} busy {used} of the time, mostly with {function}: {more}."
+    used, function = percent(f.utilisation), f.functions.get(f.busiest, "")
     if f.longest >= ALONE:
-        instead = "more drones will not help; split that"
-        if waits:
-            instead += ", or overlap its waiting by green threads (green.map)"
-        name = "The longest drone, " + busiest + "," if f.drones > 1 else busiest
-        return f"{name} was busy {share} of the time with {function}: {instead}."
+        return _of_one_call(f, function)
+    if f.utilisation >= BUSY:
+        who = f"{f.busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
+        busy = f"{who} busy {used} of the time, mostly with {function}"
+        if f.computing is not None and f.computing < IDLE_CPU:
+            return (
+                f"{busy}, but computed in {percent(f.computing)} of that: it waits; green threads (green.map) or more "
+                "drones would overlap the waiting."
+            )
+        if f.drones < f.cores:
+            return f"{busy}: more drones would help, as this machine has {f.cores} cores."
+        if f.computing is None:
+            return f"{busy}: the work itself is what takes the time."
+        return f"{busy}, and computed in {percent(f.computing)} of that: the {f.cores} cores are the limit."
     if f.pieces < FEW * f.drones and f.drones > 1:
         return (
             f"{f.pieces} pieces of work are too few to keep {f.drones} drones busy ({used} of the time): "
@@ -142,7 +141,20 @@ def sentence(f: Figures) -> str:
             f"The controller: calls of {seconds(f.running)} are too short for it to keep the drones busy "
             f"({used} of the time); pool.map sends many at once, larger ones cost it less."
         )
-    return f"The drones were busy {used} of the time; {busiest} most, {share}, mostly with {function}."
+    share = percent(f.busy[f.busiest])
+    return f"The drones were busy {used} of the time; {f.busiest} most, {share}, mostly with {function}."
+
+
+def _of_one_call(f: Figures, function: str) -> str:
+    """One call takes most of the time: whatever else is done, the whole cannot get shorter than that."""
+    name = f"The longest drone, {f.busiest}," if f.drones > 1 else f.busiest
+    was = f"{name} was busy {percent(f.busy[f.busiest])} of the time with {function}"
+    if f.busiest_computing is None or f.busiest_computing >= IDLE_CPU:
+        return f"{was}: more drones will not help; split that."
+    waits = f"{was}, and computed in {percent(f.busiest_computing)} of that: more drones will not help; split that, or"
+    if f.threads:
+        return f"{waits} let more than its {f.threads} green threads wait at once."
+    return f"{waits} overlap its waiting by green threads (green.map)."
 
 
 def _backlog(work: list[Span]) -> float:
@@ -162,8 +174,9 @@ def _first(work: list[Span]) -> float:
     return min((span.queued for span in work if span.queued is not None), default=0.0)
 
 
-def _computing(measured: list[Span], running: float) -> float | None:
+def _computing(work: list[Span]) -> float | None:
     """Known if most of what ran was measured."""
+    measured, running = [span for span in work if span.cpu is not None], sum(span.seconds for span in work)
     of_measured = sum(span.seconds for span in measured)
     if not of_measured or of_measured < running / 2:
         return None

@@ -47,17 +47,21 @@ class Outcome:
     astray: tuple[str, ...]
 
 
-def plan(drones: Sequence[int], threads: Sequence[int]) -> list[Experiment]:
+def plan(
+    drones: Sequence[int], threads: Sequence[int], timelines: list[poly.Timeline] | None = None
+) -> list[Experiment]:
     """All experiments in the order of their running, baseline first.
 
-    II comes once for each number of drones, III once for each number of threads.
+    II comes once for each number of drones, III once for each number of threads. The combined one leaves its timeline
+    in `timelines`.
     """
+    combined = partial(drones_and_threads, timelines=timelines)
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
         Experiment("I", drones=len(LISTS), threads=1, load=drone_per_list),
         *(Experiment("II", drones=n, threads=1, load=partial(drones_drain, n)) for n in drones),
         *(Experiment("III", drones=0, threads=n, load=partial(threads_drain, n)) for n in threads),
-        Experiment("combined", drones=len(LISTS), threads=FUND_THREADS, load=drones_and_threads),
+        Experiment("combined", drones=len(LISTS), threads=FUND_THREADS, load=combined),
     ]
 
 
@@ -130,16 +134,21 @@ def threads_drain(threads: int, site: Site) -> Lists:
     return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
 
 
-def drones_and_threads(site: Site) -> Lists:
+def drones_and_threads(site: Site, timelines: list[poly.Timeline] | None = None) -> Lists:
     """Experiment *combined*: five drones as in I; the longest list is loaded by green threads in its drone."""
-    with ExitStack() as drones:
-        funds = drones.enter_context(poly.Drone(name="funds")).promise(load_funds, FUND_THREADS, site)
-        promises = {}
-        for name in LISTS:
-            if name != "funds":
-                drone = drones.enter_context(poly.Drone(name=name))
+    drones, promises = [], {}
+    with ExitStack() as stack:
+        for name in reversed(LISTS):  # the longest, funds, first
+            drone = stack.enter_context(poly.Drone(name=name))
+            if name == "funds":
+                promises[name] = drone.promise(load_funds, FUND_THREADS, site)
+            else:
                 promises[name] = drone.promise(getattr(site, f"load_{name}"))
-        return {name: promise.value for name, promise in promises.items()} | {"funds": funds.value}
+            drones.append(drone)
+        lists = {name: promises[name].value for name in LISTS}
+    if timelines is not None:
+        timelines.append(sum((drone.timeline for drone in drones), poly.Timeline()))
+    return lists
 
 
 def load_funds(threads: int, site: Site) -> list[Fund]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from polycephaly.demos.securities.experiments import Experiment, Outcome
+from polycephaly.timeline.picture import Bar
 
 BAR_WIDTH = 50
 
@@ -26,6 +27,12 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """What to know after the last row: the sizes of the lists, whether they are equal, the talk's figures."""
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
     return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
+
+
+def bars(outcomes: Sequence[Outcome]) -> list[Bar]:
+    """The talk's bar chart: the seconds of each experiment, and its speed-up."""
+    baseline = outcomes[0].seconds
+    return [Bar(_label(each.experiment), each.seconds, f"{baseline / each.seconds:.1f}x") for each in outcomes]
 
 
 def equal(outcomes: Iterable[Outcome]) -> bool:
@@ -77,6 +84,16 @@ def _heads(experiment: Experiment) -> str:
     if experiment.threads == 1:
         return drones
     return f"{drones} and {threads}" if experiment.drones else threads
+
+
+def _label(experiment: Experiment) -> str:
+    drones, threads = experiment.drones, experiment.threads
+    if experiment.name == "sequential":
+        return experiment.name
+    heads = [f"{number} {what}{'s' * (number > 1)}" for number, what in ((drones, "drone"), (threads, "thread"))]
+    if not drones:
+        return f"{experiment.name}, {heads[1]}"
+    return f"{experiment.name}, {' and '.join(heads) if threads > 1 else heads[0]}"
 
 
 def _title(name: str) -> str:
