@@ -21,7 +21,7 @@ import weakref
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pickle import dumps
@@ -31,7 +31,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ..doer import Workforce
 from ..errors import another
@@ -41,19 +40,16 @@ from ..launch import safepoint
 from ..plan import Terms, check_at_least, check_timeout, check_work
 from ..promises import CANCELLED, FINISHED, Promise, settlers
 from ..wire.definitions import Book, Definition, label
-from ..wire.endpoint import has_news
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
 from . import places
 from .bell import Bell
+from .dealer import Dealer
 from .drone import Berth, RemoteDrone
-from .forks import Peer, peer_of, reached
 from .frames import (
     ASK,
-    BYE,
     CANCEL,
     HELLO,
-    LARGEST,
     PING,
     RECALL,
     REFUSED,
@@ -69,7 +65,7 @@ from .frames import (
     read_note,
     read_results,
 )
-from .keys import Card, check_address, check_key, wants_ipv6
+from .keys import Card, check_address, check_key
 
 __all__ = ["RemotePool", "connect"]
 
@@ -82,14 +78,7 @@ BYTES_AHEAD = 64 << 20
 PACKET = 256 * 1024  # bytes after which a message is full
 PING_EVERY = 2.0  # seconds
 AS_THE_POOL_SAYS = -1  # retries
-HEARTBEAT_MS = 3000
-HEARTBEAT_TIMEOUT_MS = 12000
 _DEFINITIONS_KEPT = 256
-
-_EVENTS = (
-    zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)  # fmt: skip
 
 
 class _Connection:
@@ -117,26 +106,12 @@ class _Connection:
         self._stopping = self._lost = self._left_behind = False
         self._cancels = ""
         self._pinged = 0.0
-        self._peer: Peer | None = None
         self._turn = safepoint.Turn()
-        with ExitStack() as undo:
-            undo.callback(self._bell.close)
-            context = zmq.Context()
-            undo.callback(context.term)
-            self._socket = context.socket(zmq.DEALER)
-            undo.callback(self._socket.close)
-            for option, value in (
-                (zmq.LINGER, 500), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IPV6, wants_ipv6(card.address)),
-                (zmq.CURVE_SERVERKEY, card.server.encode()), (zmq.CURVE_PUBLICKEY, card.public.encode()),
-                (zmq.CURVE_SECRETKEY, card.secret.encode()), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.MAXMSGSIZE, LARGEST),
-            ):  # fmt: skip
-                self._socket.setsockopt(option, value)
-            self._monitor = self._socket.get_monitor_socket(_EVENTS)
-            undo.callback(self._monitor.close)
-            undo.callback(self._socket.disable_monitor)
-            self._socket.connect(card.address)
-            self._made = undo.pop_all()
+        try:
+            self._dealer = Dealer(card)
+        except BaseException:
+            self._bell.close()
+            raise
         _connections.add(self)
         self._thread = threading.Thread(target=self._live, name="polycephaly-client", daemon=True)
         safepoint.add_turn(self._thread, self._turn)
@@ -145,15 +120,11 @@ class _Connection:
             self.welcome.result(timeout)
         except TimeoutError:
             self.close(cancel="all")
-            raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{self._why()}") from None
+            why = f": {self._dealer.trouble}" if self._dealer.trouble else ""
+            raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{why}") from None
         except BaseException:
             self.close(cancel="all")
             raise
-
-    _trouble = ""
-
-    def _why(self) -> str:
-        return f": {self._trouble}" if self._trouble else ""
 
     # -- what work and promises use, in any thread ------------------------------------------------------
 
@@ -187,7 +158,7 @@ class _Connection:
         number, promise = next(self._ask_numbers), Promise[Any]()
         self._asked[number] = promise
         note = {"id": number, "what": what, **more}
-        self.post(lambda: self._socket.send_multipart(pack_note(ASK, note)))
+        self.post(lambda: self._dealer.send(pack_note(ASK, note)))
         if self._lost:
             self._reject_all()
         return promise
@@ -216,7 +187,7 @@ class _Connection:
         """In the thread: it was cancelled."""
         self._waiting.discard(work)
         if work.number in self._flight:
-            self._socket.send_multipart(pack_numbers(CANCEL, [work.number]))
+            self._dealer.send(pack_numbers(CANCEL, [work.number]))
             self._answered(work.number)
 
     def explain(self, error: BaseException) -> None:
@@ -237,9 +208,9 @@ class _Connection:
     def _live(self) -> None:
         settlers.add(get_ident())
         poller = zmq.Poller()
-        for each in (self._socket, self._monitor, self._bell):
+        for each in (self._dealer.socket, self._dealer.monitor, self._bell):
             poller.register(each, zmq.POLLIN)
-        self._socket.send_multipart(hello())
+        self._dealer.send(hello())
         try:
             while not self._is_over():
                 self._bell.asleep = True
@@ -258,7 +229,6 @@ class _Connection:
         answered: list[Work] = []
         with self._turn:
             self._bell.hush()
-            self._look_at_connection()
             self._hear_all(answered)
             while self._acts:
                 self._acts.popleft()()
@@ -282,13 +252,10 @@ class _Connection:
 
     def _end(self) -> None:
         with self._turn:
-            with suppress(zmq.ZMQError):
-                self._socket.send_multipart([BYE], zmq.NOBLOCK)
             safepoint.remove_turn(self._thread)
             _connections.discard(self)
-            if self._peer is not None:
-                reached.discard(self._peer)
-            self._made.close()
+            self._dealer.close()
+            self._bell.close()
         self._lost = True
         self.refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
         self._reject_all()
@@ -308,29 +275,12 @@ class _Connection:
                 self._asked.popitem()[1]._settle(FINISHED, None, another(refusal))
 
     def _lose(self, why: str) -> None:
-        self._lost = True
+        self._lost, self._dealer.lost = True, why
         if self.refusal is None or not isinstance(self.refusal, ConnectionError):
             self.refusal = ConnectionError(f"the connection to {self.address} is lost: {why}")
 
-    def _look_at_connection(self) -> None:
-        while has_news(self._monitor):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            kind = event["event"]
-            if kind == zmq.EVENT_CONNECTED:
-                self._peer = peer_of(event["value"])
-                reached.add(self._peer)
-            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._lose("it does not know our key (was it taken off the allow-list?)")
-            elif kind in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                self._trouble = "somebody is there who has not the server's key, or is no server of ours"
-                if not self.welcome.done():
-                    self._lose(self._trouble)
-            elif kind == zmq.EVENT_DISCONNECTED and self.welcome.done():
-                self._lose("the server has ended, or cannot be reached")
-
     def _hear_all(self, answered: list[Work]) -> None:
-        while not self._lost and has_news(self._socket):
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        for frames in self._dealer.received():
             try:
                 if frames[0] == RESULTS:
                     for number, status, payload in read_results(frames):
@@ -343,6 +293,7 @@ class _Connection:
                     if why is not None:
                         raise Malformed(why)
                     self.name = str(who.get("name"))
+                    self._dealer.welcomed = True
                     self.welcome._settle(FINISHED, None, None)
                 elif frames[0] == TELL:
                     self._hear_answer(read_note(frames))
@@ -352,6 +303,8 @@ class _Connection:
                     raise Malformed(f"a message of type {frames[0][:8]!r}")
             except Malformed as wrong:
                 self._lose(str(wrong))
+        if self._dealer.lost:
+            self._lose(self._dealer.lost)
 
     def _hear_answer(self, note: dict[str, Any]) -> None:
         promise = self._asked.pop(note.get("id", 0), None)
@@ -396,7 +349,7 @@ class _Connection:
                 self._bytes += len(payload)
                 size += len(payload) + 32
             if items:
-                self._socket.send_multipart(pack_work(items))
+                self._dealer.send(pack_work(items))
 
     def _define(self, definition: Definition, items: list[Item]) -> None:
         if len(self._defined) >= _DEFINITIONS_KEPT:
@@ -411,7 +364,7 @@ class _Connection:
         now = monotonic()
         if now - self._pinged >= PING_EVERY and self.welcome.done():
             self._pinged = now
-            self._socket.send_multipart([PING])
+            self._dealer.send([PING])
 
     def _cancel_all(self, running: bool) -> None:
         """All, or what the server has not begun: of what it has it knows that."""
@@ -423,7 +376,7 @@ class _Connection:
                 log.exception("a callback of %r failed", work)
         if not running and not self._lost:
             with self._turn:
-                self._socket.send_multipart(pack_numbers(RECALL, sent))
+                self._dealer.send(pack_numbers(RECALL, sent))
 
 
 class RemotePool(Workforce):
