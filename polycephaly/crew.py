@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -54,6 +54,7 @@ log = logging.getLogger("polycephaly")
 DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
 GRACE = 1.0  # seconds between an interrupt and a kill
 _BATCH = 2048
+_PASSED_MOST = 1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
 CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
 
 
@@ -427,6 +428,47 @@ class Crew:
             self.roster.retire(link)
         self.roster.stop_if_retired(link)
         self.look_for_end = True
+
+    # -- in turns: what another process runs (net/workers.py) -----------------------------------------
+
+    def lend(self, most: int, which: Callable[[Work], bool]) -> list[Work]:
+        """Takes from the queue at most so many, of those that `which` is true of: no drone has got them. They count as
+        waiting, until they come back or are settled."""
+        taken: list[Work] = []
+        passed: list[Work] = []
+        with suppress(IndexError):
+            while len(taken) < most and len(passed) < _PASSED_MOST:
+                work = self.queue.popleft()
+                if not work.done():
+                    (taken if which(work) else passed).append(work)
+        self.queue.extendleft(reversed(passed))
+        for work in taken:
+            work.lent = True
+        self._waiting.update(taken)
+        return taken
+
+    def come_back(self, works: list[Work]) -> None:
+        """They were lent, and not begun."""
+        for work in works:
+            work.lent = False
+        self._waiting.difference_update(works)
+        if self.over:
+            self.lose(works, self.refusal or RuntimeError(f"{self.plan.name} has ended"), again=False)
+        else:
+            self.requeue([work for work in works if not work.done()])
+        self.look_for_end = True
+
+    def lost(self, works: list[Work], error: BaseException) -> None:
+        """They were lent, and perhaps begun: nobody knows what became of them."""
+        for work in works:
+            work.lent = False
+        self._waiting.difference_update(works)
+        self.lose(works, error, again=not self.over)
+        self.look_for_end = True
+
+    def settled_elsewhere(self, works: list[Work]) -> None:
+        self._waiting.difference_update(works)
+        self.look_for_end |= self.closing
 
     # -- in turns: stopping what runs -----------------------------------------------------------------
 

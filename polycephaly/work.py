@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
-from pickle import dumps
+from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +21,10 @@ from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
 from .shared import Shared
 from .wire.capture import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from .wire.definitions import Book, Definition
-from .wire.loans import load
+from .wire.loans import Parcel, load, load_beside
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from .wire.slices import SHORT, SMALL, Answers, part_of
+from .wire.store import pristine_view
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -51,6 +52,8 @@ class Work(Promise[Any]):
     answer: Answer | AnswersTogether | None = None
     timeout: float | None = None  # seconds that it may run
     retries = 0  # how often it is run again when its drone dies
+    relays: Any = None  # what of another process's it is, where it is such (net/desk.py)
+    lent = False  # another process has it, and may be running it
 
     def __init__(self, crew: Crew) -> None:
         self._open = None  # as Promise.__init__ does
@@ -97,6 +100,18 @@ class Work(Promise[Any]):
             error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
             raise
         return inputs
+
+    def captured(self) -> tuple[Any, ...]:
+        """Once more the arguments of a call without keywords and promises."""
+        if self.args is not None:
+            return self.args
+        payload = self.payload
+        if isinstance(payload, Parcel):
+            views = [pristine_view(segment)[at : at + length] for segment, at, length in payload.places]
+            args: tuple[Any, ...] = load_beside(payload.inline, views)
+        else:
+            args = loads(payload) if payload else ()
+        return args
 
     def when_filled(self, inputs: Sequence[Promise[Any]], go: Callable[[Work], None]) -> None:
         """Calls `go` once, when all `inputs` have values; rejects this work when one is rejected."""

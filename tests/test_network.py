@@ -663,6 +663,14 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
         ]),
         frames.pack_note(frames.ASK, {"id": 1, "what": "drones"}),
         frames.pack_note(frames.ASK, {"id": 2, "what": "kill", "drone": 99}),
+        frames.pack_note(frames.ASK, {"id": [], "what": {}, "drone": ""}),
+        frames.hello(1, role="worker", name="far", host="x"),
+        frames.pack_note(frames.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}),
+        frames.pack_note(frames.NEWS, {"drones": [{"number": ""}]}),
+        frames.pack_note(frames.TELL, {"id": 1}),
+        frames.pack_numbers(frames.WINDOW, [5]),
+        frames.pack_numbers(frames.RETURNED, [1, 2]),
+        frames.pack_results([(1, 1, b"x")]),
         frames.pack_numbers(frames.CANCEL, [1, 2, 1 << 60]),
         [frames.PING],
         [frames.BYE],
@@ -679,6 +687,7 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
                 sent.insert(rnd.randrange(len(sent) + 1), bytearray(rnd.randbytes(rnd.randrange(40))))
         fool.send_multipart([bytes(part) for part in sent])
     fool.send_multipart(frames.hello())
+    wait_for(lambda: server.clients == 2)
     assert remote.doit(abs, -5) == 5
     fool.close()
     context.term()

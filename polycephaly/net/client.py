@@ -65,7 +65,7 @@ from .frames import (
     read_note,
     read_results,
 )
-from .keys import Card, check_address, check_key
+from .keys import Card
 
 __all__ = ["RemotePool", "connect"]
 
@@ -532,15 +532,7 @@ def connect(
     fit, `PermissionError` for a file that others may read, `ValueError` for what is no name, file, address or key.
     """
     check_timeout(timeout)
-    if server_key is None and keys is None:
-        if os.fspath(where).startswith("tcp://"):
-            raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")
-        card = places.find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
-    elif server_key is None or keys is None:
-        raise ValueError("server_key= and keys= go together")
-    else:
-        card = Card(check_address(os.fspath(where)), check_key(server_key), check_key(keys[0]), check_key(keys[1]))
-    return RemotePool(_Connection(card, timeout))
+    return RemotePool(_Connection(places.card_of(where, server_key, keys), timeout))
 
 
 _connections: set[_Connection] = set()

@@ -9,6 +9,7 @@ image/relayed.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,22 +39,31 @@ __all__ = ["Desk", "Given", "find", "outcome", "run"]
 
 
 class Given:
-    """A definition of a peer's."""
+    """A definition of a peer's. `number` tells it from all others of this process."""
 
-    __slots__ = ("call", "kind", "label", "payload")
+    __slots__ = ("call", "kind", "label", "number", "payload", "tag")
 
     def __init__(self, kind: int, label: str, payload: bytes, tag: str) -> None:
+        self.number = next(_numbers)
         self.kind = kind
         self.label = label
         self.payload = payload
+        self.tag = tag
         self.call = partial(relayed, tag, kind, payload)
 
 
+_numbers = itertools.count(1)
+
+
 class Desk:
-    """`settled` is called with the number and the promise of each call, in any thread."""
+    """`settled` is called with the number and the promise of each call, in any thread. What the calls print is marked
+    with `tag`; None: with what came with their definition."""
 
     def __init__(
-        self, run: Callable[[Given, Item], Promise[Any]], settled: Callable[[int, Promise[Any]], object], tag: str = ""
+        self,
+        run: Callable[[Given, Item], Promise[Any]],
+        settled: Callable[[int, Promise[Any]], object],
+        tag: str | None,
     ) -> None:
         self._run = run
         self._settled = settled
@@ -64,7 +74,8 @@ class Desk:
     def take(self, item: Item) -> None:
         """Raises `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
-            self._definitions[item.number] = Given(item.kind, *read_definition(item.payload), self._tag)
+            label, payload, tag = read_definition(item.payload)
+            self._definitions[item.number] = Given(item.kind, label, payload, tag if self._tag is None else self._tag)
         elif item.kind == FORGET:
             self._definitions.pop(item.number, None)
         elif item.kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
@@ -86,7 +97,7 @@ class Desk:
     def cancel(self, numbers: Iterable[int], running: bool) -> None:
         for number in numbers:
             promise = self.works.get(number)
-            if promise is not None:
+            if promise is not None and (running or not getattr(promise, "lent", False)):
                 promise.cancel(running=running)
 
     def drop(self) -> int:
@@ -107,9 +118,9 @@ def run(pool: Pool, given: Given, item: Item) -> Promise[Any]:
         own = crew.terms
         terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
     work = crew.submit(given.call, (item.kind, item.payload), {}, link, terms)
-    definition = getattr(work, "definition", None)
-    if definition is not None:
-        definition.label = given.label  # each time: a refresh makes new definitions
+    if hasattr(work, "definition"):
+        work.definition.label = given.label  # each time: a refresh makes new definitions
+        work.relays = given
     return work
 
 

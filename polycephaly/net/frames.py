@@ -14,6 +14,17 @@
     PING     ─────>   now and then: it lives            PING  <───── is it still there?
     BYE      ─────>   its work that is left is cancelled
 
+A *worker* (join.py) says hello as one, and takes work instead of giving it:
+
+    worker                                              server
+    WINDOW   number  ─────>                             so many calls it would hold; 0: it leaves
+             <──────  WORK, CANCEL, ASK                 as a client's; definitions bear their client's tag
+             <──────  RECALL  number                    give back so many, of what has not begun
+    RESULTS, TELL  ─────>                               as a server's
+    OUTPUT   ─────>                                     with the tag of whose it is
+    RETURNED numbers  ─────>                            these have not begun and shall not
+    NEWS     JSON  ─────>                               its drones; it lives
+
 A message is frames: its type, a head of items of one size, and their payloads end to end, cut into pieces of `PIECE`
 bytes at most. So no frame is large, and larger ones are refused by libzmq: a stranger could fill the memory with one.
 The server looks at shapes and sizes only: payloads are opened in drones and in the client that gave the work. What it
@@ -36,15 +47,17 @@ from .. import __version__
 from ..wire.messages import Malformed
 
 __all__ = [
-    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS", "SEEN", "TELL",
-    "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_work",
-    "read_definition", "read_hello", "read_note", "read_numbers", "read_results", "read_work",
+    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS", "RETURNED",
+    "SEEN", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note", "pack_numbers",
+    "pack_results", "pack_work", "read_definition", "read_hello", "read_note", "read_numbers", "read_results",
+    "read_work",
 ]  # fmt: skip
 
 PROTOCOL = 2
 
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = b"H", b"E", b"W", b"R", b"C", b"B", b"P", b"Q"
-OUTPUT, SEEN, ASK, TELL = b"O", b"N", b"A", b"T"
+OUTPUT, SEEN, ASK, TELL = b"O", b"S", b"A", b"T"
+WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
 
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
@@ -57,7 +70,7 @@ retries (-1: as the pool says); bytes."""
 _RESULT = Struct("<QBQ")
 """Number, status, bytes."""
 _NUMBER = Struct("<Q")
-_LABEL = Struct("<H")
+_LABELS = Struct("<HH")
 
 
 class Item(NamedTuple):
@@ -117,16 +130,22 @@ def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
     return note
 
 
-def pack_definition(label: str, payload: bytes) -> bytes:
-    """The payload of an item that defines: with what it is called, for whoever is told of it."""
-    name = label.encode("utf-8", "replace")[:200]
-    return _LABEL.pack(len(name)) + name + payload
+def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
+    """The payload of an item that defines: with what it is called, for whoever is told of it, and whose it is."""
+    name, whose = label.encode("utf-8", "replace")[:200], tag.encode()
+    return _LABELS.pack(len(name), len(whose)) + name + whose + payload
 
 
-def read_definition(packed: bytes) -> tuple[str, bytes]:
-    if len(packed) < _LABEL.size or len(packed) < (end := _LABEL.size + _LABEL.unpack_from(packed)[0]):
+def read_definition(packed: bytes) -> tuple[str, bytes, str]:
+    """Label, payload, tag. Raises `Malformed`."""
+    if len(packed) < _LABELS.size:
         raise Malformed("a definition without a label")
-    return packed[_LABEL.size : end].decode("utf-8", "replace"), packed[end:]
+    middle, end = (_LABELS.size + size for size in _LABELS.unpack_from(packed))
+    end += middle - _LABELS.size
+    if len(packed) < end:
+        raise Malformed("a definition with half a label")
+    label, tag = packed[_LABELS.size : middle], packed[middle:end]
+    return label.decode("utf-8", "replace"), packed[end:], tag.decode("ascii", "replace")
 
 
 def pack_work(items: Sequence[Item]) -> list[bytes]:

@@ -28,9 +28,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..procfs import birth_of
-from .keys import Card
+from .keys import Card, check_address, check_key
 
-__all__ = ["check_free", "check_name", "claim", "find", "folder", "leave", "path_of", "running"]
+__all__ = ["card_of", "check_free", "check_name", "claim", "find", "folder", "leave", "path_of", "running"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -92,6 +92,19 @@ def find(name: str) -> Card:
     others = ", ".join(card.name for card in running())
     hint = f" (for the file of that name: connect('./{name}'))" if os.path.isfile(name) else ""
     raise ConnectionError(f"no pool named {name!r} is running; running: {others or 'none'}{hint}")
+
+
+def card_of(
+    where: str | os.PathLike[str], server_key: str | None = None, keys: tuple[str, str] | None = None
+) -> Card:
+    """The card of the pool that `connect` and `join` were told of. Raises as `connect` does."""
+    if server_key is None and keys is None:
+        if os.fspath(where).startswith("tcp://"):
+            raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")
+        return find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
+    if server_key is None or keys is None:
+        raise ValueError("server_key= and keys= go together")
+    return Card(check_address(os.fspath(where)), check_key(server_key), check_key(keys[0]), check_key(keys[1]))
 
 
 def check_free(name: str) -> None:

@@ -45,8 +45,9 @@ from ..promises import Promise, settlers
 from ..wire.endpoint import has_news
 from ..wire.messages import Malformed
 from . import places
+from .answers import OF_DRONES
 from .bell import Bell
-from .desk import Desk, find, outcome, run
+from .desk import Desk, Given, outcome, run
 from .forks import listening
 from .frames import (
     ASK,
@@ -59,6 +60,7 @@ from .frames import (
     REFUSED,
     TELL,
     WORK,
+    Item,
     hello,
     pack_note,
     pack_results,
@@ -68,7 +70,8 @@ from .frames import (
     read_work,
 )
 from .keys import Card, check_address, check_key, new_pair, wants_ipv6
-from .state import drones_of, known_of, queued_in
+from .state import KNOWN, drones_of, known_of, queued_in
+from .workers import Workers
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -80,6 +83,7 @@ log = logging.getLogger("polycephaly")
 DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
+LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
 
@@ -110,6 +114,8 @@ class Server:
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, _Client] = {}
+        self._workers = Workers(self)
+        self._gone: set[bytes] = set()  # who cannot be sent anything any more
         self._outcomes: deque[tuple[_Client, int, Promise[Any]]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
@@ -148,6 +154,11 @@ class Server:
         self._thread = threading.Thread(target=self._live, name="polycephaly-server", daemon=True)
         safepoint.add_turn(self._thread, self._turn)
         self._thread.start()
+
+    @property
+    def name(self) -> str:
+        """Under which it is found, if it is; else its pool's."""
+        return self.card.name if self.card is not None else self._pool._crew.plan.name
 
     @property
     def port(self) -> int:
@@ -197,7 +208,7 @@ class Server:
         """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones hold."""
         crew = self._pool._crew
         return {
-            "name": self.card.name if self.card is not None else crew.plan.name,
+            "name": self.name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "version": __version__,
@@ -207,7 +218,7 @@ class Server:
             "clients": self.clients,
             "queued": queued_in(self._pool),
             "tasks_done": self._tasks_done,
-            "drones": drones_of(self._pool),
+            "drones": drones_of(self._pool) + self._workers.drones(),
         }
 
     # -- the server's thread --------------------------------------------------------------------------
@@ -220,20 +231,25 @@ class Server:
         look = monotonic() + LOOK
         while not self._closing:
             self._bell.asleep = True
-            if not (self._outcomes or self._acts or self._closing):
-                poller.poll(int(LOOK * 1000))
+            if not (self._outcomes or self._acts or self._gone or self._closing):
+                poller.poll(int((LOOK if not self._workers else LOOK_AT_WORKERS) * 1000))
             self._bell.asleep = False
             with self._turn:
                 self._bell.hush()
                 try:
                     self._let_in()
-                    self._hear_all()
+                    gone, self._gone = self._gone, set()
+                    self._hear_all()  # also what those have said who are gone
+                    for identity in gone:
+                        self._let_go(identity, "the connection is gone")
                     while self._acts:
                         self._acts.popleft()()
                     self._send_outcomes()
+                    self._workers.share()
                     late = monotonic() >= look
                     if self._somebody_left() or late:
                         self._drop_the_gone()
+                    self._workers.take_back()
                     if late:
                         look = monotonic() + LOOK
                         self._tell_of_strangers()
@@ -242,6 +258,7 @@ class Server:
         with self._turn:
             for client in list(self._clients.values()):
                 self._drop(client, "the server was closed")
+            self._workers.close()
             safepoint.remove_turn(self._thread)
             _serving.discard(self)
             listening.discard(self.port)
@@ -274,15 +291,18 @@ class Server:
         if not frames:
             raise Malformed("nothing in it")
         kind, client = frames[0], self._clients.get(identity)
+        worker = self._workers.get(identity)
         if kind == HELLO:
-            why = read_hello(frames, "the client", "the server").why
+            why, _, who = read_hello(frames, "the client", "the server")
             if why is not None:
                 log.warning("a client (%s) was refused: %s", key[:8], why)
                 self._send(identity, [REFUSED, why.encode()])
                 return
-            if client is not None:
-                self._drop(client, "you have begun anew")
-            self._admit(identity, key)
+            self._let_go(identity, "you have begun anew")
+            self._admit(identity, key, who)
+            return
+        if worker is not None:
+            self._workers.hear(worker, frames)
             return
         if client is None:  # it was let go, or has not said hello
             if kind != BYE:
@@ -301,23 +321,39 @@ class Server:
         elif kind != PING:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
-    def _admit(self, identity: bytes, key: str) -> None:
+    def _admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
+        size = self._pool._crew.plan.size
+        if who.get("role") == "worker":
+            self._workers.admit(identity, key, who)
+            self._send(identity, hello(size, name=self.name))
+            return
         client = _Client(identity, key, monotonic())
-        client.desk = Desk(partial(run, self._pool), partial(self._settled, client))
+        client.desk = Desk(self._run, partial(self._settled, client), "")
         self._clients[identity] = client
-        crew = self._pool._crew
-        self._send(identity, hello(crew.plan.size, name=crew.plan.name))
+        self._send(identity, hello(size, name=self.name))
+
+    def _run(self, given: Given, item: Item) -> Promise[Any]:
+        if self._workers.has(item.target):
+            return self._workers.run(given, item)
+        return run(self._pool, given, item)
 
     # -- what is asked beside work --------------------------------------------------------------------
 
     def _asked(self, client: _Client, note: dict[str, Any]) -> None:
-        answer = _ANSWERS.get(note.get("what", ""))
-        tell = partial(self._tell, client, note.get("id"))
-        if answer is None:
-            tell(error=f"this server does not know what {note.get('what')!r} is")
-            return
+        what, number, drone = note.get("what"), note.get("id"), note.get("drone", 0)
+        if not (isinstance(what, str) and isinstance(number, int) and isinstance(drone, int)):
+            raise Malformed("a question that is none")
+        tell = partial(self._tell, client, number)
         try:
-            answer(self, note, tell)
+            if what in OF_DRONES:
+                if self._workers.has(drone):
+                    self._workers.ask(what, drone, tell)
+                else:
+                    OF_DRONES[what](self._pool, drone, tell)
+            elif what in _ANSWERS:
+                _ANSWERS[what](self, note, tell)
+            else:
+                tell(error=f"this server does not know what {what!r} is")
         except RuntimeError as error:
             tell(error=str(error))
 
@@ -342,28 +378,15 @@ class Server:
     def _stop(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
         on_stop = self._on_stop
         if on_stop is None:
-            raise RuntimeError(f"the owner of {self._pool._crew.plan.name} does not let clients stop it")
+            raise RuntimeError(f"the owner of {self.name} does not let clients stop it")
         self._aside(tell, partial(on_stop, bool(note.get("now"))))
 
     def _refresh(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
         self._aside(tell, self._pool.refresh)
 
     def _list_drones(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        tell(value=[known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING])
-
-    def _look_at(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        link = find(self._pool, note["drone"])
-        link.born._hook(lambda _: tell(value={**known_of(link), "unresponsive": link.unresponsive}))
-
-    def _interrupt(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        link = find(self._pool, note["drone"])
-        self._pool._crew.hub.post(lambda: self._pool._crew.interrupt(link))
-        tell(value=None)
-
-    def _kill(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        link = find(self._pool, note["drone"])
-        link.ended._hook(lambda _: tell(value=None))
-        self._pool._crew.hub.post(lambda: link.launcher.kill(link.number))
+        own = [known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING]
+        tell(value=own + [{name: each[name] for name in KNOWN} for each in self._workers.drones()])
 
     # -- what goes back -------------------------------------------------------------------------------
 
@@ -381,10 +404,8 @@ class Server:
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:
             self._router.send_multipart([identity, *frames])
-        except zmq.ZMQError:  # it is gone
-            client = self._clients.get(identity)
-            if client is not None:
-                self._drop(client, "your connection is gone")
+        except zmq.ZMQError:
+            self._gone.add(identity)
             return False
         return True
 
@@ -398,11 +419,18 @@ class Server:
 
     def _drop_the_gone(self) -> None:
         now = monotonic()
-        for client in list(self._clients.values()):
-            if now - client.heard > SILENCE:
-                self._drop(client, f"you were not heard of for {SILENCE:g} s")
+        for peer in [*self._clients.values(), *self._workers]:
+            if now - peer.heard > SILENCE:
+                self._let_go(peer.identity, f"not heard of for {SILENCE:g} s")
             else:
-                self._send(client.identity, [PING])
+                self._send(peer.identity, [PING])
+
+    def _let_go(self, identity: bytes, why: str) -> None:
+        """Whoever that is."""
+        if (client := self._clients.get(identity)) is not None:
+            self._drop(client, why)
+        elif (worker := self._workers.get(identity)) is not None:
+            self._workers.drop(worker, why)
 
     def _tell_of_strangers(self) -> None:
         if self._turned_away:  # now and then, or they could fill the log
@@ -422,9 +450,6 @@ _ANSWERS: dict[str, Callable[[Server, dict[str, Any], Callable[..., None]], None
     "stop": Server._stop,
     "refresh": Server._refresh,
     "drones": Server._list_drones,
-    "drone": Server._look_at,
-    "interrupt": Server._interrupt,
-    "kill": Server._kill,
 }
 
 _serving: set[Server] = set()

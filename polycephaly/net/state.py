@@ -12,7 +12,9 @@ from ..procfs import memory_of
 if TYPE_CHECKING:
     from ..pool import Pool
 
-__all__ = ["drones_of", "known_of", "queued_in"]
+__all__ = ["KNOWN", "drones_of", "known_of", "queued_in"]
+
+KNOWN = ("number", "name", "pid", "host")
 
 
 def drones_of(pool: Pool) -> list[dict[str, Any]]:

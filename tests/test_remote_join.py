@@ -1,0 +1,268 @@
+"""Drones of another process work for a served pool; each call runs once, or its client is told that it may not have."""
+
+import os
+import signal
+import socket
+from collections import Counter
+
+import pytest
+from faults import append, block_for_ever, hold_until, lines, wait_for
+from scripts import Script
+
+import polycephaly as poly
+from polycephaly.net import server as server_module
+from polycephaly.net.join import join
+
+SOON = 20.0
+
+
+@pytest.fixture
+def card(tmp_path):
+    return str(tmp_path / "pool.json")
+
+
+@pytest.fixture
+def server(card):
+    with poly.Pool(1, name="lab") as pool, poly.serve(pool, file=card) as server:
+        yield server
+
+
+@pytest.fixture
+def far(server):
+    with poly.Pool(1, name="far") as far:
+        yield far
+
+
+@pytest.fixture
+def joined(far, card, server):
+    with join(far, card) as joined:
+        wait_for(lambda: len(server.status()["drones"]) == 2)
+        yield joined
+
+
+@pytest.fixture
+def remote(server, card):
+    with poly.connect(card) as remote:
+        yield remote
+
+
+def note_and_hold(path, i, gate):
+    """A call whose runs can be counted; it ends when `gate` is there."""
+    append(path, str(i))
+    hold_until(gate)
+    return i
+
+
+def note(path, i):
+    append(path, str(i))
+    return i
+
+
+def warm_up(remote):
+    """Many short calls: after these, each who runs some wants many."""
+    assert sum(remote.map(abs, range(2000))) == sum(range(2000))
+
+
+# -- work ------------------------------------------------------------------------------------------------------
+
+
+def test_clients_calls_run_on_drones_of_both(remote, joined, far, server, tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    both = [remote.promise(hold_until, gate, started) for _ in range(2)]
+    wait_for(lambda: len(lines(started)) == 2)  # at the same time, with one drone each
+    assert set(lines(started)) == {str(drone.pid) for pool in (far, server._pool) for drone in pool.drones}
+    append(gate, "open")
+    assert [p.result(SOON) for p in both] == ["held", "held"]
+    assert sorted(remote.map(abs, range(3000), ordered=False)) == list(range(3000))
+    large = os.urandom(300_000)
+    assert [p.result(SOON) for p in [remote.promise(len, large) for _ in range(20)]] == [300_000] * 20
+
+
+def test_errors_and_deaths_on_the_far_side_come_home(remote, joined, far):
+    drone = remote.drones[-1]
+    assert (drone.pid, drone.host) == (far.drones[0].pid, socket.gethostname())
+    assert isinstance(drone.promise(divmod, 1, 0).exception(SOON), ZeroDivisionError)
+    with pytest.raises(poly.DroneDied, match=r"far\.0 .* ended with exit status 3 while running _exit"):
+        drone.promise(os._exit, 3).result(SOON)
+    assert not drone.alive
+    with pytest.raises(TimeoutError, match=r"more than 0\.2 s on far"):
+        wait_for(lambda: len(remote.drones) == 2 and remote.drones[-1] != drone)
+        remote.options(timeout=0.2).drones[-1].promise(hold_until, "/nowhere").result(SOON)
+
+
+def test_single_drones_are_used_from_afar(remote, joined, far, tmp_path):
+    here, there = remote.drones
+    there["x"] = 41
+    here["x"] = 1
+    assert [p.value for p in remote.everywhere("x + 1")] == [2, 42]
+    assert far.doit("x") == 41
+    promise = there.promise(block_for_ever, str(tmp_path / "started"))
+    wait_for(lambda: lines(tmp_path / "started"))
+    wait_for(lambda: remote.status()["drones"][-1]["running"] == "block_for_ever")
+    assert promise.cancel()
+    promise = there.promise(block_for_ever, str(tmp_path / "started"))
+    wait_for(lambda: len(lines(tmp_path / "started")) == 2)
+    there.interrupt()
+    assert isinstance(promise.exception(SOON), KeyboardInterrupt)
+    promise = there.promise(block_for_ever, str(tmp_path / "started"))
+    wait_for(lambda: len(lines(tmp_path / "started")) == 3)
+    there.kill()
+    assert isinstance(promise.exception(SOON), poly.DroneDied)
+    assert not there.alive and here.alive
+
+
+def test_what_waits_behind_a_long_call_is_asked_back_by_who_is_idle(remote, joined, far, tmp_path):
+    gate = str(tmp_path / "gate")
+    there = far.drones[0].pid
+    warm_up(remote)
+    wait_for(lambda: joined._window > 50)
+
+    def stay(i, gate=gate, there=there):
+        return hold_until(gate) and there if os.getpid() == there else os.getpid()
+
+    promises = [remote.promise(stay, i) for i in range(40)]
+    wait_for(lambda: sum(p.done() for p in promises) == 39)
+    append(gate, "open")
+    assert Counter(p.result(SOON) for p in promises)[there] == 1
+
+
+def test_cancelled_calls_are_withdrawn_from_afar(remote, joined, far, server, tmp_path):
+    started, ran = str(tmp_path / "started"), str(tmp_path / "ran")
+    both = [remote.promise(block_for_ever, started) for _ in range(2)]
+    wait_for(lambda: len(lines(started)) == 2)
+    behind = [remote.promise(note, ran, i) for i in range(10)]
+    assert all(p.cancel() for p in (*behind[::2], *both))
+    assert [p.result(SOON) for p in behind[1::2]] == [1, 3, 5, 7, 9]
+    assert sorted(lines(ran)) == ["1", "3", "5", "7", "9"]
+    wait_for(lambda: not far._crew.pending() and not server._pool._crew.pending())
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, tmp_path):
+    gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
+    warm_up(remote)
+    promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(60)]
+    wait_for(lambda: len(lines(ran)) == 2)
+    wait_for(lambda: far._crew.queue or len(joined._desk.works) == 1)
+    leaving = poly.green.spawn(joined.leave)
+    wait_for(lambda: len(joined._desk.works) == 1)  # what it runs
+    append(gate, "open")
+    assert [p.result(SOON) for p in promises] == list(range(60))
+    leaving.result(SOON)
+    assert sorted(map(int, lines(ran))) == list(range(60))
+    assert [each["name"] for each in server.status()["drones"]] == ["lab.0"]
+    assert remote.doit(abs, -1) == 1
+
+
+def test_who_leaves_at_once_has_what_it_runs_rejected(remote, joined, tmp_path):
+    started = str(tmp_path / "started")
+    promises = [remote.promise(block_for_ever, started) for _ in range(2)]
+    wait_for(lambda: len(lines(started)) == 2)
+    joined.leave(now=True)
+    wait_for(lambda: any(p.done() for p in promises))
+    died = next(p for p in promises if p.done())
+    with pytest.raises(poly.DroneDied, match=r"worker far on .* was lost with block_for_ever, .*: it has left"):
+        died.result()
+    for each in promises:
+        each.cancel()
+
+
+def test_a_pool_that_ends_leaves(remote, joined, far, tmp_path):
+    warm_up(remote)
+    far.shutdown()
+    assert [p.result(SOON) for p in [remote.promise(abs, -i) for i in range(100)]] == list(range(100))
+
+
+def test_the_servers_end_is_told(far, card, tmp_path):
+    with poly.Pool(1) as pool:
+        server = poly.serve(pool, file=card)
+        joined = join(far, card)
+        server.close()
+        with pytest.raises(ConnectionError, match="is lost: the server was closed"):
+            joined.run()
+        joined.leave()
+    assert far.doit(abs, -1) == 1
+    with pytest.raises(ConnectionError, match=r"nobody answered at .* within 0\.3 s"):
+        join(far, card, timeout=0.3)
+
+
+WORKER = """
+    import signal, sys
+    import polycephaly as poly
+    from polycephaly.net.join import join
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    if __name__ == "__main__":
+        signal.signal(signal.SIGTERM, interrupt)
+        with poly.Pool(2, name="far") as far, join(far, sys.argv[1]) as joined:
+            print("up", flush=True)
+            try:
+                joined.run()
+            except KeyboardInterrupt:
+                print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_of_a_killed_workers_calls_each_has_run_once_or_is_reported(retries, remote, server, card, tmp_path):
+    gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
+    with Script(WORKER, card) as script:
+        script.read_until("up")
+        wait_for(lambda: len(server.status()["drones"]) == 3)
+        warm_up(remote)
+        given = remote.options(retries=retries)
+        promises = [given.promise(note_and_hold, ran, i, gate) for i in range(100)]
+        wait_for(lambda: len(lines(ran)) == 3)
+        script.signal(signal.SIGKILL)
+        script.wait()
+        append(gate, "open")
+        outcomes = [p.exception(SOON) for p in promises]
+        assert not script.left()
+    times = Counter(map(int, lines(ran)))
+    for i, error in enumerate(outcomes):
+        if error is None:
+            assert 1 <= times[i] <= 1 + retries, (i, times)
+        else:
+            assert not retries and times[i] <= 1
+            assert isinstance(error, poly.DroneDied) and "was lost with note_and_hold" in str(error)
+    assert retries or any(outcomes)
+    assert remote.doit(abs, -1) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_is_told_to_end_gives_back_and_finishes(number, remote, server, card, tmp_path):
+    gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
+    with Script(WORKER, card) as script:
+        script.read_until("up")
+        wait_for(lambda: len(server.status()["drones"]) == 3)
+        warm_up(remote)
+        promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(50)]
+        wait_for(lambda: len(lines(ran)) == 3)
+        script.signal(number)
+        wait_for(lambda: not any(worker.window for worker in server._workers))
+        append(gate, "open")
+        assert [p.result(SOON) for p in promises] == list(range(50))
+        script.read_until("left")
+        assert script.wait() == 0 and not script.left()
+    assert sorted(map(int, lines(ran))) == list(range(50))
+
+
+def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "SILENCE", 3.0)
+    monkeypatch.setattr(server_module, "LOOK", 0.2)
+    started = str(tmp_path / "started")
+    with Script(WORKER, card) as script:
+        script.read_until("up")
+        wait_for(lambda: len(server.status()["drones"]) == 3)
+        promises = [remote.promise(block_for_ever, started) for _ in range(3)]
+        wait_for(lambda: len(lines(started)) == 3)
+        script.signal(signal.SIGSTOP)
+        wait_for(lambda: sum(p.done() for p in promises) == 2)
+        assert sum("not heard of for 3 s" in str(p.exception()) for p in promises if p.done()) == 2
+        assert len(remote.drones) == 1
+        script.signal(signal.SIGCONT)
+        assert script.wait() != 0  # its `run` raises
+        for promise in promises:
+            promise.cancel()
