@@ -1,6 +1,7 @@
 """What drones print, on its way home: whole lines, each knowing whose it is.
 
 drone's descriptor 1 or 2 ── pipe ──> Stream ──> Line, Line, ... ──> forward (or the pool's `output`)
+                                       └── chunks (wire/chunks.py) are taken out: on whose behalf the lines are
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import suppress
 from io import FileIO
 
 from .launch import lifeline
+from .wire.chunks import MARK, TAG, Sorter
 
 __all__ = ["Line", "Stream", "forward", "print_all"]
 
@@ -21,16 +23,18 @@ _READS = 16  # of one pipe at a time: a drone that never stops writing must not 
 
 
 class Line(str):
-    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose."""
+    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose; ``tag`` on
+    whose behalf it was printed, if somebody said so (see image/console.py)."""
 
-    __slots__ = ("drone", "stream", "text")
+    __slots__ = ("drone", "stream", "tag", "text")
     text: str
     drone: str
     stream: str
+    tag: str
 
-    def __new__(cls, text: str, drone: str, stream: str) -> Line:
+    def __new__(cls, text: str, drone: str, stream: str, tag: str = "") -> Line:
         line = super().__new__(cls, f"[{drone}] {text}")
-        line.text, line.drone, line.stream = text, drone, stream
+        line.text, line.drone, line.stream, line.tag = text, drone, stream, tag
         return line
 
 
@@ -44,6 +48,8 @@ class Stream:
         self._name = name
         self._rest: list[bytes] = []  # read, and not yet a whole line
         self._size = 0
+        self._sorter = Sorter()
+        self._tag = self._rests_tag = ""
         self.open = True
 
     def fileno(self) -> int:
@@ -62,16 +68,34 @@ class Stream:
             pieces.append(piece)
         self.open = bool(pieces[-1])
         new = b"".join(pieces)
+        heard: list[Line] = []
+        if MARK in new or self._sorter.held or not self.open:
+            for each in self._sorter.sort(new, last=not self.open):
+                if isinstance(each, bytes):
+                    self._split(each, heard)
+                elif each[0] == TAG:
+                    self._tag = each[1]
+            if not self.open:
+                self._split(b"", heard, last=True)
+        else:
+            self._split(new, heard)
+        return heard
+
+    def _split(self, new: bytes, heard: list[Line], last: bool = False) -> None:
+        if not self._size:
+            self._rests_tag = self._tag
         self._rest.append(new)
         self._size += len(new)
-        if self.open and b"\n" not in new and self._size <= _LONGEST:
-            return []
+        if not last and b"\n" not in new and self._size <= _LONGEST:
+            return
         *whole, rest = b"".join(self._rest).split(b"\n")
-        if rest and (not self.open or len(rest) > _LONGEST):  # a line without an end is told in pieces
+        if rest and (last or len(rest) > _LONGEST):  # a line without an end is told in pieces
             whole.append(rest)
             rest = b""
+        for each in whole:
+            heard.append(Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rests_tag))
+            self._rests_tag = self._tag
         self._rest, self._size = [rest], len(rest)
-        return [Line(each.decode("utf-8", "replace"), self._drone, self._name) for each in whole]
 
     def close(self) -> None:
         self.open = False

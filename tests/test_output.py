@@ -1,5 +1,7 @@
 """What drones print comes home line by line, with the drone's name; each promise keeps the tail."""
 
+import random
+import select
 import subprocess
 import sys
 
@@ -8,6 +10,8 @@ from faults import wait_for
 from scripts import run_script
 
 import polycephaly as poly
+from polycephaly.image.console import tag
+from polycephaly.wire.chunks import Sorter, chunk
 
 
 class Lines(list):
@@ -170,3 +174,86 @@ def test_a_line_without_an_end_is_told_in_pieces_and_nothing_of_it_is_lost():
         pool.doit("import os\nfor _ in range(1200): os.write(1, b'x' * 10_000)")
     assert sum(map(len, pieces)) == 12_000_000
     assert len(pieces) > 1
+
+
+# -- chunks: records between the printed bytes ------------------------------------------------------------
+
+
+def tagged(name, text, end="\n"):
+    tag(name)
+    try:
+        print(text, end=end)
+        print(text, file=sys.stderr, end=end)
+        sys.stdout.flush()
+        subprocess.run(["sh", "-c", "echo of a program"])
+    finally:
+        tag("")
+
+
+def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
+    pool.doit(print, "before")
+    pool.doit(tagged, "job 7", "during")
+    pool.doit(print, "after")
+    assert [(line.text, line.tag) for line in lines if line.stream == "stdout"] == [
+        ("before", ""),
+        ("during", "job 7"),
+        ("of a program", "job 7"),
+        ("after", ""),
+    ]
+    assert [(line.text, line.tag) for line in lines if line.stream == "stderr"] == [("during", "job 7")]
+
+
+def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
+    pool.doit("from polycephaly.image.console import tag; print('one', end=' '); tag('x'); print('line'); tag('')")
+    assert [(line.text, line.tag) for line in lines] == [("one line", "")]
+
+
+def test_what_is_no_chunk_is_printed_as_it_is(pool, lines):
+    junk = ["\x1e", "\x1epoly:", "\x1epoly:T;open", "\x1epoly:T;a\tb\x1e", "a\x1e\x1eb", "\x1epoly:t;x\x1e"]
+    pool.doit("import sys\nfor each in junk_: print(each)".replace("junk_", repr(junk)))
+    assert lines.of("stdout") == junk
+
+
+def test_a_lone_mark_is_not_held_back_for_ever(lines):
+    with poly.Pool(1, output=lines.append) as pool:
+        pool.doit(print, "end \x1epoly:T;half", end="")
+    assert lines.of("stdout") == ["end \x1epoly:T;half"]
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "line\nend", "é", "\x1e"])
+def test_a_tag_is_a_short_ascii_name(pool, name):
+    error = pool.promise("from polycephaly.image.console import tag; tag(" + ascii(name) + ")").exception()
+    assert isinstance(error, ValueError) and "a tag is at most 128 printable ASCII characters" in str(error)
+
+
+def sorted_out(data, cuts):
+    sorter, out = Sorter(), []
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        for each in sorter.sort(data[start:end], last=end == len(data)):
+            if isinstance(each, bytes) and out and isinstance(out[-1], bytes):
+                out[-1] += each
+            else:
+                out.append(each)
+    return out
+
+
+def test_chunks_come_out_whole_wherever_the_reads_fall():
+    dice = random.Random(7)
+    body = "".join(chr(dice.randrange(32, 127)) for _ in range(10_000))
+    first, other = chunk("L", body), chunk("L", "b" * 5000)
+    assert len(first) == 3 and max(map(len, first)) <= select.PIPE_BUF
+    mixed = [first[0], b"te", other[0], first[1], b"xt", other[1], b"\x1e", first[2], *chunk("T", ""), b"\xff\n"]
+    data = b"".join(mixed)
+    wanted = [b"text", ("L", "b" * 5000), b"\x1e", ("L", body), ("T", ""), b"\xff\n"]
+    for _ in range(200):
+        assert sorted_out(data, sorted(dice.sample(range(1, len(data)), 6))) == wanted
+
+
+def test_parts_whose_rest_never_comes_are_forgotten():
+    sorter = Sorter()
+    for i in range(1000):
+        assert list(sorter.sort(b"\x1epoly:L%x.1+aaa\x1e" % i, last=False)) == []
+    assert len(sorter._parts) <= 16
+    for _ in range(10_000):
+        assert list(sorter.sort(b"\x1epoly:Lf.2+%s\x1e" % (b"a" * 4000), last=False)) == []
+    assert sum(len(part) for parts in sorter._parts.values() for part in parts) < 2 << 20

@@ -3,17 +3,27 @@
     print ──> Console ──line by line──> pipe on descriptor 1 or 2 ──> hub ──> controller's own streams
                  └── tail (4 KiB) ──> goes home with the result
 
-What C code and child processes write goes through the same pipes, though not into the tail.
+What C code and child processes write goes through the same pipes, though not into the tail. So do `note`'s records
+(wire/chunks.py), in order with what is printed; by descriptors of their own, as work may put files on 1 and 2.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import select
 import sys
+from contextlib import suppress
 
-__all__ = ["Tail", "open_console"]
+from ..wire.chunks import TAG, chunk
+
+__all__ = ["STDERR", "STDOUT", "Tail", "note", "open_console", "tag"]
 
 TAIL = 4096  # characters
+STDOUT, STDERR = 0, 1
+_TAG = 128  # characters
+
+_pipes: list[int] = []  # stdout's and stderr's, in a drone
 
 
 class Tail:
@@ -34,11 +44,7 @@ class Tail:
         """What was added since the last call; the streams are flushed, so that it is out before the result."""
         if not self.pieces:
             return b""
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (AttributeError, OSError, ValueError):  # the work closed it, or put something else there
-                pass
+        _flush()
         text = "".join(self.pieces)[-TAIL:]
         self.pieces.clear()
         self._size = 0
@@ -59,6 +65,9 @@ class Console(io.TextIOWrapper):
 def open_console() -> Tail:
     """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what they hold."""
     tail = Tail()
+    while _pipes:  # of the drone that this one's controller is
+        os.close(_pipes.pop())
+    _pipes.extend((os.dup(1), os.dup(2)))
     _inherited.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
     sys.stdout = sys.__stdout__ = Console(1, tail)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = Console(2, tail)  # type: ignore[misc]
@@ -66,3 +75,43 @@ def open_console() -> Tail:
 
 
 _inherited: list[object] = []
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # the work closed it, or put something else there
+            stream.flush()
+
+
+def note(pipe: int, kind: str, body: str) -> None:
+    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any thread may. Nothing outside
+    a drone, or when the controller is gone. Raises `ValueError` for a body that no chunk can have."""
+    if _pipes:
+        for piece in chunk(kind, body):
+            _write(_pipes[pipe], piece)
+
+
+def tag(name: str) -> None:
+    """From here on what comes through this drone's output pipes is on behalf of `name` (`Line.tag` at the controller),
+    a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that was begun keeps its tag.
+
+    It holds for all that prints: other threads, C code, subprocesses. Raises `ValueError` for what is no such name.
+    """
+    if len(name) > _TAG or not (name.isascii() and name.isprintable()):
+        raise ValueError(f"a tag is at most {_TAG} printable ASCII characters, not {name[:80]!r}")
+    _flush()
+    for pipe in (STDOUT, STDERR):
+        note(pipe, TAG, name)
+
+
+def _write(fd: int, piece: bytes) -> None:
+    while True:
+        try:
+            os.write(fd, piece)
+            return
+        except BlockingIOError:  # a program that shares it has made it so; what a page takes goes in whole
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            poll.poll()
+        except OSError:  # nobody reads it any more
+            return
