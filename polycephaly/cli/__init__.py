@@ -1,6 +1,11 @@
 """The `polycephaly` command.
 
-Each subcommand is a module of this package that imports what it runs when it runs: `--help` is quick.
+    start ──> daemon (forks, tells how it went) ──> serving: a pool by name, until it is to end ──> journal: its log
+    list, ps, top, doit, stop, logs, join ──> reach: the pool of that name ──> ask it, and show the answer (tables)
+    bench, demo ──> a pool of their own
+
+Each subcommand is a module of this package that imports what it runs when it runs: `--help` is quick. Exit statuses: 0
+done; 1 it failed, and one line says why (or the traceback of your own code); 2 the command line is wrong; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,7 +15,14 @@ from typing import Any
 import click
 
 from polycephaly import __version__
+from polycephaly.cli.completion import completion
 from polycephaly.cli.demo import demo
+from polycephaly.cli.doit import doit
+from polycephaly.cli.listing import list_pools, ps
+from polycephaly.cli.logs import logs
+from polycephaly.cli.start import start
+from polycephaly.cli.stop import stop
+from polycephaly.cli.top import top
 
 INTERRUPTED = 130
 
@@ -25,15 +37,27 @@ class PoliteGroup(click.Group):
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of use, not of the alphabet
+
 
 @click.group(
     cls=PoliteGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Example: polycephaly demo securities --drones 1,2,8",
+    epilog="""\b
+Examples:
+  polycephaly start lab -n 4 --daemonize      a pool of four drones, in the background
+  polycephaly doit lab "sum(range(10))"       45
+  polycephaly ps lab                          what its drones do
+  polycephaly stop lab
+
+From Python: polycephaly.connect("lab")
+""",
 )
 @click.version_option(__version__, prog_name="polycephaly", message="%(prog)s %(version)s")
 def main() -> None:
     """One Python image grows more heads: forked drones, promises, and code that travels."""
 
 
-main.add_command(demo)
+for command in (start, list_pools, ps, top, doit, logs, stop, demo, completion):
+    main.add_command(command)

@@ -19,7 +19,7 @@ from ..wire.loans import load, load_beside, load_joined
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.slices import TOGETHER
 
-__all__ = ["Definition", "Hole", "define"]
+__all__ = ["Definition", "Hole", "compiled", "define", "finished"]
 
 _CODE_SHOWN = 1000
 """So many code strings keep their source lines for tracebacks."""
@@ -51,7 +51,7 @@ class Definition:
 
     def call(self, kind: int, payload: Any) -> Any:
         """Its value; a coroutine is run to its end, as a green thread."""
-        return _finished(self.begin(kind, payload))
+        return finished(self.begin(kind, payload))
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         """The same, of arguments that are here already."""
@@ -84,7 +84,7 @@ class _Callable(Definition):
         if function is None or self._free:
             function = self.function(False)
         value = function(*args)
-        return value if type(value) in TOGETHER else _finished(value)
+        return value if type(value) in TOGETHER else finished(value)
 
     def function(self, fresh: bool) -> Callable[..., Any]:
         function = self._function
@@ -107,7 +107,8 @@ class _Callable(Definition):
         return function
 
 
-def _finished(value: Any) -> Any:
+def finished(value: Any) -> Any:
+    """`value`; of a coroutine, what it comes to when it is run to its end as a green thread."""
     if is_coroutine(value):
         from ..green import run
 
@@ -131,18 +132,23 @@ class _Code(Definition):
 
     def _compile(self) -> None:
         source = self._payload.decode("utf-8", "surrogatepass")
-        name = f"<doit {next(_doits)}>"
-        linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
-        _shown.append(name)
-        if len(_shown) > _CODE_SHOWN:
-            linecache.cache.pop(_shown.pop(0), None)
-        tree = ast.parse(source, name)
-        last = tree.body[-1] if tree.body else None
-        if isinstance(last, ast.Expr):
-            tree.body.pop()
-            self._last = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
-        self._body = compile(tree, name, "exec", dont_inherit=True)
+        self._body, self._last = compiled(source, f"<doit {next(_doits)}>")
         self._payload = b""
+
+
+def compiled(source: str, name: str) -> tuple[CodeType, CodeType | None]:
+    """The statements, and the last expression if there is one. Tracebacks will show the lines of `source`."""
+    linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
+    _shown.append(name)
+    if len(_shown) > _CODE_SHOWN:
+        linecache.cache.pop(_shown.pop(0), None)
+    tree = ast.parse(source, name)
+    last = tree.body[-1] if tree.body else None
+    value = None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
+        value = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+    return compile(tree, name, "exec", dont_inherit=True), value
 
 
 _doits = itertools.count(1)

@@ -1,0 +1,158 @@
+"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's own."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .reach import POOL, one_line, reached
+from .tables import as_json
+
+if TYPE_CHECKING:
+    from polycephaly.output import Line
+    from polycephaly.promises import Promise
+
+EXAMPLES = """\b
+Examples:
+  polycephaly doit lab "sum(range(10))"           prints 45
+  polycephaly doit lab -f report.py -- --year 3   runs a file, with arguments
+  polycephaly doit lab - < report.py              the same from the standard input
+  polycephaly doit lab --everywhere "import numpy"
+  polycephaly doit lab --json "2 ** 100" | jq -r .value
+
+\b
+Exit status: 0; 1 after an error; n after sys.exit(n) in the code; 130 after Ctrl-C, which interrupts the work.
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("name", type=POOL)
+@click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
+@click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run this file.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt it after so long.")
+@click.option("-e", "--everywhere", is_flag=True, help="Once in each drone.")
+@click.option("--json", "in_json", is_flag=True, help="One JSON object of value, output and error; a list with -e.")
+def doit(
+    name: str, code: tuple[str, ...], file: Path | None, timeout: float | None, everywhere: bool, in_json: bool
+) -> None:
+    """Run CODE, or a file, in a drone of pool NAME.
+
+    It runs in the drone's __main__, whose names stay there for the next work that this drone gets (with several drones,
+    whichever is free is taken). What it prints comes here, line by line. The value of a last expression is printed as Python's prompt
+    does, unless it is a file's. ARGS are its sys.argv[1:].
+    """
+    from polycephaly.image.program import Program
+
+    if file is not None:
+        with one_line():
+            program = Program(file.read_text(encoding="utf-8"), str(file), [str(file), *code])
+    elif not code:
+        raise click.UsageError("what is to be done? Give CODE, - (the standard input) or --file.")
+    else:
+        source = sys.stdin.read() if code[0] == "-" else code[0]
+        program = Program(source, None, ["-" if code[0] == "-" else "-c", *code[1:]])
+
+    outcomes: list[Outcome] = []
+    printed = Printed(silent=in_json, prefixed=everywhere)
+    with one_line(), reached(name, printed) as pool:
+        giver = pool if timeout is None else pool.options(timeout=timeout)
+        if everywhere:
+            drones = pool.drones
+            names = [drone.name for drone in drones]
+            promises: list[Promise[Any]] = [
+                (drone if timeout is None else drone.options(timeout=timeout)).promise(program) for drone in drones
+            ]
+        else:
+            names, promises = [""], [giver.promise(program)]
+        for each, promise in zip(names, promises, strict=True):
+            outcome = Outcome(each, promise)
+            outcomes.append(outcome)
+            if not in_json:
+                outcome.show(with_value=file is None)
+    if in_json:
+        found = [outcome.plain() | printed.of(outcome.drone) for outcome in outcomes]
+        as_json(found if everywhere else found[0])
+    sys.exit(max((outcome.status for outcome in outcomes), default=0))
+
+
+class Printed:
+    """What the work prints: to our own streams, or kept for the JSON."""
+
+    def __init__(self, silent: bool, prefixed: bool) -> None:
+        self._silent = silent
+        self._prefixed = prefixed
+        self._lines: list[Line] = []
+
+    def __call__(self, line: Line) -> None:
+        if self._silent:
+            self._lines.append(line)
+        else:
+            click.echo(str(line) if self._prefixed else line.text, err=line.stream == "stderr")
+
+    def of(self, drone: str) -> dict[str, str]:
+        lines = [line for line in self._lines if not drone or line.drone == drone]
+        return {
+            stream: "".join(f"{line.text}\n" for line in lines if line.stream == stream)
+            for stream in ("stdout", "stderr")
+        }
+
+
+class Outcome:
+    """Waits for what comes of it. `drone` is empty where only one was asked."""
+
+    def __init__(self, drone: str, promise: Promise[Any]) -> None:
+        self.drone = drone
+        self.value: str | None = None
+        self.error: BaseException | None = None
+        self.status = 0
+        self.said = ""  # on stderr
+        try:
+            self.value = promise.result()
+        except SystemExit as end:
+            # As the interpreter takes it: nothing is 0, a number itself, anything else is printed, and 1.
+            self.status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
+            self.said = "" if end.code is None or isinstance(end.code, int) else str(end.code)
+        except KeyboardInterrupt as error:
+            if error.__cause__ is None:  # it is our own
+                promise.cancel()
+                raise
+            self._failed(error)
+        except BaseException as error:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self.error = error
+        self.status = 1
+        self.said = text_of(error)
+
+    def show(self, with_value: bool) -> None:
+        prefix = f"[{self.drone}] " if self.drone else ""
+        if self.value is not None and with_value:
+            click.echo(prefix + self.value)
+        if self.said:
+            click.echo(prefix + self.said, err=True)
+
+    def plain(self) -> dict[str, Any]:
+        error = None
+        if self.error is not None:
+            error = {"type": type(self.error).__name__, "message": str(self.error), "traceback": self.said}
+        drone = {"drone": self.drone} if self.drone else {}
+        return {**drone, "value": self.value, "status": self.status, "error": error}
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback as it was in the drone; where there is none (it died, say), what has happened."""
+    from concurrent.futures.process import _RemoteTraceback
+
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).rstrip()
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _RemoteTraceback):
+            return str(cause).strip().strip('"').strip("\n")
+        cause = cause.__cause__
+    return "".join(traceback.format_exception_only(error)).rstrip()

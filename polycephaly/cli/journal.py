@@ -1,0 +1,87 @@
+"""A pool's log: what its drones print, and what its server has to say.
+
+    drones' lines ──┐
+    logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ──at `LARGEST`──> NAME.log.1, the one older generation
+    descriptor 2 ───┘
+
+It stays when the pool has ended, however that was: it may tell why. One process writes it, the server's. What it forks has
+the handler too, and drops it: the drones' own logging comes home by their pipes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polycephaly.net.places import check_name
+from polycephaly.output import Line, forward
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+__all__ = ["Journal", "older", "path_of"]
+
+LARGEST = 8 << 20  # bytes
+_IN_FILE = "%(asctime)s %(levelname)s %(message)s"
+_ON_TERMINAL = "%(levelname)s: %(message)s"
+
+
+def path_of(name: str) -> Path:
+    """Where the log of the pool of that name is, if there is one. Raises `ValueError` for what is no name."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
+    return base / "polycephaly" / f"{check_name(name)}.log"
+
+
+def older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+class _File(RotatingFileHandler):
+    """With ``streams``, descriptors 1 and 2 are the log too: what C code or a dying interpreter writes there."""
+
+    def __init__(self, path: Path, streams: bool) -> None:
+        self._streams = streams
+        super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="backslashreplace")
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = open(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8", errors="backslashreplace")
+        if self._streams:
+            for fd in (1, 2):
+                os.dup2(file.fileno(), fd)
+        return file
+
+
+class Journal:
+    """Takes what the root logger gets, for the rest of this process. Raises `OSError` where it cannot be written."""
+
+    def __init__(self, name: str, in_background: bool) -> None:
+        self.path = path_of(name)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._in_background = in_background
+        self._file = _File(self.path, streams=in_background)
+        self._file.setFormatter(logging.Formatter(_IN_FILE))
+        self._handlers: list[logging.Handler] = [self._file]
+        if not in_background:
+            terminal = logging.StreamHandler(sys.stderr)
+            terminal.setFormatter(logging.Formatter(_ON_TERMINAL))
+            self._handlers.append(terminal)
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
+        logging.getLogger("polycephaly").setLevel(logging.INFO)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def take(self, line: Line) -> None:
+        """A line of a drone's, in any thread."""
+        self._file.handle(logging.makeLogRecord({"levelname": f"[{line.drone}]", "msg": line.text}))
+        if not self._in_background:
+            forward(line)
+
+    def _forget(self) -> None:
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)

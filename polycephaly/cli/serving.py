@@ -1,0 +1,151 @@
+"""The process of a pool that was started by name: from its image to its end.
+
+    clean __main__ ── modules, file ──> image ── fork ──> drones
+                                          └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
+                                                             the pool's own end
+    asked to end:   no more work is taken, what runs is finished, its clients get it;  server, drones, this process end
+    asked again, or to end at once:   what runs is cancelled
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from polycephaly.net import places
+from polycephaly.net.server import Server, serve
+from polycephaly.pool import Pool
+
+from .daemon import Tell
+from .journal import Journal
+
+__all__ = ["Serving"]
+
+log = logging.getLogger("polycephaly")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class AtOnce(BaseException):
+    """What runs is not waited for."""
+
+
+class Ending:
+    """Who wants the end, and whether at once. The main thread waits for it; any thread may ask."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._asked = threading.Event()
+        self._at_once = False
+        self._main = threading.get_ident()
+
+    def ask(self, why: str, at_once: bool = False) -> None:
+        if not self._asked.is_set():
+            self.why = why
+            self._at_once = at_once
+            self._asked.set()
+        elif at_once:  # the main thread is on its way, waiting for what runs
+            signal.pthread_kill(self._main, signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Raises `AtOnce`, now or during what follows, if that is wanted."""
+        for number in _SIGNALS:
+            signal.signal(number, self._hear)
+        self._asked.wait()
+        if self._at_once:
+            raise AtOnce
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            raise AtOnce
+        self.ask(signal.Signals(number).name)
+
+
+class Serving:
+    def __init__(
+        self,
+        name: str,
+        drones: int | None,
+        address: str,
+        modules: tuple[str, ...],
+        file: Path | None,
+        options: dict[str, Any],
+        in_background: bool,
+    ) -> None:
+        """Raises `ValueError` for what is no name, `FileExistsError` where a pool of that name runs, `OSError`."""
+        places.check_free(name)
+        self._name = name
+        self._drones = drones
+        self._address = address
+        self._modules = modules
+        self._file = file
+        self._options = options
+        self._journal = Journal(name, in_background)
+
+    def run(self, tell: Tell) -> int:
+        """The status of the process. Raises what `Pool` and `serve` raise."""
+        try:
+            self._load()
+        except Exception as error:
+            tell(_of_the_user(error), 1)
+            return 1
+        ending = Ending()
+        pool = Pool(self._drones, name=self._name, output=self._journal.take, **self._options)
+        try:
+            with pool, serve(pool, self._address, name=self._name, on_stop=lambda now: ending.ask("stop", now)) as server:
+                pool._crew.ended._hook(lambda _: ending.ask("its drones have ended"))
+                tell(self._welcome(server))
+                log.info("%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address)
+                ending.wait()
+                broken = pool._crew.ended.done()
+                log.log(logging.ERROR if broken else logging.INFO, "%s ends: %s", self._name, ending.why)
+                pool.shutdown(cancel_futures=True)
+        except AtOnce:
+            log.info("%s has ended, without waiting for what ran", self._name)
+            return 0
+        return int(broken)
+
+    def _load(self) -> None:
+        """Makes the image that the drones will be copies of: its `__main__` is not this command's."""
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        for module in self._modules:
+            importlib.import_module(module)
+            top = module.partition(".")[0]
+            main.__dict__[top] = sys.modules[top]
+        if self._file is not None:
+            main.__dict__["__file__"] = str(self._file)
+            exec(compile(self._file.read_bytes(), self._file, "exec", dont_inherit=True), main.__dict__)
+
+    def _welcome(self, server: Server) -> str:
+        size = len(server._pool._crew.links)
+        lines = [f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {self._journal.path}"]
+        if not server.address.startswith("tcp://127."):
+            file = places.path_of(self._name)
+            lines += [
+                f"It listens at {server.address}. From another host, with the same version of Python and polycephaly:",
+                f"  copy {file} there, with mode 0600: whoever has it can run code as you",
+                f"  polycephaly doit ./{file.name} CODE, or polycephaly.connect('./{file.name}'), to give it work",
+            ]
+        return "\n".join(lines)
+
+
+def _of_the_user(error: Exception) -> str:
+    """The traceback from the first line that is not ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, importlib.__file__):
+        trace = trace.tb_next
+    while trace is not None and "importlib._bootstrap" in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()

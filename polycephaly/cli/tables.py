@@ -1,0 +1,88 @@
+"""Tables for people: `rich` on a terminal, aligned text elsewhere. Programs ask for JSON.
+
+What comes from a pool may be anything, so nothing of it is taken for markup, and no control character gets through.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "show"]
+
+_COLOURS = {"busy": "green", "idle": "dim", "starting": "yellow", "retiring": "yellow", "unresponsive": "bold red"}
+
+
+class Column(NamedTuple):
+    title: str
+    right: bool = False
+    cut: bool = False  # where the terminal is too narrow, this one is
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours < 1.5:
+        return f"{minutes:.0f} min"
+    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} d"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def as_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(grid(columns, rows))
+        return
+    cells = [[column.title for column in columns], *([_plain(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = [
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ]
+        click.echo("  ".join(padded).rstrip())
+
+
+def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=10 if column.cut else len(column.title),
+            ratio=None,
+        )
+    for row in rows:
+        words = [_plain(cell) for cell in row]
+        table.add_row(*(Text(word, _COLOURS.get(word.partition(":")[0], "")) for word in words))
+    return table
+
+
+def _plain(cell: object) -> str:
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell))

@@ -1,0 +1,125 @@
+"""`polycephaly top`: `ps`, live.
+
+    status() once a second ──> picture ──> rich's Live, on the terminal's other screen
+    keys ── cbreak ──> q, Ctrl-C: leave
+
+However it ends, by a key, a signal, or because the pool has, the terminal is as it was before.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .listing import DRONES, drone_row
+from .reach import POOL, one_line, reached
+from .tables import duration, grid, mebibytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  polycephaly top lab
+  polycephaly top lab --every 0.2
+
+\b
+Keys: q or Ctrl-C leaves. For one picture, or for programs: polycephaly ps.
+"""
+)
+@click.argument("name", type=POOL)
+@click.option(
+    "--every", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS", help="Look so often."
+)
+def top(name: str, every: float) -> None:
+    """Watch what the drones of pool NAME do."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.ClickException(f"top needs a terminal; for one picture: polycephaly ps {name}")
+    with one_line(), reached(name) as pool:
+        from rich.console import Console
+        from rich.live import Live
+
+        status, rate = pool.status(), Rate()
+        console = Console()
+        with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(_picture(status, rate.of(status["tasks_done"]), console.height), refresh=True)
+                if _wants_to_leave(keys, every):
+                    return
+                status = pool.status()
+
+
+class Rate:
+    """Tasks a second, between two looks."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, int] | None = None
+
+    def of(self, done: int) -> float:
+        now = monotonic()
+        before, self._before = self._before, (now, done)
+        return 0.0 if before is None else (done - before[1]) / max(now - before[0], 1e-3)
+
+
+def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    drones = status["drones"]
+    busy = sum(drone["state"] == "busy" for drone in drones)
+    memory = mebibytes(sum(drone["memory"] for drone in drones))
+    shown = drones[: max(1, height - 6)]
+    more = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
+    return Group(
+        Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {duration(time() - status['started'])}", "bold"),
+        Text(
+            f"{busy} of {len(drones)} drones busy, {status['queued']} queued, {status['clients'] - 1} other clients, "
+            f"{status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"
+        ),
+        Text(),
+        grid(DRONES, [drone_row(drone, status["host"]) for drone in shown]),
+        Text(more),
+    )
+
+
+def _wants_to_leave(keys: int, seconds: float) -> bool:
+    """Waits so long for a key."""
+    end = monotonic() + seconds
+    while (left := end - monotonic()) > 0:
+        if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (b"q", b"Q", b"\x03", b""):
+            return True
+    return False
+
+
+@contextmanager
+def _keys() -> Iterator[int]:
+    """The terminal's descriptor, giving each key at once and echoing none."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        tty.setcbreak(fd)
+        own = termios.tcgetattr(fd)
+        own[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on our screen
+        termios.tcsetattr(fd, termios.TCSANOW, own)
+        yield fd
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
