@@ -256,6 +256,7 @@ class Server:
                 except Exception:
                     log.exception("a bug in polycephaly: a server's turn failed")
         with self._turn:
+            self._send_outcomes()
             for client in list(self._clients.values()):
                 self._drop(client, "the server was closed")
             self._workers.close()
@@ -442,7 +443,8 @@ class Server:
             return
         self._send(client.identity, [REFUSED, why.encode()])
         works = client.desk.drop()
-        log.info("a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, works)
+        level = logging.INFO if works else logging.DEBUG
+        log.log(level, "a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, works)
 
 
 _ANSWERS: dict[str, Callable[[Server, dict[str, Any], Callable[..., None]], None]] = {
