@@ -132,12 +132,13 @@ class _Code(Definition):
 
     def _compile(self) -> None:
         source = self._payload.decode("utf-8", "surrogatepass")
-        self._body, self._last = compiled(source, f"<doit {next(_doits)}>")
+        self._body, self._last = compiled(source)
         self._payload = b""
 
 
-def compiled(source: str, name: str) -> tuple[CodeType, CodeType | None]:
+def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
     """The statements, and the last expression if there is one. Tracebacks will show the lines of `source`."""
+    name = file or f"<doit {next(_doits)}>"
     linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
     _shown.append(name)
     if len(_shown) > _CODE_SHOWN:

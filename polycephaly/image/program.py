@@ -7,7 +7,6 @@ What comes back is text, because the one who typed it has a terminal, and perhap
 
 from __future__ import annotations
 
-import itertools
 import sys
 from typing import Any
 
@@ -17,7 +16,6 @@ from .definitions import compiled, finished
 __all__ = ["Program"]
 
 _NOT_THERE = object()
-_numbers = itertools.count(1)
 
 
 class Program:
@@ -35,8 +33,7 @@ class Program:
 
     def __call__(self) -> str | None:
         """The `repr` of its last expression; None where that is None, or the last is no expression."""
-        name = self.file or f"<code {next(_numbers)}>"
-        body, last = compiled(self.source, name)
+        body, last = compiled(self.source, self.file)
         namespace = main_namespace()
         kept_argv, kept_file = sys.argv, namespace.get("__file__", _NOT_THERE)
         sys.argv = self.argv
