@@ -18,6 +18,7 @@ from polycephaly import __version__
 from polycephaly.cli.completion import completion
 from polycephaly.cli.demo import demo
 from polycephaly.cli.doit import doit
+from polycephaly.cli.join import join
 from polycephaly.cli.listing import list_pools, ps
 from polycephaly.cli.logs import logs
 from polycephaly.cli.start import start
@@ -59,5 +60,5 @@ def main() -> None:
     """One Python image grows more heads: forked drones, promises, and code that travels."""
 
 
-for command in (start, list_pools, ps, top, doit, logs, stop, demo, completion):
+for command in (start, list_pools, ps, top, doit, logs, stop, join, demo, completion):
     main.add_command(command)

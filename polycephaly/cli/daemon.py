@@ -74,7 +74,7 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
 
     from polycephaly.launch import lifeline
 
-    answer = lifeline.own(open(3, "w"))  # no drone may keep the other's reader waiting
+    answer = lifeline.own(os.fdopen(3, "w"))  # no drone may keep the other's reader waiting
 
     def tell(text: str, status: int = 0) -> None:
         if not answer.closed:

@@ -1,15 +1,14 @@
-"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's own."""
+"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's."""
 
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import POOL, one_line, reached
+from .reach import complete_pool, one_line, reached
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ Exit status: 0; 1 after an error; n after sys.exit(n) in the code; 130 after Ctr
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("name", type=POOL)
+@click.argument("name", shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run this file.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt it after so long.")
@@ -41,9 +40,9 @@ def doit(
 ) -> None:
     """Run CODE, or a file, in a drone of pool NAME.
 
-    It runs in the drone's __main__, whose names stay there for the next work that this drone gets (with several drones,
-    whichever is free is taken). What it prints comes here, line by line. The value of a last expression is printed as Python's prompt
-    does, unless it is a file's. ARGS are its sys.argv[1:].
+    It runs in the drone's __main__, and what it defines stays there. With several drones, whichever is free is taken.
+    What it prints comes here, line by line. The value of a last expression is printed as Python's prompt does, unless
+    it is a file's. ARGS become sys.argv[1:].
     """
     from polycephaly.image.program import Program
 
@@ -146,8 +145,12 @@ class Outcome:
 
 def text_of(error: BaseException) -> str:
     """The traceback as it was in the drone; where there is none (it died, say), what has happened."""
+    import traceback
+    from concurrent.futures import CancelledError
     from concurrent.futures.process import _RemoteTraceback
 
+    if isinstance(error, CancelledError):
+        return "cancelled: the pool ends"
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     cause: BaseException | None = error

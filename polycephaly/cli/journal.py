@@ -1,11 +1,11 @@
 """A pool's log: what its drones print, and what its server has to say.
 
     drones' lines ──┐
-    logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ──at `LARGEST`──> NAME.log.1, the one older generation
+    logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ── at 8 MiB ──> NAME.log.1
     descriptor 2 ───┘
 
-It stays when the pool has ended, however that was: it may tell why. One process writes it, the server's. What it forks has
-the handler too, and drops it: the drones' own logging comes home by their pipes.
+It stays when the pool has ended, however that was: it may tell why. One process writes it, the server's. What that
+forks inherits the handler, and drops it: the drones' own logging comes home by their pipes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _File(RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = open(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8", errors="backslashreplace")
+        file = os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8", errors="backslashreplace")
         if self._streams:
             for fd in (1, 2):
                 os.dup2(file.fileno(), fd)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import POOL, one_line, reached, said
+from .reach import complete_pool, one_line, reached
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ STATE is idle, busy, starting, retiring (ends after what it runs) or unresponsiv
 MEMORY is what the drone and its own processes hold for themselves, without what they share with the image.
 """,
 )
-@click.argument("name", type=POOL)
+@click.argument("name", shell_complete=complete_pool)
 @JSON
 def ps(name: str, in_json: bool) -> None:
     """Show what the drones of pool NAME do."""
@@ -86,7 +86,15 @@ def status_of(name: str) -> dict[str, Any]:
 def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
     name = drone["name"] if drone["host"] == host else f"{drone['name']} on {drone['host']}"
     memory = mebibytes(drone["memory"])
-    return name, drone["pid"], drone["state"], duration(drone["seconds"]), memory, drone["tasks_done"], drone["running"] or ""
+    return (
+        name,
+        drone["pid"],
+        drone["state"],
+        duration(drone["seconds"]),
+        memory,
+        drone["tasks_done"],
+        drone["running"] or "",
+    )
 
 
 class _Leaving:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from .reach import POOL, one_line
+from .reach import complete_pool, one_line
 
 if TYPE_CHECKING:
     from polycephaly.net.keys import Card
@@ -27,7 +27,7 @@ Examples:
   polycephaly logs lab -f           goes on until the pool ends, or Ctrl-C
 """,
 )
-@click.argument("name", type=POOL)
+@click.argument("name", shell_complete=complete_pool)
 @click.option("-n", "--lines", type=click.IntRange(0), default=50, show_default=True, help="So many of the last ones.")
 @click.option("-f", "--follow", is_flag=True, help="Then wait for more.")
 def logs(name: str, lines: int, follow: bool) -> None:

@@ -5,49 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from polycephaly.net.client import RemotePool
-    from polycephaly.net.keys import Card
     from polycephaly.output import Line
 
-__all__ = ["MEMORY", "POOL", "card_of", "one_line", "reached", "said"]
+__all__ = ["complete_pool", "one_line", "reached", "said", "size"]
 
 PATIENCE = 5.0  # seconds for an answer
 
 
-class _Pool(click.ParamType):
-    """The name of a running pool, or the path of a connection file (with a ``/`` in it)."""
+def complete_pool(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of running pools; files where there is a ``/``, as for connection files."""
+    if "/" in incomplete:
+        return [CompletionItem(incomplete, type="file")]
+    from polycephaly.net import places
 
-    name = "pool"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if "/" in incomplete:
-            return [CompletionItem(incomplete, type="file")]
-        from polycephaly.net import places
-
-        try:
-            return [CompletionItem(card.name) for card in places.running() if card.name.startswith(incomplete)]
-        except OSError:
-            return []
+    try:
+        return [CompletionItem(card.name) for card in places.running() if card.name.startswith(incomplete)]
+    except OSError:
+        return []
 
 
-class _Memory(click.ParamType):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
-        if found is None:
-            self.fail(f"{value!r} is no size such as 500M or 2G (of 1,024 each)", param, ctx)
-        return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
-
-
-POOL = _Pool()
-MEMORY = _Memory()
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
+    if found is None:
+        raise click.BadParameter(f"{value!r} is no size such as 500M or 2G (of 1,024 each)")
+    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
 
 
 @contextmanager
@@ -65,14 +56,6 @@ def said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
-
-
-def card_of(where: str) -> Card:
-    """Its connection file. Raises as `connect` does."""
-    from polycephaly.net import places
-    from polycephaly.net.keys import Card
-
-    return Card.read(where) if "/" in where else places.find(where)
 
 
 def reached(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:

@@ -1,24 +1,21 @@
 """The process of a pool that was started by name: from its image to its end.
 
-    clean __main__ ── modules, file ──> image ── fork ──> drones
-                                          └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
-                                                             the pool's own end
-    asked to end:   no more work is taken, what runs is finished, its clients get it;  server, drones, this process end
-    asked again, or to end at once:   what runs is cancelled
+clean __main__ ── modules, file ──> image ── fork ──> drones
+                                      └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
+                                                         the pool's own end
+asked to end:   no more work is taken, what runs is finished, its clients get it;  server, drones, this process end
+asked again, or to end at once:   what runs is cancelled
 """
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import logging
 import os
 import signal
-import sys
+import socket
 import threading
-import traceback
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from polycephaly.net import places
@@ -27,6 +24,7 @@ from polycephaly.pool import Pool
 
 from .daemon import Tell
 from .journal import Journal
+from .loading import CannotLoad, load
 
 __all__ = ["Serving"]
 
@@ -94,14 +92,17 @@ class Serving:
     def run(self, tell: Tell) -> int:
         """The status of the process. Raises what `Pool` and `serve` raise."""
         try:
-            self._load()
-        except Exception as error:
-            tell(_of_the_user(error), 1)
+            load(self._modules, self._file)
+        except CannotLoad as error:
+            tell(str(error), 1)
             return 1
         ending = Ending()
         pool = Pool(self._drones, name=self._name, output=self._journal.take, **self._options)
         try:
-            with pool, serve(pool, self._address, name=self._name, on_stop=lambda now: ending.ask("stop", now)) as server:
+            with (
+                pool,
+                serve(pool, self._address, name=self._name, on_stop=lambda now: ending.ask("stop", now)) as server,
+            ):
                 pool._crew.ended._hook(lambda _: ending.ask("its drones have ended"))
                 tell(self._welcome(server))
                 log.info("%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address)
@@ -110,23 +111,9 @@ class Serving:
                 log.log(logging.ERROR if broken else logging.INFO, "%s ends: %s", self._name, ending.why)
                 pool.shutdown(cancel_futures=True)
         except AtOnce:
-            log.info("%s has ended, without waiting for what ran", self._name)
+            log.info("%s has ended at once: %s", self._name, ending.why)
             return 0
         return int(broken)
-
-    def _load(self) -> None:
-        """Makes the image that the drones will be copies of: its `__main__` is not this command's."""
-        main = sys.modules["__main__"] = ModuleType("__main__")
-        main.__dict__["__builtins__"] = builtins
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        for module in self._modules:
-            importlib.import_module(module)
-            top = module.partition(".")[0]
-            main.__dict__[top] = sys.modules[top]
-        if self._file is not None:
-            main.__dict__["__file__"] = str(self._file)
-            exec(compile(self._file.read_bytes(), self._file, "exec", dont_inherit=True), main.__dict__)
 
     def _welcome(self, server: Server) -> str:
         size = len(server._pool._crew.links)
@@ -135,17 +122,8 @@ class Serving:
             file = places.path_of(self._name)
             lines += [
                 f"It listens at {server.address}. From another host, with the same version of Python and polycephaly:",
-                f"  copy {file} there, with mode 0600: whoever has it can run code as you",
-                f"  polycephaly doit ./{file.name} CODE, or polycephaly.connect('./{file.name}'), to give it work",
+                f"  scp {socket.gethostname()}:{file} .     whoever has this file can run code as you",
+                f"  polycephaly doit ./{file.name} CODE     or polycephaly.connect('./{file.name}'), to give it work",
+                f"  polycephaly join ./{file.name} -n 4     to lend it four drones",
             ]
         return "\n".join(lines)
-
-
-def _of_the_user(error: Exception) -> str:
-    """The traceback from the first line that is not ours."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, importlib.__file__):
-        trace = trace.tb_next
-    while trace is not None and "importlib._bootstrap" in trace.tb_frame.f_code.co_filename:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()

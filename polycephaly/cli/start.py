@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
-from .reach import MEMORY, one_line
+from .reach import one_line, size
 
 EXAMPLES = """\b
 Examples:
@@ -37,38 +39,61 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     return f"tcp://{host}:{port}"
 
 
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+
+def of_drones(command: _Command) -> _Command:
+    """The options that say how many drones there are, and of which kind."""
+    for option in reversed(
+        (
+            click.option("-n", "--drones", type=click.IntRange(1), help="How many drones.  [default: usable cores]"),
+            click.option(
+                "--import",
+                "modules",
+                multiple=True,
+                metavar="MODULE",
+                help="Import it before they are forked. Repeatable.",
+            ),
+            click.option(
+                "--file",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Run this file as __main__ before they are forked.",
+            ),
+            click.option(
+                "--width", type=click.IntRange(1), default=1, help="Coroutines a drone runs at once.  [default: 1]"
+            ),
+            click.option("--timeout", type=float, metavar="SECONDS", help="Work that runs longer is interrupted."),
+            click.option(
+                "--hang-timeout", type=float, metavar="SECONDS", help="Kill a drone that shows no sign of life."
+            ),
+            click.option(
+                "--max-memory", callback=size, metavar="SIZE", help="What a drone may hold for itself: 500M, 2G."
+            ),
+            click.option(
+                "--max-tasks", type=click.IntRange(1), metavar="N", help="Replace a drone after so many tasks."
+            ),
+            click.option(
+                "--retries", type=click.IntRange(0), default=0, help="Run work again whose drone died.  [default: 0]"
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("name", default="default")
-@click.option("-n", "--drones", type=click.IntRange(1), help="How many drones.  [default: usable cores]")
 @click.option("-d", "--daemonize", is_flag=True, help="Go on in the background; return when the pool answers.")
-@click.option(
-    "--import", "modules", multiple=True, metavar="MODULE", help="Import it before the drones are forked. Repeatable."
-)
-@click.option(
-    "--file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Run this file as __main__ before the drones are forked.",
-)
-@click.option("--tcp", metavar="HOST:PORT", callback=_address, help="Listen there, and not only for this machine. Port 0: any free one.")
-@click.option("--width", type=click.IntRange(1), default=1, show_default=True, help="Coroutines a drone runs at once.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Work that runs longer is interrupted.")
-@click.option("--hang-timeout", type=float, metavar="SECONDS", help="Kill a drone without a sign of life for so long.")
-@click.option("--max-memory", type=MEMORY, metavar="SIZE", help="What a drone may hold for itself: 500M, 2G.")
-@click.option("--max-tasks", type=click.IntRange(1), metavar="N", help="Replace a drone after so many tasks.")
-@click.option("--retries", type=click.IntRange(0), default=0, metavar="N", help="Run work again whose drone died.")
+@click.option("--tcp", metavar="HOST:PORT", callback=_address, help="Listen there, for other hosts too. Port 0: any.")
+@of_drones
 def start(
     name: str,
-    drones: int | None,
     daemonize: bool,
+    tcp: str,
+    drones: int | None,
     modules: tuple[str, ...],
     file: Path | None,
-    tcp: str,
-    width: int,
-    timeout: float | None,
-    hang_timeout: float | None,
-    max_memory: int | None,
-    max_tasks: int | None,
-    retries: int,
+    **options: Any,
 ) -> None:
     """Start a pool under NAME, for `polycephaly.connect(NAME)` and the other commands.
 
@@ -77,15 +102,6 @@ def start(
     `logs`), and to this terminal while it is in the foreground.
     """
     from . import daemon
-
-    options = {
-        "width": width,
-        "timeout": timeout,
-        "hang_timeout": hang_timeout,
-        "max_memory": max_memory,
-        "max_tasks": max_tasks,
-        "retries": retries,
-    }
 
     def serve(tell: daemon.Tell) -> int:
         from .serving import Serving

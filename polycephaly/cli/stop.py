@@ -7,7 +7,7 @@ import select
 
 import click
 
-from .reach import POOL, card_of, one_line, reached
+from .reach import complete_pool, one_line, reached
 
 
 @click.command(
@@ -17,7 +17,7 @@ Examples:
   polycephaly stop lab --now        what runs is interrupted
 """,
 )
-@click.argument("names", type=POOL, nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", shell_complete=complete_pool, nargs=-1, required=True, metavar="NAME...")
 @click.option("--now", is_flag=True, help="Do not wait for what runs.")
 def stop(names: tuple[str, ...], now: bool) -> None:
     """End pools, with their drones and all that these have started.
@@ -30,7 +30,9 @@ def stop(names: tuple[str, ...], now: bool) -> None:
 
 def _stop(name: str, now: bool) -> None:
     with one_line():
-        card = card_of(name)
+        from polycephaly.net import places
+
+        card = places.card_of(name)
         pidfd = os.pidfd_open(card.pid) if card.lives() else None
     try:
         with one_line():
@@ -45,9 +47,9 @@ def _stop(name: str, now: bool) -> None:
             select.select([pidfd], [], [])
             click.echo(f"{name} has ended", err=True)
     except click.ClickException as error:
-        if pidfd is not None:
-            error.message += f" (kill -9 {card.pid} ends it, and its drones)"
-        raise
+        if pidfd is None:
+            raise
+        raise click.ClickException(f"{error.message} (kill -9 {card.pid} ends it, and its drones)") from None
     finally:
         if pidfd is not None:
             os.close(pidfd)

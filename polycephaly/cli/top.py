@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .listing import DRONES, drone_row
-from .reach import POOL, one_line, reached
+from .reach import complete_pool, one_line, reached
 from .tables import duration, grid, mebibytes
 
 if TYPE_CHECKING:
@@ -39,9 +39,14 @@ Examples:
 Keys: q or Ctrl-C leaves. For one picture, or for programs: polycephaly ps.
 """
 )
-@click.argument("name", type=POOL)
+@click.argument("name", shell_complete=complete_pool)
 @click.option(
-    "--every", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS", help="Look so often."
+    "--every",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Look so often.",
 )
 def top(name: str, every: float) -> None:
     """Watch what the drones of pool NAME do."""
@@ -83,7 +88,10 @@ def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType
     shown = drones[: max(1, height - 6)]
     more = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
     return Group(
-        Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {duration(time() - status['started'])}", "bold"),
+        Text(
+            f"{status['name']}  process {status['pid']} on {status['host']}, up {duration(time() - status['started'])}",
+            "bold",
+        ),
         Text(
             f"{busy} of {len(drones)} drones busy, {status['queued']} queued, {status['clients'] - 1} other clients, "
             f"{status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"

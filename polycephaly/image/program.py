@@ -1,8 +1,8 @@
 """A program that somebody hands over as text, at a command line: run as `python` would run it, in a drone.
 
-    polycephaly doit ──> Program(source, name, argv) ── a call like any other ──> drone's `__main__` ──> repr of its value
+    polycephaly doit ──> Program(source, file, argv) ── a call like any other ──> `__main__` of a drone ──> repr
 
-What comes back is text, because the one who typed it has a terminal, and perhaps none of the classes that the drone has.
+What comes back is text: who typed it has a terminal, and perhaps none of the classes that the drone has.
 """
 
 from __future__ import annotations

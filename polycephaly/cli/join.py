@@ -1,0 +1,57 @@
+"""`polycephaly join`: drones of this host for a pool that runs elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .reach import complete_pool, one_line
+from .start import of_drones
+
+EXAMPLES = """\b
+Examples:
+  scp bighost:/run/user/1000/polycephaly/lab.json .    the connection file of a pool started with --tcp
+  polycephaly join ./lab.json -n 4                     four drones of this host work for it
+  polycephaly join lab -n 1                            one more, on the pool's own host
+
+\b
+Ctrl-C or SIGTERM: what these drones have not begun is given back, what they run is finished. Twice: at once; then what
+they run is lost, and its callers are told.
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("address", shell_complete=complete_pool)
+@of_drones
+def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any) -> None:
+    """Let drones of this host work for the pool at ADDRESS: its name, or its connection file.
+
+    Clients of that pool need not know: it gives their calls to whichever drones are free. Use the same versions of
+    Python, polycephaly and the modules that the work needs. What drones print comes here as well.
+    """
+    from polycephaly.net.join import join as join_pool
+    from polycephaly.pool import Pool
+
+    from .loading import CannotLoad, load
+
+    with one_line():
+        try:
+            load(modules, file)
+        except CannotLoad as error:
+            click.echo(str(error), err=True)
+            sys.exit(1)
+        import socket
+
+        with Pool(drones, name=socket.gethostname(), **options) as pool, join_pool(pool, address) as joined:
+            size = len(pool.drones)
+            click.echo(f"{size} drone{'s' * (size != 1)} of this host work for {joined.name} at {joined.address}")
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.default_int_handler)
+            try:
+                joined.run()
+            except KeyboardInterrupt:
+                click.echo("they have left", err=True)
