@@ -1,19 +1,21 @@
 """`Pool` under the name and with the arguments of the standard library's `ProcessPoolExecutor`, for its own tests.
 
-It also has the few private attributes that those tests reach into, where they stand for something that a pool has:
-which processes there are, how many there may be, whether it is broken.
+It also has those of the private attributes which these tests look at that stand for something a pool has.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import polycephaly as poly
 from polycephaly.drone import Drone
+from polycephaly.output import Line
 
 
 class ProcessPoolExecutor(poly.Pool):
@@ -32,6 +34,7 @@ class ProcessPoolExecutor(poly.Pool):
             initializer=initializer,
             initargs=initargs,
             max_tasks=max_tasks_per_child,
+            output=as_it_is,
             on_death="break",
         )
         self._max_workers = self._crew.plan.size
@@ -41,16 +44,24 @@ class ProcessPoolExecutor(poly.Pool):
         return {drone.pid: Process(drone) for drone in self.drones}
 
     @property
+    def _executor_manager_thread(self) -> threading.Thread:
+        return self._crew.hub.thread
+
+    @property
     def _broken(self) -> bool:
         return self._crew._broken is not None
 
 
 class Process:
     def __init__(self, drone: Drone) -> None:
-        self.drone = drone
+        self._drone = drone
 
     def terminate(self) -> None:
-        os.kill(self.drone.pid, signal.SIGTERM)
+        os.kill(self._drone.pid, signal.SIGTERM)
 
     def join(self) -> None:
-        self.drone._link.ended.result()
+        self._drone._link.ended.result()
+
+
+def as_it_is(line: Line) -> None:
+    print(line.text, file=getattr(sys, line.stream), flush=True)
