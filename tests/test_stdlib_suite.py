@@ -1,8 +1,8 @@
 """CPython's own tests of its executors and futures, run against `Pool` and `Promise`.
 
-They come with the interpreter (3.13; others may not have them) and are taken from there: nothing of them is here but the
-names of those that do not hold, with the reason. These are run too, and must fail. What takes long by CPython's own word
-(its resource "walltime") is not run.
+They come with the interpreter (3.13; others may not have them) and are taken from there: nothing of them is here but
+the names of those that do not hold, with the reason. These are run too, and must fail. What takes long by CPython's own
+word (its resource "walltime") is not run.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ with mock.patch.object(support, "use_resources", []):
         test_wait,
     )
 
-LIMIT_WITH_FORK = "a forked drone may have a limit of tasks as well, so nothing is refused, and no context chosen for it"
+LIMIT_WITH_FORK = (
+    "a forked drone may have a limit of tasks as well, so nothing is refused, and no context chosen for it"
+)
 THAT_ONE = "what cannot be unpickled rejects that one promise, with the real error; the pool is not broken"
 PRIVATE_QUEUE = "asks for the queue between the executor's thread and its processes, which a pool has not"
 ITS_NAME = "a promise's repr, here in an error's text, says `Promise`"
@@ -41,7 +43,7 @@ DIFFERENT = {
     "ForkProcessPoolExecutor.test_max_tasks_per_child": LIMIT_WITH_FORK,
     "ForkProcessPoolExecutor.test_max_tasks_per_child_defaults_to_spawn_context": LIMIT_WITH_FORK,
     "ForkProcessPoolExecutor.test_max_workers_negative": "the error's text: drones must be at least 1, not 0",
-    "ForkProcessPoolExecutor.test_python_finalization_error": "breaks where a second thread cannot be started: we have one",
+    "ForkProcessPoolExecutor.test_python_finalization_error": "breaks without a second thread: we have one",
     "SpawnProcessPoolShutdown.test_processes_terminate": "all are started with the pool, not one by one",
     "ForkProcessPoolShutdown.test_del_shutdown": PRIVATE_QUEUE,
     "SpawnProcessPoolShutdown.test_del_shutdown": PRIVATE_QUEUE,
@@ -58,8 +60,8 @@ DIFFERENT = {
 }
 
 LEFT_OUT = {
-    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "puts mocks into the library's own executor",
-    "ProcessPoolShutdown.test_cancel_futures": "one task at least is to have begun at once: a pool may not be up so soon",
+    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "mocks parts of the library's own executor",
+    "ProcessPoolShutdown.test_cancel_futures": "one task must have begun at once: a pool may not be up by then",
 }
 
 

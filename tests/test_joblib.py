@@ -1,0 +1,352 @@
+"""joblib, and scikit-learn by it, run on pools."""
+
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+
+import pytest
+from faults import append, hold_until, lines, wait_for
+from scripts import Script, output_of
+
+import polycephaly as poly
+
+joblib = pytest.importorskip("joblib")
+numpy = pytest.importorskip("numpy")
+from joblib import Parallel, delayed, parallel_config  # noqa: E402
+
+poly.joblib.register()
+
+
+def double(x):
+    return 2 * x
+
+
+def pid(_=None):
+    return os.getpid()
+
+
+def backend():
+    return joblib.parallel.get_active_backend()[0]
+
+
+def numbers(n=3):
+    return (delayed(double)(i) for i in range(n))
+
+
+# -- calls of Parallel -----------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_sequential_calls_in_their_order():
+    with parallel_config("polycephaly", n_jobs=2):
+        assert Parallel()(numbers(1000)) == [2 * i for i in range(1000)]
+        assert Parallel(batch_size=7)(numbers(50)) == [2 * i for i in range(50)]
+        assert Parallel()([]) == []
+        pids = set(Parallel(batch_size=1)(delayed(pid)(i) for i in range(50)))
+    assert os.getpid() not in pids and 1 <= len(pids) <= 2
+
+
+def test_results_may_be_had_as_they_come():
+    with parallel_config("polycephaly", n_jobs=2):
+        assert list(Parallel(return_as="generator")(numbers(20))) == [2 * i for i in range(20)]
+        assert sorted(Parallel(return_as="generator_unordered")(numbers(20))) == [2 * i for i in range(20)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # joblib's, of tasks that nobody asked for
+            some = Parallel(return_as="generator")(numbers(100))
+            assert next(some) == 0
+            del some
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
+def test_n_jobs_counts_usable_cores():
+    one = poly.joblib.Backend()
+    cores = joblib.cpu_count()
+    assert [one.effective_n_jobs(n) for n in (3, -1, -2, -1000, None)] == [3, cores, max(1, cores - 1), 1, 1]
+    with pytest.raises(ValueError, match="n_jobs=0"):
+        Parallel(n_jobs=0, backend="polycephaly")(numbers())
+    with parallel_config("polycephaly", n_jobs=1):
+        assert Parallel()(delayed(pid)() for _ in range(2)) == [os.getpid()] * 2
+    assert Parallel(n_jobs=-1, backend="polycephaly")(numbers()) == [0, 2, 4]
+
+
+# -- its pool --------------------------------------------------------------------------------------------
+
+
+def test_one_pool_serves_the_calls_under_one_configuration_and_ends_with_it():
+    with parallel_config("polycephaly", n_jobs=2):
+        Parallel()(numbers())
+        drones = {drone.pid for drone in backend()._pool.drones}
+        for _ in range(3):
+            assert set(Parallel()(delayed(pid)() for _ in range(4))) <= drones
+    # The census after the test finds them gone.
+
+
+def test_outside_of_one_the_pool_ends_with_the_call():
+    parallel = Parallel(n_jobs=2, backend="polycephaly")
+    assert parallel(numbers()) == [0, 2, 4]
+    assert parallel._backend._pool is None
+    with parallel:
+        first, second = (set(parallel(delayed(pid)() for _ in range(50))) for _ in range(2))
+        assert len(first | second) <= 2
+
+
+def test_another_n_jobs_is_another_pool():
+    with parallel_config("polycephaly"):
+        for n in (2, 3, 2):
+            Parallel(n_jobs=n)(numbers())
+            assert len(backend()._pool.drones) == n
+
+
+def test_options_of_a_pool_pass_through():
+    with parallel_config("polycephaly", n_jobs=2, name="of joblib", env={"WHO": "me"}, initializer=set_a_variable):
+        assert Parallel()(delayed(os.getenv)(name) for name in ("WHO", "SET_BY_INITIALIZER")) == ["me", "yes"]
+        assert "of joblib" in repr(backend()._pool)
+    with parallel_config("polycephaly", n_jobs=2, start="spawn"):
+        assert Parallel()(numbers()) == [0, 2, 4]
+    with (
+        parallel_config("polycephaly", n_jobs=2, colour="red"),
+        pytest.raises(TypeError, match="colour"),
+    ):
+        Parallel()(numbers())
+
+
+def set_a_variable():
+    os.environ["SET_BY_INITIALIZER"] = "yes"
+
+
+def test_what_main_defines_or_binds_anew_between_two_calls_is_seen_by_the_second():
+    assert (
+        output_of("""
+        import joblib
+        from joblib import Parallel, delayed
+        import polycephaly as poly
+        poly.joblib.register()
+        factor = 2
+        def times(x): return factor * x
+        joblib.parallel_config("polycephaly", n_jobs=2)
+        print(Parallel()(delayed(times)(i) for i in range(3)))
+        factor = 3
+        print(Parallel()(delayed(times)(i) for i in range(3)))
+        def plus(x): return times(x) + 1
+        print(Parallel()(delayed(plus)(i) for i in range(3)))
+        late = 10
+        print(Parallel()(delayed(lambda i: plus(i) * late)(i) for i in range(3)))
+    """)
+        == "[0, 2, 4]\n[0, 3, 6]\n[1, 4, 7]\n[10, 40, 70]\n"
+    )
+
+
+# -- nesting ---------------------------------------------------------------------------------------------
+
+
+def inner(n):
+    made = Parallel(n_jobs=2)
+    return type(made._backend).__name__, made(delayed(inner)(n - 1) for _ in range(2)) if n else []
+
+
+def test_parallel_in_a_drone_uses_threads_and_below_these_is_sequential():
+    with parallel_config("polycephaly", n_jobs=2):
+        for name, below in Parallel()(delayed(inner)(2) for _ in range(2)):
+            assert name == "ThreadingBackend"
+            assert [name for name, _ in below] == ["SequentialBackend"] * 2
+
+
+def in_drones_of_its_own(i):
+    with parallel_config("polycephaly", n_jobs=2):
+        return Parallel()(delayed(pow)(i, k) for k in range(3))
+
+
+def test_a_drone_may_have_a_pool_of_its_own():
+    assert Parallel(n_jobs=2, backend="polycephaly")(delayed(in_drones_of_its_own)(i) for i in range(3)) == [
+        [1, 0, 0],
+        [1, 1, 1],
+        [1, 2, 4],
+    ]
+
+
+def limits():
+    return os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"]
+
+
+def test_threads_of_native_libraries_are_limited():
+    with parallel_config("polycephaly", n_jobs=joblib.cpu_count() + 1, inner_max_num_threads=3):
+        assert Parallel()(delayed(limits)() for _ in range(2)) == [("3", "3")] * 2
+    pools = pytest.importorskip("threadpoolctl").threadpool_info
+    with parallel_config("polycephaly", n_jobs=joblib.cpu_count() + 1):
+        numpy.ones((2, 2)) @ numpy.ones((2, 2))
+        for found in Parallel()(delayed(pools)() for _ in range(2)):
+            assert found and all(pool["num_threads"] == 1 for pool in found)
+
+
+# -- errors ----------------------------------------------------------------------------------------------
+
+
+def invert(x):
+    return 1 / x
+
+
+def test_errors_come_home_with_their_remote_traceback_and_the_pool_goes_on():
+    with parallel_config("polycephaly", n_jobs=2):
+        with pytest.raises(ZeroDivisionError) as caught:
+            Parallel()(delayed(invert)(i) for i in range(5))
+        assert "return 1 / x" in str(caught.value.__cause__)
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
+def bad_source():
+    yield delayed(double)(1)
+    raise LookupError("no more")
+
+
+def test_an_error_of_the_source_is_raised():
+    with parallel_config("polycephaly", n_jobs=2), pytest.raises(LookupError, match="no more"):
+        Parallel()(bad_source())
+
+
+def test_an_error_stops_what_runs_beside_it(tmp_path):
+    """Which would go on for ever."""
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+
+    def fail():
+        wait_for(lambda: lines(started))
+        raise LookupError("enough")
+
+    with parallel_config("polycephaly", n_jobs=2):
+        with pytest.raises(LookupError):
+            Parallel(pre_dispatch="all", batch_size=1)([delayed(hold_until)(gate, started), delayed(fail)()])
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
+def test_a_time_limit_is_kept():
+    with parallel_config("polycephaly", n_jobs=2), pytest.raises(multiprocessing.TimeoutError):
+        Parallel(timeout=0.1)(delayed(time.sleep)(1000) for _ in range(2))
+
+
+def die(path, i):
+    if i == 5 and not lines(path):
+        append(path, "died")
+        os._exit(7)
+    return i
+
+
+def test_the_death_of_a_drone_is_told_and_the_pool_goes_on(tmp_path):
+    path = str(tmp_path / "deaths")
+    with parallel_config("polycephaly", n_jobs=2):
+        with pytest.raises(poly.DroneDied, match="exit status 7"):
+            Parallel()(delayed(die)(path, i) for i in range(20))
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
+def test_what_a_dead_drone_ran_is_run_again_where_retries_are_asked_for(tmp_path):
+    path = str(tmp_path / "deaths")
+    with parallel_config("polycephaly", n_jobs=2, retries=1):
+        assert Parallel()(delayed(die)(path, i) for i in range(20)) == list(range(20))
+    assert lines(path) == ["died"]
+
+
+def test_ctrl_c_ends_the_call_and_leaves_nothing(tmp_path):
+    started = tmp_path / "started"
+    with Script("""
+        import sys
+        from joblib import Parallel, delayed
+        import polycephaly as poly
+        from faults import hold_until
+        poly.joblib.register()
+        try:
+            Parallel(n_jobs=2, backend="polycephaly")(delayed(hold_until)("/nowhere", sys.argv[1]) for _ in range(4))
+        except KeyboardInterrupt:
+            print("free", flush=True)
+    """, str(started)) as script:  # fmt: skip
+        wait_for(lambda: len(lines(started)) == 2)
+        script.signal(2)
+        assert script.read_line() == "free"
+        assert script.wait() == 0
+        assert not script.left()
+
+
+# -- large arrays ----------------------------------------------------------------------------------------
+
+
+def scribble(array, i):
+    was = float(array[i])
+    array[:] = -1
+    return was
+
+
+def test_large_arrays_are_shared_and_what_a_call_writes_is_its_own():
+    array = numpy.arange(300_000.0)
+    with parallel_config("polycephaly", n_jobs=2):
+        seen = Parallel(batch_size=1)(delayed(scribble)(array, i=i) for i in range(20))
+        assert seen == list(range(20)) and array[5] == 5
+        array += 1  # between two calls of Parallel: seen
+        assert Parallel(batch_size=1)(delayed(scribble)(array, i) for i in range(20)) == list(range(1, 21))
+        assert Parallel(batch_size=1, max_nbytes=None)(delayed(scribble)(array, i) for i in range(9)) == list(
+            range(1, 10)
+        )
+
+
+def test_arrays_of_one_call_each_do_not_stay():
+    """More of them than there may be at a time: 30 of 2 MB, of which 8 are kept and some are under way."""
+    with parallel_config("polycephaly", n_jobs=2):
+        arrays = [numpy.full(250_000, float(i)) for i in range(30)]
+        most = []
+
+        def source():
+            for i, array in enumerate(arrays):
+                most.append(len(backend_of._arrays._shared))
+                yield delayed(scribble)(array, i)
+
+        backend_of = backend()
+        assert Parallel(batch_size=1)(source()) == list(range(30))
+        assert max(most) <= poly.joblib.KEPT
+        assert not backend_of._arrays._shared
+
+
+# -- scikit-learn ----------------------------------------------------------------------------------------
+
+
+def test_a_grid_search_gives_what_it_gives_sequentially():
+    svm = pytest.importorskip("sklearn.svm")
+    from sklearn.datasets import make_classification
+    from sklearn.ensemble import BaggingClassifier
+    from sklearn.model_selection import GridSearchCV, cross_val_score
+
+    x, y = make_classification(200, random_state=0)
+    grid = {"C": [0.1, 1, 10], "gamma": [0.01, 0.1]}
+    one = GridSearchCV(svm.SVC(), grid, cv=3).fit(x, y)
+    with parallel_config("polycephaly", n_jobs=2):
+        two = GridSearchCV(svm.SVC(), grid, cv=3).fit(x, y)
+        # Nested: the search in drones, its estimators in threads of theirs.
+        nested = cross_val_score(BaggingClassifier(n_estimators=4, n_jobs=2, random_state=0), x, y, cv=3)
+    assert (one.cv_results_["mean_test_score"] == two.cv_results_["mean_test_score"]).all()
+    assert one.best_params_ == two.best_params_
+    assert (nested == cross_val_score(BaggingClassifier(n_estimators=4, random_state=0), x, y, cv=3)).all()
+
+
+def test_openmp_that_was_used_before_does_not_hang_in_drones():
+    """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads."""
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    pytest.importorskip("threadpoolctl")
+    from sklearn.model_selection import cross_val_score
+
+    x = numpy.random.default_rng(0).normal(size=(300, 5))
+    y = x[:, 0] > 0
+    model = ensemble.HistGradientBoostingClassifier(max_iter=3)
+    model.fit(x, y)
+    with parallel_config("polycephaly", n_jobs=2, inner_max_num_threads=2):
+        assert cross_val_score(model, x, y, cv=2).mean() > 0.5
+
+
+def test_without_joblib_the_error_says_what_to_install():
+    code = """
+        import sys
+        sys.modules["joblib"] = None
+        import polycephaly as poly
+        try:
+            poly.joblib
+        except ImportError as error:
+            print(error)
+    """
+    assert "pip install 'polycephaly[joblib]'" in output_of(code)
+    assert "joblib" in sys.modules
