@@ -60,7 +60,7 @@ DIFFERENT = {
 }
 
 LEFT_OUT = {
-    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "mocks parts of the library's own executor",
+    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "mocks parts of the library's executor",
     "ProcessPoolShutdown.test_cancel_futures": "one task must have begun at once: a pool may not be up by then",
 }
 
