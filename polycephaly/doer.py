@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NoReturn, Self, TypeVar, overload
 
 from .crew import Crew
 from .image import namespace
@@ -71,6 +71,12 @@ class Doer:
             own.retries if retries is None else check_at_least("retries", retries, 0),
         )
         return other
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, as it belongs to the process that made it; "
+            "work that needs drones can start its own"
+        )
 
 
 class Resident(Doer):
