@@ -1,4 +1,4 @@
-"""`import polycephaly` costs next to nothing: a name is loaded when it is first used, with what it needs and no more."""
+"""`import polycephaly` costs little: a name is loaded when it is first used, with what it needs and no more."""
 
 from __future__ import annotations
 
