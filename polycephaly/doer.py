@@ -35,7 +35,14 @@ class Doer:
 
         `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
         the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
-        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release.
+        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with the
+        work itself, its pickling included, rejects the promise.
+
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     six, seven = pool.promise("6"), pool.promise(lambda: 7)
+        ...     pool.promise(pow, six, seven).value
+        279936
         """
         if not callable(work):
             check_work(work, args, kwargs)
@@ -83,20 +90,37 @@ class Resident(Doer):
     """One drone, with a namespace that stays."""
 
     def __getitem__(self, name: str) -> Any:
+        """The value of a name in its namespace. Raises `KeyError` for one that there is not.
+
+        >>> import polycephaly as poly
+        >>> with poly.Drone() as drone:
+        ...     drone["x"] = 41
+        ...     drone.doit("x += 1")
+        ...     drone["x"]
+        42
+        """
         try:
             return self.doit(namespace.get, name)
         except NameError as error:
             raise KeyError(name) from error
 
     def __setitem__(self, name: str, value: Any) -> None:
+        """Binds a name in its namespace; done when it returns."""
         self.push({name: value})
 
     def push(self, names: Mapping[str, Any]) -> None:
-        """Binds names in the drone's namespace; done when it returns."""
+        """Binds names in the drone's namespace; done when it returns. Raises what the pickling of a value raises."""
         self.doit(namespace.push, dict(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
-        """The values of `names`, in that order. Raises `NameError` for one that there is not."""
+        """The values of `names`, in that order. Raises `NameError` for one that there is not.
+
+        >>> import polycephaly as poly
+        >>> with poly.Drone() as drone:
+        ...     drone.push({"a": 1, "b": 2})
+        ...     drone.pull("b", "a")
+        (2, 1)
+        """
         return self.doit(namespace.pull, *names)
 
 
@@ -119,6 +143,12 @@ class Workforce(Doer, Executor):
         """Has `work` done once by each drone: a list of promises, one per drone.
 
         A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
+
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     pids = [promise.value for promise in pool.everywhere("import os; os.getpid()")]
+        ...     sorted(pids) == sorted(drone.pid for drone in pool.drones)
+        True
         """
         check_work(work, args, kwargs)
         self._crew.check_open()

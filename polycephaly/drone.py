@@ -123,7 +123,8 @@ class Drone(Resident):
     # -- stopping ---------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`."""
+        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does not wait for that; where
+        nothing runs, nothing happens."""
         self._crew.hub.post(lambda: self._crew.interrupt(self._link))
 
     def kill(self) -> None:
@@ -132,7 +133,7 @@ class Drone(Resident):
         self._link.ended.result()
 
     def release(self, wait: bool = True) -> None:
-        """Takes no more work, finishes what it has, and ends. Doing so twice is no error."""
+        """Takes no more work, finishes what it has, and ends; waits for that unless told not to. Twice is no error."""
         if self._crew.plan.on_death == "end":
             self._crew.close()
             if wait:
@@ -175,10 +176,12 @@ class Drone(Resident):
 
     @property
     def name(self) -> str:
+        """As given, or ``drone-N``; of a pool's drone ``POOL.INDEX``. It stands before each line that it prints."""
         return self._link.name
 
     @property
     def alive(self) -> bool:
+        """Whether its process is there, as far as is known: it may be starting, busy, or about to end."""
         return self._link.alive
 
     @property
@@ -227,7 +230,8 @@ def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
 def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
     """Has one piece of work done by a fresh drone, forked from this image as it is now.
 
-    The drone ends when the work is done; or before, with the thread or asyncio task that called this.
+    The drone ends when the work is done; or before, with the thread or asyncio task that called this. Raises
+    `TypeError` for what is neither a code string nor callable, and `OSError` where no process can be started.
 
     >>> import polycephaly as poly
     >>> poly.promise("6 * 7").value

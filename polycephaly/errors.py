@@ -35,6 +35,12 @@ class DroneDied(BrokenProcessPool):
     Attributes: ``drone`` (its name), ``exitcode`` (negative: ended by that signal, as in
     `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that it
     wrote there) and ``stack`` (what `faulthandler` left, or "").
+
+    >>> import os, polycephaly as poly
+    >>> with poly.Pool(1) as pool:
+    ...     died = pool.promise(os._exit, 3).exception()
+    >>> died.exitcode, died.drone[-2:]
+    (3, '.0')
     """
 
     def __init__(
@@ -59,7 +65,18 @@ class DroneDied(BrokenProcessPool):
 
 
 class ChannelClosed(Exception):
-    """The channel was closed: nothing can be sent any more, and there is nothing left to receive."""
+    """The channel was closed: nothing can be sent any more, and there is nothing left to receive.
+
+    >>> from polycephaly import green
+    >>> channel = green.Channel(1)
+    >>> channel.put("last")
+    >>> channel.close()
+    >>> channel.get()
+    'last'
+    >>> channel.get()
+    Traceback (most recent call last):
+    polycephaly.errors.ChannelClosed: ...
+    """
 
 
 class Deadlock(RuntimeError):

@@ -177,6 +177,15 @@ class Pool(Workforce):
         stderr shows how many calls are done.
 
         In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other green threads.
+
+        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at the call. The
+        iterator is for one thread at a time.
+
+        >>> import itertools, polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     squares = pool.map(lambda n: n * n, itertools.count())
+        ...     list(itertools.islice(squares, 4))
+        [0, 1, 4, 9]
         """
         if chunksize is not None:
             check_at_least("chunksize", chunksize, 1)

@@ -139,9 +139,11 @@ class Promise(Future[T], Generic[T]):
         return self._exception
 
     def done(self) -> bool:
+        """Whether it is settled: by a value, an error, or having been cancelled. Never waits."""
         return self._state == FINISHED or self._state == CANCELLED
 
     def cancelled(self) -> bool:
+        """Whether it was cancelled, as far as is known here."""
         return self._state == CANCELLED
 
     def running(self) -> bool:
@@ -204,6 +206,13 @@ class Promise(Future[T], Generic[T]):
         """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
 
         `fn` is called in the thread that settles this promise, so it must not wait.
+
+        >>> from polycephaly import Promise
+        >>> price = Promise()
+        >>> text = price.then(lambda value: value / 2).then(str)
+        >>> price.set_result(101)
+        >>> text.value
+        '50.5'
         """
         after: Promise[Any] = Promise()
         after._stands_for = (self,)
@@ -469,7 +478,7 @@ def gather(*promises: Future[T]) -> Promise[list[T]]: ...
 def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     """A promise of the list of values, in the order given; the first error rejects it.
 
-    Cancelling it cancels all of them, as `asyncio.gather` does.
+    Cancelling it cancels all of them, as `asyncio.gather` does. Raises `TypeError` for what is no promise.
 
     >>> import polycephaly as poly
     >>> a, b = poly.Promise(), poly.Promise()
@@ -508,7 +517,14 @@ def race(*promises: Future[T]) -> Promise[T]: ...
 def race(*promises: Future[Any]) -> Promise[Any]:
     """A promise that settles as the first of them does. The others are left alone.
 
-    Raises `ValueError` when there is nobody to race.
+    Raises `ValueError` when there is nobody to race, `TypeError` for what is no promise.
+
+    >>> import polycephaly as poly
+    >>> slow, quick = poly.Promise(), poly.Promise()
+    >>> first = poly.race(slow, quick)
+    >>> quick.set_result("quick")
+    >>> first.value
+    'quick'
     """
     _check_promises("race", promises)
     if not promises:
