@@ -35,8 +35,8 @@ class Doer:
 
         `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
         the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
-        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with the
-        work itself, its pickling included, rejects the promise.
+        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with
+        the work itself, its pickling included, rejects the promise.
 
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:

@@ -123,8 +123,8 @@ class Drone(Resident):
     # -- stopping ---------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does not wait for that; where
-        nothing runs, nothing happens."""
+        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does not wait for that;
+        where nothing runs, nothing happens."""
         self._crew.hub.post(lambda: self._crew.interrupt(self._link))
 
     def kill(self) -> None:
