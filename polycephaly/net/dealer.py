@@ -54,7 +54,13 @@ class Dealer:
             self._made = undo.pop_all()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        self.socket.send_multipart(frames)
+        """Never waits: there is no limit to what may be on its way. Where libzmq would wait, nothing leads to the server
+        any more: it has refused our key, perhaps before the first word."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._look()
+            self.lost = self.lost or "the server has refused it"
 
     def received(self) -> Iterator[list[bytes]]:
         """The messages that have come; first of all it looks at the connection."""
