@@ -168,8 +168,8 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
 def _hear_trail(link: Link, payload: Any) -> None:
     try:
         link.crew.record.hear_trail(link.name, bytes(payload))
-    except ValueError as wrong:
-        raise Malformed(str(wrong)) from None
+    except ValueError as wrong:  # a picture lacks something: nobody waits for that
+        log.warning("%s: %s", link.name, wrong)
 
 
 def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..wire.messages import CALL_SLICE
-from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums
+from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 
 if TYPE_CHECKING:
     from ..wire.definitions import Definition
@@ -141,7 +141,7 @@ class Record:
             times, calls = (started[:1], finished[-1:]), count
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         there = first.weight * count
-        name = first.definition.label
+        name = short_name(first.definition.label)
         self._add(Entry(drone, name, DONE, calls, queued, sent, *times, running, received, there, size))
 
     def _add_by_definition(
@@ -197,7 +197,7 @@ class Record:
         queued, (started, finished, received) = work.queued, times
         started = max(started, sent)
         cpu = self._cpu.pop(work.number, None)
-        name, running = work.definition.label, max(0.0, finished - started)
+        name, running = short_name(work.definition.label), max(0.0, finished - started)
         ends = (queued, queued), (sent, sent), (started,), (finished,)
         self._add(Entry(drone, name, status, calls, *ends, running, received, there, back, cpu))
 

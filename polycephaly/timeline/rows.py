@@ -80,7 +80,7 @@ def _lanes(spans: list[Span]) -> list[list[Span]]:
             lane = len(lanes)
             lanes.append([])
         lanes[lane].append(span)
-        heapq.heappush(free, (span.finished or inf, lane))
+        heapq.heappush(free, (inf if span.finished is None else span.finished, lane))
     return lanes
 
 

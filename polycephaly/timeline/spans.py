@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CANCELLED", "DIED", "DONE", "ERROR", "RUNNING", "SENT", "TIMEOUT", "Span", "Sums", "sums_of"]
+__all__ = ["CANCELLED", "DIED", "DONE", "ERROR", "RUNNING", "SENT", "TIMEOUT", "Span", "Sums", "short_name", "sums_of"]
 
 DONE, ERROR, CANCELLED, TIMEOUT, DIED = "done", "error", "cancelled", "timeout", "died"
 RUNNING, SENT = "running", "sent"  # at the moment when the timeline was taken
@@ -41,6 +41,11 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """How long it ran, or has been running; 0 for what has not begun."""
         return 0.0 if self.started is None or self.finished is None else max(0.0, self.finished - self.started)
+
+
+def short_name(name: str) -> str:
+    """Of a function within a function, its own name."""
+    return name.rpartition("<locals>.")[2]
 
 
 class Sums(NamedTuple):

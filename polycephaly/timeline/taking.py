@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from .spans import RUNNING, SENT, Span
+from .spans import RUNNING, SENT, Span, short_name
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _under_way(crew: Crew, now: float) -> Iterator[Span]:
             sending = work.sending
             if sending is None:  # it is just being taken back
                 continue
-            name, calls = work.definition.label, work.count
+            name, calls = short_name(work.definition.label), work.count
             if link.runs(work.number):
                 started = sending.at if work.place else max(sending.at, before)
                 yield Span(name, link.name, started, now, work.queued, sending.at, status=RUNNING, calls=calls)

@@ -14,7 +14,7 @@ from .spans import Sums
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["percent", "seconds", "size", "table", "text"]
+__all__ = ["percent", "printable", "seconds", "size", "table", "text"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITS = "·"
@@ -63,10 +63,8 @@ def _chart(timeline: Timeline, all_rows: list[Row], start: float, whole: float, 
         ]
         if hidden:
             lines.append(f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}")
-    return [
-        *lines,
-        f"{'':{name}} {BLOCKS[8]} running (its height: how much of the time)   {WAITS} on its way, or parked",
-    ]
+    key = f"{BLOCKS[8]} running (its height: how much of the time)   {WAITS} on its way, or parked"
+    return [*lines, _cut(" " * max(0, min(name + 1, width - len(key))) + key, width)]
 
 
 def _bar(row: Row, start: float, step: float, cells: int) -> str:
@@ -135,7 +133,9 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
 def _table(timeline: Timeline, width: int) -> list[str]:
     lines = table(timeline)
     numbers = [2 + max(len(line[column]) for line in lines if column < len(line)) for column in range(1, len(lines[0]))]
-    broad = max(20, width - sum(numbers))
+    while width - sum(numbers) < NARROWEST / 3:  # a narrow terminal has the first columns only
+        numbers.pop()
+    broad = width - sum(numbers)
     widths = (min(broad, max(len(line[0]) for line in lines)), *numbers)
     return [_columns(line, widths) for line in lines]
 
@@ -190,8 +190,13 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
+def printable(name: str) -> str:
+    """A name is the user's: what would move the cursor, or colour the rest, is left out."""
+    return "".join(each if each.isprintable() else " " for each in name)
+
+
 def _cut(name: str, columns: int) -> str:
-    name = "".join(each if each.isprintable() else " " for each in name)
+    name = printable(name)
     if len(name) <= columns:
         return name
     name, mark, number = name.rpartition(" #")  # of a green thread: that is what tells it from the others

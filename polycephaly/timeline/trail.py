@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from .spans import DONE, ERROR, RUNNING, Span
+from .spans import DONE, ERROR, RUNNING, Span, short_name
 
 __all__ = ["Event", "Trail", "trail"]
 
@@ -77,7 +77,7 @@ class Trail:
         self.lives.pop(number, None)
         now = monotonic()
         if now - since >= SHORTEST:
-            name = thread.name
+            name = short_name(thread.name)
             self._add(Event(number, name, name, since, now, -1.0, True, failed))
 
     def called(
@@ -90,7 +90,7 @@ class Trail:
         if thread._track is None:
             thread._track = next(self._numbers), 0.0  # its life is not watched
         note = _note(args[0]) if len(args) == 1 else ""
-        self._add(Event(thread._track[0], thread.name, _name(fn), started, now, cpu, False, failed, note))
+        self._add(Event(thread._track[0], short_name(thread.name), _name(fn), started, now, cpu, False, failed, note))
 
     def _add(self, event: Event) -> None:
         if len(self.events) >= KEPT:
@@ -166,14 +166,14 @@ def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
 def lives_now(trail: Trail, drone: str) -> list[Span]:
     """Green threads of this image that still live."""
     now = monotonic()
-    tracks = [(thread.name, thread._track) for thread in list(trail.lives.values())]
+    tracks = [(short_name(thread.name), thread._track) for thread in list(trail.lives.values())]
     events = [Event(track[0], name, name, track[1], now, life=True) for name, track in tracks if track is not None]
     return [span._replace(status=RUNNING) for span in spans_of(events, drone)]
 
 
 def _name(fn: Any) -> str:
     fn = getattr(fn, "func", fn)  # of a partial
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    return short_name(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
 def _note(arg: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .rows import covered, rows
 from .spans import Span, Sums
-from .text import percent, seconds, size
+from .text import percent, printable, seconds, size
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -105,11 +105,12 @@ def sentence(f: Figures) -> str:
     """The verdict on these figures."""
     if not f.calls:
         return "No work has been done."
-    used, function = percent(f.utilisation), f.functions.get(f.busiest, "")
+    used, function = percent(f.utilisation), printable(f.functions.get(f.busiest, ""))
+    busiest = printable(f.busiest)
     if f.longest >= ALONE:
         return _of_one_call(f, function)
     if f.utilisation >= BUSY:
-        who = f"{f.busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
+        who = f"{busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
         busy = f"{who} busy {used} of the time, mostly with {function}"
         if f.computing is not None and f.computing < IDLE_CPU:
             return (
@@ -142,12 +143,13 @@ def sentence(f: Figures) -> str:
             f"({used} of the time); pool.map sends many at once, larger ones cost it less."
         )
     share = percent(f.busy[f.busiest])
-    return f"The drones were busy {used} of the time; {f.busiest} most, {share}, mostly with {function}."
+    return f"The drones were busy {used} of the time; {busiest} most, {share}, mostly with {function}."
 
 
 def _of_one_call(f: Figures, function: str) -> str:
     """One call takes most of the time: whatever else is done, the whole cannot get shorter than that."""
-    name = f"The longest drone, {f.busiest}," if f.drones > 1 else f.busiest
+    busiest = printable(f.busiest)
+    name = f"The longest drone, {busiest}," if f.drones > 1 else busiest
     was = f"{name} was busy {percent(f.busy[f.busiest])} of the time with {function}"
     if f.busiest_computing is None or f.busiest_computing >= IDLE_CPU:
         return f"{was}: more drones will not help; split that."
@@ -159,7 +161,9 @@ def _of_one_call(f: Figures, function: str) -> str:
 
 def _backlog(work: list[Span]) -> float:
     """Seconds in which something had been asked for and not begun."""
-    waits = sorted((span.queued, span.started or inf) for span in work if span.queued is not None)
+    waits = sorted(
+        (span.queued, inf if span.started is None else span.started) for span in work if span.queued is not None
+    )
     end = max((span.finished for span in work if span.finished is not None), default=0.0)
     return covered((start, min(begun, max(start, end))) for start, begun in waits)
 

@@ -1,0 +1,476 @@
+"""Timelines hold what drones and green threads did: all of it, with true times, for little, and after the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from faults import exit_hard, hold_until, wait_for
+
+import polycephaly as poly
+from polycephaly import green
+from polycephaly.timeline import Span, Sums, record, trail
+
+ROOT = Path(__file__).parents[1]
+
+
+def noop(x):
+    return x
+
+
+def double(x):
+    return 2 * x
+
+
+def nap(seconds):
+    time.sleep(seconds)
+
+
+def spin(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def fail(x):
+    raise ValueError(x)
+
+
+def calls(timeline):
+    return Counter({name: sums.calls for (_, name), sums in sums_by_function(timeline).items()})
+
+
+def sums_by_function(timeline):
+    found = {}
+    for (_, name), sums in timeline.sums().items():
+        found["", name] = sums + found.get(("", name), Sums())
+    return found
+
+
+def of_work(timeline):
+    return [span for span in timeline.spans if not span.thread]
+
+
+# -- what drones did ----------------------------------------------------------------------------------
+
+
+def test_a_call_has_the_times_that_its_promise_has_and_how_it_ended():
+    with poly.Drone(name="one") as drone:
+        promise = drone.promise(nap, 0.002)
+        promise.result()
+        [span] = drone.timeline.spans
+    spans = promise.spans
+    assert (span.name, span.drone, span.status, span.calls) == ("nap", "one", "done", 1)
+    assert (span.queued, span.sent, span.started, span.finished, span.received) == (
+        spans.queued, spans.sent, spans.started, spans.finished, spans.received,
+    )  # fmt: skip
+    assert span.seconds >= 0.002
+
+
+def test_times_are_in_their_order_and_work_of_one_drone_does_not_overlap():
+    with poly.Pool(2) as pool:
+        for promise in [pool.promise(noop, i) for i in range(3000)]:
+            promise.result()
+        assert list(pool.map(double, range(3000))) == [2 * x for x in range(3000)]
+        pool.doit(noop, [0] * 100)
+        timeline = pool.timeline
+    for span in of_work(timeline):
+        assert span.queued <= span.sent <= span.started <= span.finished <= span.received, span
+    for drone in timeline.drones:
+        mine = sorted((s.started, s.finished) for s in of_work(timeline) if s.drone == drone)
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(mine))
+
+
+def test_every_call_is_counted_and_short_ones_that_came_together_are_one_span():
+    with poly.Pool(2) as pool:
+        for promise in [pool.promise(noop, i) for i in range(5000)]:
+            promise.result()
+        list(pool.map(double, range(5000)))
+        timeline = pool.timeline
+    assert calls(timeline) == {"noop": 5000, "double": 5000}
+    assert len(timeline.spans) < 5000
+
+
+def test_calls_of_several_functions_that_came_together_are_told_apart():
+    with poly.Pool(1) as pool:
+        pool.doit(noop, 0), pool.doit(double, 0)
+        for promise in [pool.promise((noop, double)[i % 2], i) for i in range(2000)]:
+            promise.result()
+        timeline = pool.timeline
+    assert calls(timeline) == {"noop": 1001, "double": 1001}
+
+
+def test_bytes_are_those_that_travelled():
+    with poly.Drone() as drone:
+        drone.doit(len, bytes(10_000))
+        drone.doit(bytes, 20_000)
+        there, back = drone.timeline.spans
+    assert 10_000 <= there.bytes_sent < 11_000 and there.bytes_received < 1000
+    assert back.bytes_sent < 1000 and 20_000 <= back.bytes_received < 21_000
+
+
+def test_what_failed_was_cancelled_ran_out_of_time_or_died_is_marked_so(tmp_path):
+    with poly.Pool(1, output="discard") as pool:
+        pool.promise(fail, 1).exception()
+        pool.options(timeout=0.05).promise(nap, 60).exception()
+        begun = tmp_path / "begun"
+        cancelled = pool.promise(hold_until, tmp_path / "never", begun)
+        wait_for(begun.exists)
+        cancelled.cancel()
+        pool.promise(exit_hard, 3).exception()
+        assert pool.doit(noop, 1) == 1
+    found = [(span.name, span.status) for span in pool.timeline.spans]
+    assert found == [
+        ("fail", "error"),
+        ("nap", "timeout"),
+        ("hold_until", "cancelled"),
+        ("exit_hard", "died"),
+        ("noop", "done"),
+    ]
+    assert {name: sums.failed for (_, name), sums in pool.timeline.sums().items() if sums.failed} == {
+        "fail": 1, "nap": 1, "hold_until": 1, "exit_hard": 1,
+    }  # fmt: skip
+
+
+def test_what_runs_is_shown_as_running_and_what_waits_behind_it_is_counted(tmp_path):
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    with poly.Pool(1) as pool:
+        held = pool.promise(hold_until, end, begun)
+        waiting = [pool.promise(noop, i) for i in range(3)]
+        wait_for(begun.exists)
+        timeline = pool.timeline
+        end.touch()
+        held.result()
+        for each in waiting:
+            each.result()
+    [span] = timeline.spans
+    assert (span.name, span.status, span.received) == ("hold_until", "running", None)
+    assert span.sent <= span.started <= span.finished
+    assert timeline.waiting == 3
+    assert "3 more in the queue" in str(timeline)
+
+
+def test_it_can_be_read_when_the_pool_has_ended_and_has_idle_drones_too():
+    with poly.Pool(3, name="three") as pool:
+        pool.drones[1].doit(nap, 0.001)
+    timeline = pool.timeline
+    assert timeline.drones == ["three.0", "three.1", "three.2"]
+    assert [span.drone for span in timeline.spans] == ["three.1"]
+
+
+def test_a_drone_of_a_pool_has_its_own():
+    with poly.Pool(2, name="two") as pool:
+        pool.drones[0].doit(noop, 1)
+        pool.drones[1].doit(double, 1)
+        timeline = pool.drones[1].timeline
+    assert timeline.drones == ["two.1"]
+    assert [span.name for span in timeline.spans] == ["double"]
+
+
+def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
+    monkeypatch.setattr(record, "KEPT", 40)
+    with poly.Drone() as drone:
+        for _ in range(150):
+            drone.doit(noop, [1])
+        timeline = drone.timeline
+    assert len(timeline.spans) <= 40
+    assert timeline.folded == 150 - len(timeline.spans)
+    assert calls(timeline) == {"noop": 150}
+    assert "more are in the table only" in str(timeline)
+    assert timeline.start <= min(span.queued for span in timeline.spans)
+
+
+def test_nothing_of_a_call_is_kept_but_numbers():
+    class Large(bytearray):
+        pass
+
+    with poly.Drone() as drone:
+        promise = drone.promise(len, Large(10))
+        promise.result()
+        timeline = drone.timeline
+    assert {type(value) for span in timeline.spans for value in span} <= {str, int, float, bool, type(None)}
+
+
+def test_two_are_one_and_names_that_both_have_are_numbered():
+    both = []
+    for _ in range(2):
+        with poly.Drone(name="same") as drone:
+            drone.doit(nap, 0.001)
+        both.append(drone.timeline)
+    together = both[0] + both[1]
+    assert together.drones == ["same", "same (2)"]
+    assert [span.drone for span in together.spans] == ["same", "same (2)"]
+    assert sum(both, poly.Timeline()).drones == together.drones
+    assert len(together.sums()) == 2
+
+
+def test_overlapped_coroutines_lie_in_lanes():
+    async def meet(n):
+        await green.sleep(0.05)
+
+    with poly.Pool(1, width=4) as pool:
+        for promise in [pool.promise(meet, n) for n in range(4)]:
+            promise.result()
+        timeline = pool.timeline
+    from polycephaly.timeline.rows import rows
+
+    [row] = [row for row in rows(timeline) if not row.thread]
+    assert len(row.spans) == 4 and len(row.lanes) > 1
+    for lane in row.lanes:
+        assert all(one.finished <= other.started for one, other in pairwise(lane))
+
+
+# -- what green threads did -----------------------------------------------------------------------------
+
+
+def mapped(width):
+    return green.map(nap, [0.01, 0.02, 0.03, 0.01], width=width)
+
+
+def test_green_threads_of_a_drone_come_home_with_its_result():
+    with poly.Drone(name="d") as drone:
+        drone.doit(mapped, 2)
+        timeline = drone.timeline
+    [work] = of_work(timeline)
+    items = [span for span in timeline.spans if span.thread and not span.whole]
+    assert sorted(span.note for span in items) == ["0.01", "0.01", "0.02", "0.03"]
+    assert {span.name for span in items} == {"nap"} and {span.drone for span in items} == {"d"}
+    assert len({span.thread for span in items}) == 2
+    assert all(work.started <= span.started < span.finished <= work.finished for span in items)
+    lives = {span.thread: span for span in timeline.spans if span.whole}
+    for item in items:
+        assert lives[item.thread].started <= item.started and item.finished <= lives[item.thread].finished
+
+
+def test_what_waits_and_what_computes_are_told_apart():
+    with poly.Drone() as drone:
+        drone.doit(nap, 0.1)
+        drone.doit(spin, 0.1)
+        waited, computed = drone.timeline.spans
+    assert waited.cpu < 0.5 * waited.seconds
+    assert computed.cpu >= 0.1
+
+
+def test_this_images_green_threads_have_a_timeline():
+    async def main():
+        await green.call(nap, 0.05)  # in place, until the watchdog has another thread drive
+        await green.call_long(nap, 0.01)
+
+    async def item(n):
+        await green.sleep(0.001)
+
+    green.run(main)
+    green.spawn(nap, 0.01, name="native").result()
+    green.map(item, [71, 72], width=1)
+    spans = green.timeline().spans
+    of_main = [span for span in spans if span.thread.startswith("main #")]
+    assert [(span.name, span.note) for span in of_main if not span.whole] == [("nap", "0.05"), ("nap", "0.01")]
+    assert [span.whole for span in of_main] == [False, False, True]
+    assert [span.name for span in spans if span.thread.startswith("native")] == ["nap", "native"]
+    assert {span.note for span in spans} >= {"71", "72"}
+
+
+def test_a_green_thread_that_lives_is_shown_and_an_error_is_marked():
+    async def main():
+        gate = green.Event()
+        waits = green.spawn(gate.wait, name="waits")
+        with pytest.raises(ZeroDivisionError):
+            await green.call_long(divide, 0)
+        now = green.timeline()
+        gate.set()
+        await waits
+        return now
+
+    now = green.run(main)
+    assert [span.status for span in now.spans if span.thread.startswith("waits")] == ["running"]
+    assert [span.status for span in now.spans if span.name == "divide"] == ["error"]
+
+
+def divide(n):
+    time.sleep(0.001)
+    return 1 / n
+
+
+def test_a_drone_forgets_what_its_controller_did():
+    green.map(nap, [0.001], width=1)
+    assert trail.trail.events
+    with poly.Drone() as drone:
+        assert drone.doit(lambda: len(green.timeline().spans)) == 0
+        assert not [span for span in drone.timeline.spans if span.thread]
+
+
+def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
+    def many():
+        async def quick(n):
+            await green.sleep(0.0001)
+
+        green.map(quick, range(6000), width=200)
+
+    with poly.Drone() as drone:
+        drone.doit(many)
+        timeline = drone.timeline
+    items = [span for span in timeline.spans if span.name == "quick" and not span.whole]
+    assert items
+    assert len(items) + timeline.threads_lost <= 6000 + 200
+    assert all(span.finished - span.started >= trail.SHORTEST - 2e-6 for span in items)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"{", b"[]", b"null", b'{"names": []}', b'{"names": [1], "events": [[1]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[1, 0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[1, 0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}', b'{"names":[],"events":[],"work":[],"lost":"x"}',
+        b"\xff\xfe", b'{"names": ["a"], "events": 5, "work": [], "lost": 0}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_trail_that_is_none_is_refused(sent):
+    with pytest.raises(ValueError):
+        trail.read(sent)
+
+
+def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
+    def tell():
+        trail.trail.take = lambda: b"no trail"
+        return 42
+
+    with poly.Drone(name="teller") as drone:
+        assert drone.doit(tell) == 42
+    assert {record.message.partition(":")[0] for record in caplog.records} == {"teller"}
+
+
+# -- how it is written ------------------------------------------------------------------------------------
+
+
+def made_up(name="f", drone="d", start=1.0, end=2.0, **more):
+    return Span(name, drone, start, end, start - 0.2, start - 0.1, end + 0.1, **more)
+
+
+def test_the_text_has_a_row_for_each_drone_a_table_and_the_bottleneck():
+    timeline = poly.Timeline(
+        [made_up("load", "one"), made_up("parse", "two", 1.0, 1.25), made_up("page", "one", 1.1, 1.9, thread="t #1")]
+    )
+    lines = timeline.text(100).splitlines()
+    assert lines[0] == "Timeline: 1.3 s, 2 drones, 2 calls"
+    [one] = [line for line in lines if line.startswith("one ")]
+    [two] = [line for line in lines if line.startswith("two ")]
+    assert one.endswith(" 77 %") and one.count("█") > 60
+    assert two.endswith(" 19 %") and two.count("█") in range(12, 20)
+    assert [line.split() for line in lines if line.startswith("load")] == [
+        ["load", "1", "1", "s", "1", "s", "100", "ms", "100", "ms", "100", "ms", "0", "B", "0", "B"]
+    ]
+    assert "page, in green threads" in str(timeline)
+    assert lines[-1].startswith("The longest drone, one, was busy 77 % of the time with load")
+
+
+def test_the_text_keeps_its_width_whatever_names_are_like():
+    names = ["long" * 50, "a\nb\x1b[31m\tc", "name of a thread that is quite long #17"]
+    timeline = poly.Timeline(
+        [made_up(names[0], names[1]), made_up(names[1], names[0], 1.5, 3.0), made_up(drone=names[0], thread=names[2])]
+    )
+    for width in (60, 80, 133):
+        text = timeline.text(width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "\x1b" not in text
+    assert "… #17 " in timeline.text(80)
+
+
+def test_nothing_done_is_no_error(tmp_path):
+    empty = poly.Timeline()
+    assert str(empty) == "Timeline: nothing has been done yet."
+    assert not empty and empty.bottleneck == "No work has been done."
+    for suffix in ("html", "svg", "png", "json"):
+        empty.save(tmp_path / f"empty.{suffix}")
+    with poly.Pool(2) as pool:
+        assert "0 calls" in repr(pool.timeline) or repr(pool.timeline) == "<Timeline of 2 drones, 0 spans>"
+        pool.timeline.save(tmp_path / "idle.svg")
+
+
+def test_a_suffix_that_says_nothing_names_those_that_do(tmp_path):
+    with pytest.raises(ValueError, match=r"\.html, \.svg, \.png or \.json, not as 'run\.gif'"):
+        poly.Timeline([made_up()]).save(tmp_path / "run.gif")
+    with pytest.raises(ValueError, match="not as 'run'"):
+        poly.Timeline([made_up()]).save(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        poly.Timeline([made_up()]).save(tmp_path / "no such directory" / "run.svg")
+
+
+def test_a_png_without_pillow_names_the_cure(tmp_path):
+    script = (
+        "from polycephaly.timeline import Span, Timeline\n"
+        "try: Timeline([Span('f', 'd', 1.0, 2.0)]).save('run.png')\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "Timeline([Span('f', 'd', 1.0, 2.0)]).save('run.svg')\n"
+    )
+    ran = subprocess.run(  # -S: without what is installed
+        [sys.executable, "-S", "-c", script],
+        env={"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout == "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)\n", ran.stderr
+    assert os.listdir(tmp_path) == ["run.svg"]
+
+
+def test_pictures_show_every_row_and_escape_names(tmp_path):
+    from xml.etree import ElementTree
+
+    from PIL import Image
+
+    nasty = "</title><script>alert(1)</script>&\x00"
+    timeline = poly.Timeline(
+        [made_up(nasty, "<b>"), made_up("g", "two", cpu=0.25), made_up("h", "two", 3.0, 4.0, status="died")]
+    )
+    timeline.save(tmp_path / "run.svg", title="a <title>")
+    root = ElementTree.parse(tmp_path / "run.svg").getroot()
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a <title>", "<b>", "two"} <= set(texts)
+    assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
+    timeline.save(tmp_path / "run.png")
+    with Image.open(tmp_path / "run.png") as image:
+        assert image.format == "PNG" and image.width == 2400
+        seen = {colour for _, colour in image.getcolors(1 << 24)}
+    assert {(0x44, 0x77, 0xAA), (0xD1, 0x1F, 0x2F)} <= seen  # a function's, and what died
+
+
+def test_the_trace_keeps_the_rules_of_its_format(tmp_path):
+    with poly.Pool(2) as pool:
+        list(pool.map(double, range(1000)))
+        pool.doit(mapped, 2)
+        pool.promise(fail, 1).exception()
+    pool.timeline.save(tmp_path / "run.json")
+    trace = json.loads((tmp_path / "run.json").read_text())
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f", "C"}
+    assert all(isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"] for event in events)
+    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in slices} <= named
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in slices)
+    for track in named:  # slices of one thread lie one after the other, or one in the other
+        open_until = []
+        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: (e["ts"], -e["dur"])):
+            if track[0] == 0:  # moments of the controller, drawn a microsecond long
+                continue
+            while open_until and open_until[-1] <= event["ts"] + 0.01:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1] + 0.01, event
+            open_until.append(end)
+    ends = Counter((event["ph"], event["id"]) for event in events if event["ph"] in "sf")
+    assert set(ends.values()) == {1}
+    assert {number for ph, number in ends if ph == "s"} == {number for ph, number in ends if ph == "f"}
+    work = [event for event in slices if event["cat"] == "work"]
+    assert sum(event["args"]["calls"] for event in work) == 1002
+    assert [event["args"]["status"] for event in work if event["name"] == "fail"] == ["error"]
+    counters = [event["args"]["pieces"] for event in events if event["ph"] == "C"]
+    assert min(counters) == counters[-1] == 0

@@ -1,0 +1,130 @@
+"""The bottleneck of a run is named by its numbers: on made-up runs of each kind, and on real ones."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+import polycephaly as poly
+from polycephaly.timeline import Span
+from polycephaly.timeline.verdict import figures, sentence
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def work(drone, start, end, name="load", queued=0.0, calls=1, bytes_sent=10, cpu=None, on_the_way=0.001):
+    sent = max(queued, start - on_the_way)
+    return Span(name, drone, start, end, queued, sent, end + on_the_way, "done", calls, bytes_sent, cpu=cpu)
+
+
+def one_long(cpu=None):
+    return [work("a", 0.0, 9.7, "load_funds", cpu=cpu), *(work(name, 0.0, 2.0, cpu=cpu) for name in "bcd")]
+
+
+def full(drones, cpu=None):
+    """Each drone does thirty pieces of a tenth of a second without a pause."""
+    return [
+        work(f"d{drone}", n / 10, n / 10 + 0.099, cpu=cpu) for drone in range(drones) for n in range(30)
+    ]  # fmt: skip
+
+
+THREADS = [Span("page", "a", n, n + 1.0, thread=f"map page #{n}") for n in range(4)]
+
+RUNS = {
+    "one call takes all the time": (
+        one_long(),
+        "The longest drone, a, was busy 100 % of the time with load_funds: more drones will not help; split that.",
+    ),
+    "one call waits all the time": (
+        one_long(cpu=0.1),
+        "The longest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
+        "will not help; split that, or overlap its waiting by green threads (green.map).",
+    ),
+    "its green threads wait": (
+        [*one_long(cpu=0.1), *THREADS],
+        "The longest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
+        "will not help; split that, or let more than its 4 green threads wait at once.",
+    ),
+    "all wait": (
+        full(3, cpu=0.001),
+        "All 3 drones were busy 99 % of the time, mostly with load, but computed in 1 % of that: it waits; green "
+        "threads (green.map) or more drones would overlap the waiting.",
+    ),
+    "all compute on all cores": (
+        full(CORES, cpu=0.099),
+        f"busy 99 % of the time, mostly with load, and computed in 100 % of that: the {CORES} cores are the limit.",
+    ),
+    "fewer drones than cores": (
+        full(1, cpu=0.099),
+        "d0 was busy 99 % of the time, mostly with load: more drones would help"
+        if CORES > 1
+        else "d0 was busy 99 % of the time, mostly with load, and computed in 100 % of that: the 1 cores",
+    ),
+    "too few pieces": (
+        [work("a", 0.0, 1.0), work("b", 0.0, 0.5), work("a", 1.0, 1.9), work("c", 0.0, 0.2)],
+        "4 pieces of work are too few to keep 3 drones busy (46 % of the time): smaller ones would share more evenly.",
+    ),
+    "the queue was empty": (
+        [work(f"d{n % 2}", n, n + 0.4, queued=n - 0.2) for n in range(20)],
+        "The queue was empty 80 % of the time, and the drones were busy in 20 %: they waited for the program to give "
+        "them more work.",
+    ),
+    "too large": (
+        [work("a", n, n + 0.1, bytes_sent=50_000_000, on_the_way=0.45) for n in range(20)],
+        "Transport: a call had 50 MB to carry, and was on its way for 877 ms, to run for 100 ms: send less, or share "
+        "it once (pool.share).",
+    ),
+    "too short": (
+        [work("a", n / 1000, n / 1000 + 2e-5, calls=20) for n in range(400)],
+        "The controller: calls of 1 µs are too short for it to keep the drones busy (2 % of the time); pool.map sends "
+        "many at once, larger ones cost it less.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_sentence_says_what_the_numbers_say(kind):
+    spans, said = RUNS[kind]
+    assert said in poly.Timeline(spans).bottleneck
+
+
+def test_each_reason_is_another_sentence():
+    sentences = {poly.Timeline(spans).bottleneck for spans, _ in RUNS.values()}
+    assert len(sentences) == len(RUNS)
+
+
+def test_idle_drones_count():
+    some = figures(poly.Timeline(full(2), ["d0", "d1", "idle", "idle too"]))
+    assert some.drones == 4
+    assert some.utilisation == pytest.approx(0.495, abs=0.01)
+
+
+def test_what_is_not_held_any_more_counts_too():
+    from polycephaly.timeline import Sums
+    from polycephaly.timeline.record import Folded
+
+    timeline = poly.Timeline(full(1))
+    timeline.add_record(Folded({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), [])
+    found = figures(timeline)
+    assert found.calls == 1030 and found.seconds == pytest.approx(103, abs=0.1)
+    assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_real_run_with_one_long_call_names_it():
+    def long_one():
+        time.sleep(0.4)
+
+    with poly.Pool(2) as pool:
+        held = pool.promise(long_one)
+        for each in [pool.promise(abs, -1) for _ in range(5)]:
+            each.result()
+        held.result()
+    said = pool.timeline.bottleneck
+    assert "with long_one, and computed in" in said
+    assert said.endswith("split that, or overlap its waiting by green threads (green.map).")
+
+
+def test_no_figures_no_sentence():
+    assert sentence(figures(poly.Timeline())) == "No work has been done."
