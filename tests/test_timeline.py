@@ -329,6 +329,9 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
         b'{"names": ["a"], "events": [[1, 0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [[1, 0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}', b'{"names":[],"events":[],"work":[],"lost":"x"}',
+        b'{"names": ["a"], "events": [[1, 0, 0, NaN, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[1, 0, 0, 1e300, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": [], "events": [], "work": [[1, Infinity]], "lost": 0}',
         b"\xff\xfe", b'{"names": ["a"], "events": 5, "work": [], "lost": 0}', b"[" * 100_000,
     ],
 )  # fmt: skip
@@ -345,6 +348,23 @@ def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
     with poly.Drone(name="teller") as drone:
         assert drone.doit(tell) == 42
     assert {record.message.partition(":")[0] for record in caplog.records} == {"teller"}
+
+
+def test_times_that_cannot_be_are_held_against_what_is_known():
+    def tell():
+        from polycephaly.image import main
+
+        moments = [float("nan"), float("inf"), -1e300, 0.0]
+        main.monotonic = lambda: moments.pop() if moments else float("nan")
+
+    with poly.Drone(name="liar") as drone:
+        drone.doit(noop, 1)
+        drone.doit(tell)
+        for _ in range(5):
+            drone.doit(noop, [1])
+        timeline = drone.timeline
+    assert all(s.queued <= s.sent <= s.started <= s.finished <= s.received for s in timeline.spans)
+    assert "nan" not in str(timeline)
 
 
 # -- how it is written ------------------------------------------------------------------------------------

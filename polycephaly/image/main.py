@@ -248,7 +248,7 @@ class Drone:
         finished = monotonic()
         brief = finished - started < BRIEF
         if not brief and not definition.brief:
-            trail.work.append((number, round(process_time() - used, 6)))
+            trail.work.append((number, round((process_time() - used) * 1e6)))
         definition.brief = brief
         head = b""
         if self._slice is not None:

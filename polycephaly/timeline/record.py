@@ -32,7 +32,8 @@ KEPT = 50_000
 """Spans, about: what is kept of a crew for its picture. Some 25 MB at most."""
 CHAPTERS = 20
 SHORT = 100e-6  # seconds
-THREADS_KEPT = 20_000
+THREADS_KEPT = 10_000
+CPU_KEPT = 1000
 
 
 class Folded(NamedTuple):
@@ -67,13 +68,16 @@ class Entry(NamedTuple):
             _steps(*self.queued, count), _steps(*self.sent, count), self.started, self.finished, strict=True
         )
         for queued, sent, started, finished in one_by_one:
+            sent = min(sent, self.received)
+            started = min(self.received, max(sent, started))  # what the drone says is held against what is known
+            finished = min(self.received, max(started, finished))
             yield Span(
                 self.name,
                 self.drone,
                 started,
                 finished,
                 queued,
-                min(sent, started),
+                sent,
                 self.received,
                 self.status,
                 self.calls,
@@ -84,7 +88,9 @@ class Entry(NamedTuple):
 
     def sums(self) -> Sums:
         count = len(self.started) * self.calls
-        mean = self.running / max(1, count)
+        possible = self.received - self.sent[0]
+        running = self.running if 0.0 <= self.running <= possible * len(self.started) else 0.0
+        mean = running / max(1, count)
         if len(self.started) > 1:
             began = sum(self.started) / len(self.started)
         else:
@@ -95,7 +101,7 @@ class Entry(NamedTuple):
             0 if self.status == DONE else count,
             max(0.0, sent - queued) * count,
             max(0.0, began - sent) * count,
-            self.running,
+            running,
             max(0.0, self.received - began - mean) * count,
             self.bytes_sent,
             self.bytes_received,
@@ -216,7 +222,10 @@ class Record:
 
     def hear_trail(self, drone: str, sent: bytes) -> None:
         """What green threads of a drone did, and what its next answers cost. Raises `ValueError` where it is none."""
-        events, self._cpu, lost = read(sent)
+        events, cpu, lost = read(sent)
+        if len(self._cpu) > CPU_KEPT:  # of works that were never answered
+            self._cpu.clear()
+        self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - THREADS_KEPT)
         self.threads.extend(spans_of(events, drone))
 
@@ -229,7 +238,7 @@ class Record:
 
     def last_finished(self, drone: str) -> float:
         """When its last work that is known here had ended; 0.0 where there is none."""
-        return max((entry.finished[-1] for entry in self._entries_of(drone)), default=0.0)
+        return max((min(entry.received, entry.finished[-1]) for entry in self._entries_of(drone)), default=0.0)
 
     def _entries_of(self, drone: str) -> Iterator[Entry]:
         return (entry for entry in self.look()[1] if entry.drone == drone)
@@ -241,7 +250,7 @@ def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
     start, end = folded.start or chapter[0].queued[0], folded.end
     for entry in chapter:
         spans += len(entry.started)
-        start, end = min(start, entry.queued[0]), max(end, entry.finished[-1])
+        start, end = min(start, entry.queued[0]), max(end, entry.received)
         key = entry.drone, entry.name
         sums[key] = entry.sums() + sums.get(key, Sums())
     return Folded(sums, spans, start, end)

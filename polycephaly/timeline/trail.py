@@ -54,7 +54,7 @@ class Trail:
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
         self.lives: dict[int, Any] = {}  # the green threads that are watched, by number
-        self.work: deque[tuple[int, float]] = deque()  # of a drone's works: number, seconds of processor time
+        self.work: deque[tuple[int, int]] = deque()  # of a drone's works: number, microseconds of processor time
         self._numbers = itertools.count(1)
 
     # -- green threads add ----------------------------------------------------------------------------
@@ -135,14 +135,22 @@ def read(sent: bytes) -> tuple[list[Event], dict[int, float], int]:
         names = [str(name) for name in told["names"]]
         events = [
             Event(
-                int(thread), names[owner], names[name], started / 1e6, (started + took) / 1e6,
-                cpu / 1e6 if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
+                int(thread), names[owner], names[name], _seconds(started), _seconds(started + took),
+                _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
             )
             for thread, owner, name, started, took, cpu, flags, note in told["events"]
         ]  # fmt: skip
-        return events, {int(number): float(cpu) for number, cpu in told["work"]}, int(told["lost"])
+        return events, {int(number): _seconds(cpu) for number, cpu in told["work"]}, int(told["lost"])
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as wrong:
         raise ValueError(f"a trail that is none: {type(wrong).__name__}: {wrong}") from wrong
+
+
+def _seconds(microseconds: Any) -> float:
+    """Of a moment that has been, or a time that has passed."""
+    seconds = int(microseconds) / 1e6
+    if not 0.0 <= seconds <= monotonic() + 1.0:
+        raise ValueError(f"a time of {seconds} s")
+    return seconds
 
 
 def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
