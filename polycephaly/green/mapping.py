@@ -18,7 +18,7 @@ from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
 from ..progress import Progress, total_of
 from ..promises import Promise
-from ..timeline.trail import trail
+from ..timeline.trail import SHORTEST, trail
 from .call import call_long
 from .channel import Channel
 from .group import Group
@@ -128,14 +128,20 @@ class Mapped(Generic[T]):
 
     async def collect(self) -> list[Any]:
         places: list[list[Any]] = []
-        trail.leave_out(scheduler.current)
+        scheduler.current._since = None  # it is none of the user's threads
 
         async def work() -> None:
-            apply = _applier(self._fn, self._progress)
+            apply, awaits = _applier(self._fn, self._progress)
+            thread = scheduler.current
             for item in self._items:
                 place: list[Any] = []
                 places.append(place)
-                place.append(await apply(item))
+                began = monotonic()
+                try:
+                    place.append(await apply(item))
+                finally:
+                    if awaits and monotonic() - began >= SHORTEST:
+                        trail.called(thread, self._fn, (item,), began, not place)
 
         try:
             async with Group() as group:
@@ -170,13 +176,17 @@ class _Drain(Generic[T]):
         self.workers: list[GreenThread[Any]] = [spawn(self._work) for _ in range(width)]
 
     async def _work(self) -> None:
-        apply = _applier(self._fn, self._progress)
+        apply, awaits = _applier(self._fn, self._progress)
+        thread = scheduler.current
         try:
             for item in self._items:
                 place = _Place()
                 await self.places.send(place)  # in the step that took the item: so places are in the items' order
+                began = monotonic()
                 try:
                     place.set_result(await apply(item))
+                    if awaits and monotonic() - began >= SHORTEST:
+                        trail.called(thread, self._fn, (item,), began)
                 except BaseException as error:
                     place.set_exception(error)
                     if not isinstance(error, Exception):
@@ -221,23 +231,17 @@ class _Values(AsyncIterator[Any]):
         self._drain.stop()
 
 
-def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> Callable[[Any], Any]:
+def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> tuple[Callable[[Any], Any], bool]:
+    """How it is applied, and whether it is a coroutine function: foreign calls are on the trail already."""
+
     async def call(item: Any) -> Any:
         value = await call_long(fn, item)
         return await value if is_awaitable(value) else value
 
-    async def run_item(item: Any) -> Any:
-        thread, began, failed = scheduler.current, monotonic(), True
-        try:
-            value = await fn(item)
-            failed = False
-            return value
-        finally:
-            trail.called(thread, fn, (item,), began, failed)
-
-    apply = run_item if is_coroutine_function(fn) else call
+    awaits = is_coroutine_function(fn)
+    apply = fn if awaits else call
     if progress is None:
-        return apply
+        return apply, awaits
 
     async def counted(item: Any) -> Any:
         try:
@@ -245,7 +249,7 @@ def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> Callable[[A
         finally:
             progress.step()
 
-    return counted
+    return counted, awaits
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -81,7 +81,7 @@ def timeline() -> Timeline:
     {'sleep'}
     """
     here = "this image"
-    return Timeline([*spans_of(list(trail.events), here), *lives_now(trail, here)], [here])
+    return Timeline([*spans_of(list(trail.events), here), *lives_now(trail, list(scheduler.live), here)], [here])
 
 
 def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:

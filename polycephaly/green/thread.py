@@ -28,7 +28,7 @@ from .. import promises
 from ..coroutines import is_awaitable, is_coroutine, is_coroutine_function
 from ..launch.shield import Shield
 from ..promises import CANCELLED, FINISHED, Promise
-from ..timeline.trail import LIVES, trail
+from ..timeline.trail import LIVES, SHORTEST, trail
 from .history import history
 from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
 
@@ -68,7 +68,8 @@ class GreenThread(Promise[T]):
     _qualname: str | None = None  # once there is no coroutine to ask
     _unseen: Unseen | None = None
     _owned: WeakSet[Any] | None = None
-    _track: tuple[int, float] | None = None  # in the trail: its number, since when it lives
+    _since: float | None = None  # when it was spawned, if that is told
+    _number = 0  # in the trail
     _cancels = 0
     """How often a `cancel()` has reached it: a time limit on top of that must not make a `TimeoutError` of it."""
 
@@ -103,8 +104,8 @@ class GreenThread(Promise[T]):
         scheduler.live.discard(self)
         group = self._group
         self._qualname = self.name
-        if self._track is not None and self._track[1]:
-            trail.ended(self, error is not None)
+        if self._since is not None and monotonic() - self._since >= SHORTEST:
+            trail.ended(self, self._since, error is not None)
         if error is not None and group is None and not self._hooks:
             self._unseen = Unseen(self._qualname, error)
         self._coro = None
@@ -393,12 +394,11 @@ def start(
             native._name = name
         if group is not None:
             group.children.add(native)
-        if len(trail.lives) < LIVES:
-            trail.watch(native)
+        if len(scheduler.live) < LIVES:
+            native._since = monotonic()
         try:
             native.begin(fn, args)
         except RuntimeError:
-            trail.leave_out(native)
             if group is not None:
                 group.children.discard(native)
             raise
@@ -417,8 +417,8 @@ def start(
         thread = GreenThread(coro, group)
     if name:
         thread._name = name
-    if len(trail.lives) < LIVES:
-        trail.watch(thread)
+    if len(scheduler.live) < LIVES:
+        thread._since = monotonic()
     scheduler.live.add(thread)
     if group is not None:
         group.children.add(thread)  # before it can end

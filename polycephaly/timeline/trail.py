@@ -1,11 +1,11 @@
 """The trail of green threads: how long they lived, and what they called, for timelines.
 
-    spawn ──watch──> `lives` ──end──┐
+    ends of green threads ──────────┐
     foreign calls, items of map ────┴──> events ──in a controller──> green.timeline()
                                            └──in a drone──> home, with its next results ──> its crew's record
 
-It has to cost nothing where threads are many or quick: only so many lives are watched at once, and what is shorter than
-`SHORTEST` is left out. Nothing is kept of arguments but short strings and numbers.
+It has to cost nothing where threads are many or quick: what is shorter than `SHORTEST` is left out, and so are the
+lives of threads that were spawned beside `LIVES` others. Nothing is kept of arguments but short strings and numbers.
 
 It travels as JSON: plain data, whoever sends it. Names are sent once, times as whole microseconds.
 """
@@ -25,7 +25,7 @@ from .spans import DONE, ERROR, RUNNING, Span, short_name
 __all__ = ["Event", "Trail", "trail"]
 
 KEPT = 4000  # events
-LIVES = 256  # green threads whose lives are watched at once
+LIVES = 256
 SHORTEST = 50e-6  # seconds
 NOTE = 40  # characters
 PART = 1000
@@ -53,32 +53,15 @@ class Trail:
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
-        self.lives: dict[int, Any] = {}  # the green threads that are watched, by number
         self.work: deque[tuple[int, int]] = deque()  # of a drone's works: number, microseconds of processor time
         self._numbers = itertools.count(1)
 
     # -- green threads add ----------------------------------------------------------------------------
 
-    def watch(self, thread: Any) -> None:
-        """A green thread begins. Its `_track` says since when."""
-        number = next(self._numbers)
-        thread._track = number, monotonic()
-        self.lives[number] = thread
-
-    def leave_out(self, thread: Any) -> None:
-        """It is one of ours, and none of the user's."""
-        track, thread._track = thread._track, None
-        if track is not None:
-            self.lives.pop(track[0], None)
-
-    def ended(self, thread: Any, failed: bool) -> None:
-        """One that was watched has ended."""
-        number, since = thread._track
-        self.lives.pop(number, None)
-        now = monotonic()
-        if now - since >= SHORTEST:
-            name = short_name(thread.name)
-            self._add(Event(number, name, name, since, now, -1.0, True, failed))
+    def ended(self, thread: Any, since: float, failed: bool) -> None:
+        """One has ended, which was spawned at `since`."""
+        name = short_name(thread.name)
+        self._add(Event(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed))
 
     def called(
         self, thread: Any, fn: Any, args: tuple[Any, ...], started: float, failed: bool = False, cpu: float = -1.0
@@ -87,10 +70,17 @@ class Trail:
         now = monotonic()
         if now - started < SHORTEST:
             return
-        if thread._track is None:
-            thread._track = next(self._numbers), 0.0  # its life is not watched
         note = _note(args[0]) if len(args) == 1 else ""
-        self._add(Event(thread._track[0], short_name(thread.name), _name(fn), started, now, cpu, False, failed, note))
+        self._add(
+            Event(self.number_of(thread), short_name(thread.name), _name(fn), started, now, cpu, False, failed, note)
+        )
+
+    def number_of(self, thread: Any) -> int:
+        """By which it is told from others of its name."""
+        if not thread._number:
+            thread._number = next(self._numbers)
+        number: int = thread._number
+        return number
 
     def _add(self, event: Event) -> None:
         if len(self.events) >= KEPT:
@@ -171,12 +161,15 @@ def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
     ]
 
 
-def lives_now(trail: Trail, drone: str) -> list[Span]:
-    """Green threads of this image that still live."""
+def lives_now(trail: Trail, threads: Iterable[Any], drone: str) -> list[Span]:
+    """The lives of green threads that have not ended."""
     now = monotonic()
-    tracks = [(short_name(thread.name), thread._track) for thread in list(trail.lives.values())]
-    events = [Event(track[0], name, name, track[1], now, life=True) for name, track in tracks if track is not None]
-    return [span._replace(status=RUNNING) for span in spans_of(events, drone)]
+    lives = [
+        Event(trail.number_of(thread), name, name, thread._since, now, life=True)
+        for thread, name in [(thread, short_name(thread.name)) for thread in threads]
+        if thread._since is not None
+    ]
+    return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
 
 def _name(fn: Any) -> str:
