@@ -86,10 +86,10 @@ def test_help_shows_examples_and_loads_neither_httpx_nor_zmq() -> None:
     assert loaded.isdisjoint({"httpx", "zmq", "cloudpickle"})
 
 
-def test_the_demo_shows_a_table_and_writes_json(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
+def test_the_demo_shows_a_table_writes_json_and_draws_its_run(tmp_path: Path) -> None:
+    path, picture = tmp_path / "result.json", tmp_path / "run.svg"
     numbers = "--drones", "1,3", "--threads", "2,13"
-    done = polycephaly_command("demo", "securities", "--latency", "0.01", *numbers, "--json", path)
+    done = polycephaly_command("demo", "securities", "--latency", "0.01", *numbers, "--json", path, "--plot", picture)
     assert (done.returncode, done.stderr) == (0, "")
     assert "the same in all 7 runs" in done.stdout
     result = json.loads(path.read_text())
@@ -106,6 +106,9 @@ def test_the_demo_shows_a_table_and_writes_json(tmp_path: Path) -> None:
         ("combined", 5, 13),
     ]
     assert all(run["seconds"] > 0 for run in result["experiments"])
+    assert "\nTimeline: " in done.stdout and "\ngreen: Site.load_letter" in done.stdout
+    drawn = picture.read_text()
+    assert "II, 3 drones" in drawn and "map Site.load_letter #13" in drawn
 
 
 def test_the_demo_serves_the_files_of_a_directory(directory: Path) -> None:
@@ -159,6 +162,8 @@ def test_a_live_site_out_of_reach_gives_one_line_and_status_1() -> None:
         ("--live", "--data", "symdir"),
         ("--live", "--latency", "1"),
         ("--json", "no/such/directory/file.json"),
+        ("--plot", "no/such/directory/run.html"),
+        ("--plot", "run.gif"),
         ("--what",),
     ],
 )

@@ -387,7 +387,7 @@ def test_the_text_has_a_row_for_each_drone_a_table_and_the_bottleneck():
     assert [line.split() for line in lines if line.startswith("load")] == [
         ["load", "1", "1", "s", "1", "s", "100", "ms", "100", "ms", "100", "ms", "0", "B", "0", "B"]
     ]
-    assert "page, in green threads" in str(timeline)
+    assert "green: page" in str(timeline)
     assert lines[-1].startswith("The longest drone, one, was busy 77 % of the time with load")
 
 

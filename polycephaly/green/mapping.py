@@ -133,6 +133,7 @@ class Mapped(Generic[T]):
         async def work() -> None:
             apply, awaits = _applier(self._fn, self._progress)
             thread = scheduler.current
+            trail.number_of(thread)  # in the order of their beginning
             for item in self._items:
                 place: list[Any] = []
                 places.append(place)

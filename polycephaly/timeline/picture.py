@@ -36,7 +36,7 @@ WIDTH = 1200.0
 MARGIN = 24.0
 DRONE, THREAD = 24.0, 14.0  # heights of rows
 CHARACTER = 6.6  # the width of one, about, in the small size
-PALE = 0.38  # opacity of what waits
+PALE = 0.45  # opacity of what waits
 
 
 class Bar(NamedTuple):

@@ -126,7 +126,7 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
     if len(by_function) > 1:
         lines.append(_line("together", total))
     of_threads = _by_function(timeline.sums(threads=True))
-    lines += [_line(f"{name}, in green threads", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
+    lines += [_line(f"green: {name}", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
     return [head, *lines]
 
 
