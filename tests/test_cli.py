@@ -106,7 +106,7 @@ def test_the_demo_shows_a_table_writes_json_and_draws_its_run(tmp_path: Path) ->
         ("combined", 5, 13),
     ]
     assert all(run["seconds"] > 0 for run in result["experiments"])
-    assert "\nTimeline: " in done.stdout and "\ngreen: Site.load_letter" in done.stdout
+    assert "\nTimeline: " in done.stdout and "\ngreen: Site.load" in done.stdout
     drawn = picture.read_text()
     assert "II, 3 drones" in drawn and "map Site.load_letter #13" in drawn
 
