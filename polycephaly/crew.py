@@ -35,6 +35,7 @@ from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .limits import check_descriptors
 from .link import BUDGET, Link, State, drained
+from .output import Output
 from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, Milestone, Promise, race
 from .rooms import Rooms
@@ -64,6 +65,7 @@ class Crew:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.output = plan.output
+        self.audiences: dict[str, Output] = {}  # by the tag of what they want to hear, instead of `output`
         self.terms = plan.terms
         self._own_terms = plan.terms if plan.terms != (None, 0) else None
         self.queue: deque[Work] = deque()

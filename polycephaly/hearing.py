@@ -85,9 +85,9 @@ def hear_kept(link: Link, kept: bytes) -> None:
 
 
 def print_lines(link: Link) -> None:
-    lines, output = link.printed(), link.crew.output
-    if lines and output is not None:
-        link.crew.hub.deliver(lambda: print_all(output, lines))
+    lines, crew = link.printed(), link.crew
+    if lines and (crew.output is not None or crew.audiences):
+        crew.hub.deliver(partial(print_all, crew.output, lines, crew.audiences))
 
 
 def _hear_results(link: Link, outcomes: list[Outcome]) -> None:

@@ -74,6 +74,8 @@ class Stream:
                 if isinstance(each, bytes):
                     self._split(each, heard)
                 elif each[0] == TAG:
+                    if each[1] != self._tag:
+                        self._split(b"", heard, last=True)  # nobody ends another's line
                     self._tag = each[1]
             if not self.open:
                 self._split(b"", heard, last=True)
@@ -102,9 +104,15 @@ class Stream:
         lifeline.close(self._file)
 
 
-def print_all(output: Callable[[Line], object], lines: list[Line]) -> None:
+Output = Callable[[Line], object]
+
+
+def print_all(output: Output | None, lines: list[Line], audiences: dict[str, Output]) -> None:
+    """Each to who is there for its tag, or else to `output`, if there is one."""
     for line in lines:
-        output(line)
+        listener = audiences.get(line.tag, output) if audiences else output
+        if listener is not None:
+            listener(line)
 
 
 def forward(line: Line) -> None:

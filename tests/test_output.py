@@ -204,8 +204,18 @@ def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
 
 
 def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
-    pool.doit("from polycephaly.image.console import tag; print('one', end=' '); tag('x'); print('line'); tag('')")
-    assert [(line.text, line.tag) for line in lines] == [("one line", "")]
+    pool.doit(
+        "import sys; from polycephaly.image.console import STDOUT, note\n"
+        "print('one', end=' '); sys.stdout.flush(); note(STDOUT, 'Z', 'body'); print('line')"
+    )
+    assert lines.of("stdout") == ["one line"]
+
+
+def test_another_tag_ends_a_line_that_was_begun(pool, lines):
+    """Or what one prints would be told to another."""
+    pool.doit("from polycephaly.image.console import tag; print('one', end=' '); tag('x'); print('two', end='')")
+    pool.doit("print('three')")
+    assert [(line.text, line.tag) for line in lines] == [("one ", ""), ("two", "x"), ("three", "")]
 
 
 def test_what_is_no_chunk_is_printed_as_it_is(pool, lines):

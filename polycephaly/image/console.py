@@ -17,13 +17,14 @@ from contextlib import suppress
 
 from ..wire.chunks import TAG, chunk
 
-__all__ = ["STDERR", "STDOUT", "Tail", "note", "open_console", "tag"]
+__all__ = ["STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "tag", "tagged"]
 
 TAIL = 4096  # characters
 STDOUT, STDERR = 0, 1
-_TAG = 128  # characters
+_LONGEST_TAG = 128  # characters
 
 _pipes: list[int] = []  # stdout's and stderr's, in a drone
+_tag = ""
 
 
 class Tail:
@@ -64,7 +65,9 @@ class Console(io.TextIOWrapper):
 
 def open_console() -> Tail:
     """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what they hold."""
-    tail = Tail()
+    global _tag, _tail
+    tail = _tail = Tail()
+    _tag = ""
     while _pipes:  # of the drone that this one's controller is
         os.close(_pipes.pop())
     _pipes.extend((os.dup(1), os.dup(2)))
@@ -75,6 +78,7 @@ def open_console() -> Tail:
 
 
 _inherited: list[object] = []
+_tail = Tail()
 
 
 def _flush() -> None:
@@ -93,15 +97,27 @@ def note(pipe: int, kind: str, body: str) -> None:
 
 def tag(name: str) -> None:
     """From here on what comes through this drone's output pipes is on behalf of `name` (`Line.tag` at the controller),
-    a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that was begun keeps its tag.
+    a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that was begun is ended by another tag.
 
     It holds for all that prints: other threads, C code, subprocesses. Raises `ValueError` for what is no such name.
     """
-    if len(name) > _TAG or not (name.isascii() and name.isprintable()):
-        raise ValueError(f"a tag is at most {_TAG} printable ASCII characters, not {name[:80]!r}")
+    if len(name) > _LONGEST_TAG or not (name.isascii() and name.isprintable()):
+        raise ValueError(f"a tag is at most {_LONGEST_TAG} printable ASCII characters, not {name[:80]!r}")
+    global _tag
     _flush()
+    _tag = name
     for pipe in (STDOUT, STDERR):
         note(pipe, TAG, name)
+
+
+def tagged() -> str:
+    """The tag that was set last."""
+    return _tag
+
+
+def has_printed() -> bool:
+    """Whether the work that runs has, by Python's streams."""
+    return bool(_tail.pieces)
 
 
 def _write(fd: int, piece: bytes) -> None:

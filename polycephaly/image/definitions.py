@@ -49,6 +49,10 @@ class Definition:
     brief = False
     """Its last call was: no more is measured than what costs nothing."""
 
+    def relays(self) -> bool:
+        """Whether it is another process's work, which says itself on whose behalf it prints: see relayed.py."""
+        return False
+
     def call(self, kind: int, payload: Any) -> Any:
         """Its value; a coroutine is run to its end, as a green thread."""
         return finished(self.begin(kind, payload))
@@ -69,6 +73,9 @@ class Definition:
 class _Callable(Definition):
     _function: Callable[..., Any] | None = None
     _free: tuple[str, ...] = ()
+
+    def relays(self) -> bool:
+        return getattr(getattr(self._function, "func", None), "__name__", "") == "relayed"
 
     def begin(self, kind: int, payload: Any) -> Any:
         function = self.function(False)

@@ -73,7 +73,7 @@ from ..wire.messages import (
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
 from ..wire.store import IDLE, Store
 from .child import become_child
-from .console import open_console
+from .console import open_console, tag, tagged
 from .definitions import Definition, define
 from .ear import BEAT, Ear
 from .outcomes import Outcomes
@@ -156,6 +156,8 @@ class Drone:
                 task = todo.popleft()
             except IndexError:  # the ear has just given it back
                 continue
+            if tagged() and not task.definition.relays():  # a client's tag stays on between its calls
+                tag("")
             self._run(task)
             del task  # what it held is not kept while waiting for more
 

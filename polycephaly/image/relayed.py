@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from ..wire.capture import MainSnapshot, capture
 from ..wire.exceptions import pack_exception
 from ..wire.messages import ERROR, VALUE
+from . import console
 from .definitions import Definition, define
 
 __all__ = ["NOTHING", "pack_error", "relayed"]
@@ -27,12 +28,21 @@ def _defined(kind: int, definition: bytes) -> Definition:
 
 
 def relayed(tag: str, definition_kind: int, definition: bytes, kind: int, payload: bytes) -> tuple[int, bytes]:
-    """What came of it: status and payload, for its client. `tag` tells whose output it is, of those who want theirs."""
+    """What came of it: status and payload, for its client.
+
+    What is printed meanwhile is marked with `tag`. That stays on, for the client's next call, unless something was
+    printed: then a line that was begun is not to wait for its end. The drone takes it off before work of others.
+    """
     try:
+        if console.tagged() != tag:
+            console.tag(tag)
         value = _defined(definition_kind, definition).call(kind, payload)
         return VALUE, b"" if value is None else _packed(value)
     except BaseException as error:  # all of them: what would be raised here would be rebuilt in the server's image
         return ERROR, pack_error(error)
+    finally:
+        if console.has_printed():
+            console.tag("")
 
 
 def pack_error(error: BaseException) -> bytes:
