@@ -37,7 +37,8 @@ from ..errors import another
 from ..hearing import finish, settle
 from ..image.relayed import NOTHING
 from ..launch import safepoint
-from ..plan import Terms, check_at_least, check_timeout, check_work
+from ..output import Line
+from ..plan import Terms, check_at_least, check_output, check_timeout, check_work
 from ..promises import CANCELLED, FINISHED, Promise, settlers
 from ..wire.definitions import Book, Definition, label
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
@@ -50,10 +51,13 @@ from .frames import (
     ASK,
     CANCEL,
     HELLO,
+    LINE,
+    OUTPUT,
     PING,
     RECALL,
     REFUSED,
     RESULTS,
+    SEEN,
     TELL,
     Item,
     hello,
@@ -62,6 +66,7 @@ from .frames import (
     pack_numbers,
     pack_work,
     read_hello,
+    read_lines,
     read_note,
     read_results,
 )
@@ -84,7 +89,8 @@ _DEFINITIONS_KEPT = 256
 class _Connection:
     """The socket and its thread. To work and promises it is what a crew and its hub are."""
 
-    def __init__(self, card: Card, timeout: float) -> None:
+    def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
+        self._output = output
         self.address = card.address
         self.hub = self
         self.terms = Terms(None, AS_THE_POOL_SAYS)
@@ -210,7 +216,7 @@ class _Connection:
         poller = zmq.Poller()
         for each in (self._dealer.socket, self._dealer.monitor, self._bell):
             poller.register(each, zmq.POLLIN)
-        self._dealer.send(hello())
+        self._dealer.send(hello(output=self._output is not None))
         if self._dealer.lost:
             self._lose(self._dealer.lost)
         try:
@@ -237,7 +243,7 @@ class _Connection:
             self._send_what_waits()
             self._ping()
             told, self._told = self._told, []
-        for tell in told:
+        for tell in told:  # what work has printed is out before its promise settles
             tell()
         for work in answered:
             if work.status == WITHDRAWN:
@@ -297,6 +303,8 @@ class _Connection:
                     self.name = str(who.get("name"))
                     self._dealer.welcomed = True
                     self.welcome._settle(FINISHED, None, None)
+                elif frames[0] == OUTPUT:
+                    self._told.append(partial(self._print, [Line(*each) for each in read_lines(frames, 3)]))
                 elif frames[0] == TELL:
                     self._hear_answer(read_note(frames))
                 elif frames[0] == REFUSED:
@@ -307,6 +315,15 @@ class _Connection:
                 self._lose(str(wrong))
         if self._dealer.lost:
             self._lose(self._dealer.lost)
+
+    def _print(self, lines: list[Line]) -> None:
+        for line in lines:
+            try:
+                if self._output is not None:
+                    self._output(line)
+            except BaseException:
+                log.exception("the output callable of %s failed", self.name)
+        self.post(partial(self._dealer.send, pack_numbers(SEEN, [sum(len(line.text) + LINE for line in lines)])))
 
     def _hear_answer(self, note: dict[str, Any]) -> None:
         promise = self._asked.pop(note.get("id", 0), None)
@@ -525,16 +542,18 @@ def connect(
     server_key: str | None = None,
     keys: tuple[str, str] | None = None,
     timeout: float = 5.0,
+    output: str | Callable[[Line], object] = "forward",
 ) -> RemotePool:
     """A pool that another process serves. `where` is the name under which one of your own does on this machine; or a
     connection file (a path, or a string with a ``/`` in it); or its address (``tcp://HOST:PORT``) with its public key
-    and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one.
+    and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one. `output` says what
+    becomes of the lines that this client's work prints, as for a `Pool`; nobody else gets them.
 
     Raises `ConnectionError` where no pool of that name runs, nobody answers within `timeout` seconds or the keys do not
     fit, `PermissionError` for a file that others may read, `ValueError` for what is no name, file, address or key.
     """
     check_timeout(timeout)
-    return RemotePool(_Connection(places.card_of(where, server_key, keys), timeout))
+    return RemotePool(_Connection(places.card_of(where, server_key, keys), timeout, check_output(output)))
 
 
 _connections: set[_Connection] = set()

@@ -31,6 +31,7 @@ _EVENTS = (
 class Dealer:
     lost = ""
     trouble = ""
+    _ended = ""
 
     def __init__(self, card: Card) -> None:
         self.welcomed = False  # the server has said hello
@@ -63,10 +64,11 @@ class Dealer:
             self.lost = self.lost or "the server has refused it"
 
     def received(self) -> Iterator[list[bytes]]:
-        """The messages that have come; first of all it looks at the connection."""
+        """The messages that have come; also what had come before the connection was lost."""
         self._look()
         while not self.lost and has_news(self.socket):
             yield self.socket.recv_multipart(zmq.NOBLOCK)
+        self.lost = self.lost or self._ended
 
     def _look(self) -> None:
         while has_news(self.monitor):
@@ -82,7 +84,7 @@ class Dealer:
                 if not self.welcomed:
                     self.lost = self.trouble
             elif kind == zmq.EVENT_DISCONNECTED and self.welcomed:
-                self.lost = "the server has ended, or cannot be reached"
+                self._ended = "the server has ended, or cannot be reached"
 
     def close(self) -> None:
         """Says good-bye, if anybody is there to hear it."""

@@ -47,10 +47,10 @@ from .. import __version__
 from ..wire.messages import Malformed
 
 __all__ = [
-    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS", "RETURNED",
-    "SEEN", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note", "pack_numbers",
-    "pack_results", "pack_work", "read_definition", "read_hello", "read_note", "read_numbers", "read_results",
-    "read_work",
+    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "LINE", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS",
+    "RETURNED", "SEEN", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note",
+    "pack_numbers", "pack_results", "pack_work", "read_definition", "read_hello", "read_lines", "read_note",
+    "read_numbers", "read_results", "read_work",
 ]  # fmt: skip
 
 PROTOCOL = 2
@@ -62,6 +62,9 @@ WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
 """Bytes of a frame. A head may be as large as this: so many items are not sent at once."""
+
+LINE = 64
+"""Bytes that a line of OUTPUT counts for, beside its text."""
 
 _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiQ")
@@ -128,6 +131,16 @@ def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
     if not isinstance(note, dict):
         raise Malformed("a note that is no object")
     return note
+
+
+def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
+    """Of OUTPUT: text, drone, stream; a worker's with the tag, too."""
+    lines = read_note(frames).get("lines")
+    if not isinstance(lines, list) or not all(isinstance(each, list) and len(each) == parts for each in lines):
+        raise Malformed("lines that are none")
+    if not all(isinstance(part, str) for each in lines for part in each):
+        raise Malformed("lines that are no text")
+    return [tuple(each) for each in lines]
 
 
 def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:

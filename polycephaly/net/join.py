@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 import zmq
 
 from ..launch import safepoint
+from ..output import Line
 from ..plan import check_timeout
 from ..promises import FINISHED, Milestone, Promise, settlers
 from ..wire.messages import CALL, Malformed
@@ -36,13 +37,14 @@ from . import places
 from .answers import OF_DRONES
 from .bell import Bell
 from .dealer import Dealer
-from .desk import Desk, outcome, run
+from .desk import Desk, Given, outcome, run
 from .frames import (
     ASK,
     BYE,
     CANCEL,
     HELLO,
     NEWS,
+    OUTPUT,
     PING,
     RECALL,
     REFUSED,
@@ -90,8 +92,10 @@ class Joined:
         self.name = ""
         self._welcome: Milestone[None] = Milestone()
         self._over: Milestone[None] = Milestone()
-        self._desk = Desk(partial(run, pool), self._settled, None)
+        self._desk = Desk(self._run, self._settled, None)
         self._outcomes: deque[tuple[int, Promise[Any]]] = deque()
+        self._lines: deque[Line] = deque()
+        self._tags: set[str] = set()
         self._acts: deque[Callable[[], object]] = deque()
         self._bell = Bell()
         self._leaving = self._at_once = self._dismissed = False
@@ -151,6 +155,16 @@ class Joined:
     def __repr__(self) -> str:
         return f"<Joined: {self._pool!r} works for {self.name} at {self.address}>"
 
+    def _run(self, given: Given, item: Item) -> Promise[Any]:
+        if given.tag not in self._tags:
+            self._tags.add(given.tag)
+            self._crew.audiences[given.tag] = self._printed
+        return run(self._pool, given, item)
+
+    def _printed(self, line: Line) -> None:
+        self._lines.append(line)
+        self._bell.ring()
+
     def _settled(self, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((number, promise))
         self._bell.ring()
@@ -171,7 +185,7 @@ class Joined:
         try:
             while not self._is_over():
                 self._bell.asleep = True
-                if not (self._acts or self._outcomes or self._leaves() or self._is_over()):
+                if not (self._acts or self._outcomes or self._lines or self._leaves() or self._is_over()):
                     poller.poll(int(NEWS_EVERY * 1000))
                 self._bell.asleep = False
                 with self._turn:
@@ -220,6 +234,8 @@ class Joined:
             self._dealer.close()
             self._bell.close()
         self._desk.drop()
+        for tag in self._tags:
+            self._crew.audiences.pop(tag, None)
         error = ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
         for promise in (self._welcome, self._over):
             if not promise.done():
@@ -289,6 +305,10 @@ class Joined:
     # -- what it tells ------------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        if lines:
+            told = [(line.text, line.drone, line.stream, line.tag) for line in lines]
+            self._dealer.send(pack_note(OUTPUT, {"lines": told}))
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()

@@ -4,6 +4,7 @@
     clients ──CURVE──> ROUTER ── thread ┤
                           └── ZAP: is this public key one of ours?
     clients <── RESULTS <── thread <── outcomes <── promises, as they settle
+            <── OUTPUT <─────────────────┘     <── lines with the client's tag, as they come
             <── TELL <──── thread <── acts <── short-lived threads: what may take long (status, refresh, on_stop)
 
 One thread owns the sockets. It opens no payload: see image/relayed.py. What somebody sends who has not proved that he
@@ -40,6 +41,7 @@ from zmq.utils.monitor import recv_monitor_message
 from .. import __version__
 from ..launch import safepoint
 from ..link import State
+from ..output import Line
 from ..procfs import birth_of
 from ..promises import Promise, settlers
 from ..wire.endpoint import has_news
@@ -55,9 +57,12 @@ from .frames import (
     CANCEL,
     HELLO,
     LARGEST,
+    LINE,
+    OUTPUT,
     PING,
     RECALL,
     REFUSED,
+    SEEN,
     TELL,
     WORK,
     Item,
@@ -84,16 +89,21 @@ DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
 LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
+UNSEEN_MOST = 8 << 20  # bytes of output that a client may have before it
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
 
 
 class _Client:
-    def __init__(self, identity: bytes, key: str, now: float) -> None:
+    desk: Desk
+
+    def __init__(self, identity: bytes, key: str) -> None:
         self.identity = identity
         self.key = key
-        self.heard = now
-        self.desk: Desk
+        self.heard = monotonic()
+        self.tag = secrets.token_hex(8)  # of what its work prints
+        self.unseen = 0  # bytes of that which it has not dealt with yet
+        self.left_out = 0  # lines
 
 
 class Server:
@@ -116,7 +126,7 @@ class Server:
         self._clients: dict[bytes, _Client] = {}
         self._workers = Workers(self)
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
-        self._outcomes: deque[tuple[_Client, int, Promise[Any]]] = deque()
+        self._outcomes: deque[tuple[_Client, int, Promise[Any] | Line]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
         self._turned_away = 0
@@ -197,6 +207,10 @@ class Server:
 
     def _settled(self, client: _Client, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((client, number, promise))
+        self._bell.ring()
+
+    def _printed(self, client: _Client, line: Line) -> None:
+        self._outcomes.append((client, 0, line))
         self._bell.ring()
 
     def _post(self, act: Callable[[], object]) -> None:
@@ -317,6 +331,8 @@ class Server:
             client.desk.cancel(read_numbers(frames), running=kind == CANCEL)
         elif kind == ASK:
             self._asked(client, read_note(frames))
+        elif kind == SEEN:
+            client.unseen -= sum(read_numbers(frames))
         elif kind == BYE:
             self._drop(client, "you have left")
         elif kind != PING:
@@ -328,8 +344,10 @@ class Server:
             self._workers.admit(identity, key, who)
             self._send(identity, hello(size, name=self.name))
             return
-        client = _Client(identity, key, monotonic())
-        client.desk = Desk(self._run, partial(self._settled, client), "")
+        client = _Client(identity, key)
+        client.desk = Desk(self._run, partial(self._settled, client), client.tag)
+        printed = partial(self._printed, client)
+        self._pool._crew.audiences[client.tag] = printed if who.get("output") else _discard
         self._clients[identity] = client
         self._send(identity, hello(size, name=self.name))
 
@@ -393,14 +411,43 @@ class Server:
 
     def _send_outcomes(self) -> None:
         results: dict[bytes, list[tuple[int, int, bytes]]] = {}
+        printed: dict[_Client, list[Line]] = {}
         for _ in range(len(self._outcomes)):
-            client, number, promise = self._outcomes.popleft()
+            client, number, settled = self._outcomes.popleft()
+            if isinstance(settled, Line):
+                printed.setdefault(client, []).append(settled)
+                continue
             if client.desk.works.pop(number, None) is None:
                 continue  # nobody waits for it
-            self._tasks_done += not promise.cancelled()
-            results.setdefault(client.identity, []).append((number, *outcome(promise)))
+            self._tasks_done += not settled.cancelled()
+            results.setdefault(client.identity, []).append((number, *outcome(settled)))
+        for client, lines in printed.items():  # what work has printed is there before what came of it
+            self._send_lines(client, lines)
         for identity, some in results.items():
             self._send(identity, pack_results(some))
+
+    def _send_lines(self, client: _Client, lines: list[Line]) -> None:
+        """Not to one who does not read them, or they would fill the memory."""
+        told: list[tuple[str, str, str]] = []
+        for line in lines:
+            if client.unseen > UNSEEN_MOST:
+                client.left_out += 1
+                continue
+            if client.left_out:
+                told.append((f"[{client.left_out} lines were left out here]", line.drone, line.stream))
+                client.left_out = 0
+            told.append((line.text, line.drone, line.stream))
+            client.unseen += len(line.text) + LINE
+        if told and client.identity in self._clients:
+            self._send(client.identity, pack_note(OUTPUT, {"lines": told}))
+
+    def tell_lines(self, told: list[tuple[str, str, str, str]]) -> None:
+        """In the server's turn: what a worker's drones have printed."""
+        audiences = self._pool._crew.audiences
+        for text, drone, stream, tag in told:
+            listener = audiences.get(tag)
+            if listener is not None:
+                listener(Line(text, drone, stream, tag))
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:
@@ -442,9 +489,14 @@ class Server:
         if self._clients.pop(client.identity, None) is None:
             return
         self._send(client.identity, [REFUSED, why.encode()])
+        self._pool._crew.audiences.pop(client.tag, None)
         works = client.desk.drop()
         level = logging.INFO if works else logging.DEBUG
         log.log(level, "a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, works)
+
+
+def _discard(line: Line) -> None:
+    """Of a client that does not want it."""
 
 
 _ANSWERS: dict[str, Callable[[Server, dict[str, Any], Callable[..., None]], None]] = {

@@ -40,6 +40,7 @@ from .frames import (
     BYE,
     CANCEL,
     NEWS,
+    OUTPUT,
     PING,
     RECALL,
     RESULTS,
@@ -51,6 +52,7 @@ from .frames import (
     pack_note,
     pack_numbers,
     pack_work,
+    read_lines,
     read_note,
     read_numbers,
     read_results,
@@ -217,6 +219,8 @@ class Workers:
         elif kind == NEWS:
             worker.drones = _checked(read_note(frames).get("drones"))
             worker.told = worker.heard
+        elif kind == OUTPUT:
+            self._server.tell_lines(read_lines(frames, 4))
         elif kind == TELL:
             note = read_note(frames)
             tell = worker.asked.pop(note.get("id", 0), None) if isinstance(note.get("id"), int) else None
