@@ -237,3 +237,15 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
             raise ZeroDivisionError
         assert all(p.cancelled() for p in promises)
         wait_for(lambda: not pool._crew.pending())
+
+
+def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):
+    for _ in range(20):
+        asked = threading.Event()
+        with poly.serve(pool, file=card, on_stop=lambda now, asked=asked: asked.set()) as server:
+            remote = poly.connect(card)
+            closer = threading.Thread(target=lambda server=server, asked=asked: (asked.wait(), server.close()))
+            closer.start()
+            remote.stop()
+            closer.join()
+            remote.shutdown()

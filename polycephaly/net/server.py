@@ -89,6 +89,7 @@ DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
 LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
+ASIDE = 1.0  # seconds that its end waits for an answer that is just being made
 UNSEEN_MOST = 8 << 20  # bytes of output that a client may have before it
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
@@ -125,6 +126,7 @@ class Server:
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, _Client] = {}
         self._workers = Workers(self)
+        self._asides: set[threading.Thread] = set()
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
         self._outcomes: deque[tuple[_Client, int, Promise[Any] | Line]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
@@ -190,6 +192,9 @@ class Server:
         """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no error."""
         if self.card is not None:
             places.leave(self.card)
+        for aside in list(self._asides):  # who asked for our end is to be told that it was asked for
+            if aside is not threading.current_thread():
+                aside.join(ASIDE)
         self._closing = True
         self._bell.ring()
         self._thread.join()
@@ -270,7 +275,12 @@ class Server:
                 except Exception:
                     log.exception("a bug in polycephaly: a server's turn failed")
         with self._turn:
-            self._send_outcomes()
+            try:
+                while self._acts:
+                    self._acts.popleft()()
+                self._send_outcomes()
+            except Exception:
+                log.exception("a bug in polycephaly: a server's last turn failed")
             for client in list(self._clients.values()):
                 self._drop(client, "the server was closed")
             self._workers.close()
@@ -388,8 +398,12 @@ class Server:
                 tell(value=act())
             except Exception as error:
                 tell(error=f"{type(error).__name__}: {error}")
+            finally:
+                self._asides.discard(aside)
 
-        safepoint.OwnThread("polycephaly-aside", go).start()
+        aside = safepoint.OwnThread("polycephaly-aside", go)
+        self._asides.add(aside)
+        aside.start()
 
     def _tell_status(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
         self._aside(tell, self.status)
