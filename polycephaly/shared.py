@@ -5,6 +5,7 @@ pool.share(obj) ──one copy──> segment <── each drone that is given i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pickle import PickleBuffer
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -115,6 +116,20 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
         raise Full(f"no shared memory: {error}") from error
     if not isinstance(parcel, Parcel):
         return Shared(parcel, [], snapshot=snapshot)
+    return _stored(parcel, snapshot)
+
+
+def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
+    """The same for what another process has pickled: the pieces of the pickle, and of each of its buffers. It is not
+    opened here. Raises as `share` does."""
+    try:
+        segment, places = store.put(runs)
+    except OSError as error:
+        raise Full(f"no shared memory: {error}") from error
+    return _stored(Parcel(b"", [(segment, start, length) for start, length in places]), None)
+
+
+def _stored(parcel: Parcel, snapshot: MainSnapshot | None) -> Shared[Any]:
     segments = {id(segment): segment for segment, _, _ in parcel.places}  # also others, of handles in the value
     stored = {key: pristine_view(segment) for key, segment in segments.items()}
     own = {key: view(segment) for key, segment in segments.items()}

@@ -53,6 +53,7 @@ class Work(Promise[Any]):
     timeout: float | None = None  # seconds that it may run
     retries = 0  # how often it is run again when its drone dies
     relays: Any = None  # what of another process's it is, where it is such (net/desk.py)
+    leases: Any = None  # of a remote pool's shared values (net/shared.py), until it is sent
     lent = False  # another process has it, and may be running it
 
     def __init__(self, crew: Crew) -> None:

@@ -20,7 +20,7 @@ import threading
 import weakref
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -40,6 +40,7 @@ from ..launch import safepoint
 from ..output import Line
 from ..plan import Terms, check_at_least, check_output, check_timeout, check_work
 from ..promises import CANCELLED, FINISHED, Promise, settlers
+from ..wire.capture import pack_beside
 from ..wire.definitions import Book, Definition, label
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
@@ -50,6 +51,7 @@ from .drone import Berth, RemoteDrone
 from .frames import (
     ASK,
     CANCEL,
+    GIVE_UP,
     HELLO,
     LINE,
     OUTPUT,
@@ -58,12 +60,15 @@ from .frames import (
     REFUSED,
     RESULTS,
     SEEN,
+    SHARES,
     TELL,
     Item,
     hello,
     pack_definition,
     pack_note,
     pack_numbers,
+    pack_share,
+    pack_shares,
     pack_work,
     read_hello,
     read_lines,
@@ -71,6 +76,7 @@ from .frames import (
     read_results,
 )
 from .keys import Card
+from .shared import Lease, RemoteShared, here
 
 __all__ = ["RemotePool", "connect"]
 
@@ -84,6 +90,11 @@ PACKET = 256 * 1024  # bytes after which a message is full
 PING_EVERY = 2.0  # seconds
 AS_THE_POOL_SAYS = -1  # retries
 _DEFINITIONS_KEPT = 256
+
+
+_NO_LEASES: list[Lease] = []
+_ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
+"""Of what was asked: all others are `RuntimeError`."""
 
 
 class _Connection:
@@ -143,7 +154,15 @@ class _Connection:
         terms = terms or self.terms
         work.timeout, work.retries = terms
         try:
-            inputs = work.capture(self.book.define(what), args, kwargs, self.book)
+            definition = self.book.define(what)
+            leases: list[Lease] = []
+            here.connection, here.leases = self, leases
+            try:
+                inputs = work.capture(definition, args, kwargs, self.book)
+            finally:
+                here.connection, here.leases = None, _NO_LEASES
+            if leases:
+                work.leases = leases
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
@@ -168,6 +187,22 @@ class _Connection:
         if self._lost:
             self._reject_all()
         return promise
+
+    def share(self, runs: Sequence[Any]) -> int:
+        """Has the server hold it: its number."""
+        self.check_open()
+        number, asked, promise = next(self._ask_numbers), next(self._ask_numbers), Promise[Any]()
+        self._asked[asked] = promise
+        self.post(lambda: self._dealer.send(pack_share(number, asked, runs)))
+        if self._lost:
+            self._reject_all()
+        promise.result()
+        return number
+
+    def give_up(self, number: int) -> None:
+        """Takes no lock, so finalizers may call it."""
+        if not self._lost:
+            self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
 
     def _filled(self, work: Work) -> None:
         if not work.done():
@@ -328,7 +363,7 @@ class _Connection:
     def _hear_answer(self, note: dict[str, Any]) -> None:
         promise = self._asked.pop(note.get("id", 0), None)
         if promise is not None:
-            error = RuntimeError(str(note["error"])) if "error" in note else None
+            error = _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"])) if "error" in note else None
             self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
 
     def _answered(self, number: int) -> Work | None:
@@ -345,6 +380,7 @@ class _Connection:
     def _send_what_waits(self) -> None:
         while not self._lost and self._could_send():
             items: list[Item] = []
+            leased: list[Any] = []  # until they are sent
             size = 0
             while size < PACKET and self._has_credit():
                 try:
@@ -363,7 +399,12 @@ class _Connection:
                 work.payload = b""
                 retries = None if work.retries == AS_THE_POOL_SAYS else work.retries
                 target = 0 if work.target is None else work.target.number
-                items.append(Item(work.number, definition.number, work.kind, payload, target, work.timeout, retries))
+                kind = work.kind
+                if work.leases is not None:
+                    kind, payload = kind | SHARES, pack_shares([lease.number for lease in work.leases], payload)
+                    leased.append(work.leases)
+                    work.leases = None
+                items.append(Item(work.number, definition.number, kind, payload, target, work.timeout, retries))
                 self._flight[work.number] = work, len(payload)
                 self._bytes += len(payload)
                 size += len(payload) + 32
@@ -484,6 +525,16 @@ class RemotePool(Workforce):
 
         send(ahead)
         return results()
+
+    def share(self, obj: T) -> RemoteShared[T]:
+        """Gives `obj` to the pool once, into shared memory: the handle stands for it in any number of this client's
+        calls; see `RemoteShared`. They are run by the drones of the server's host, also where others have joined.
+
+        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the pool may share.
+        """
+        pickled, buffers = pack_beside(obj, NOTHING)
+        runs = [pickled, *buffers]
+        return RemoteShared(self, self._connection.share(runs), sum(map(len, runs)))
 
     # -- the pool itself --------------------------------------------------------------------------
 

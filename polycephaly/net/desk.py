@@ -10,7 +10,7 @@ image/relayed.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..image.relayed import pack_error, relayed
 from ..link import Link, State
 from ..plan import Terms
 from ..promises import CANCELLED, Promise
+from ..shared import Shared
 from ..wire.messages import (
     CALL,
     CALL_FILLED,
@@ -30,7 +31,7 @@ from ..wire.messages import (
     WITHDRAWN,
     Malformed,
 )
-from .frames import Item, read_definition
+from .frames import SHARES, Item, read_definition, read_shares
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -61,7 +62,7 @@ class Desk:
 
     def __init__(
         self,
-        run: Callable[[Given, Item], Promise[Any]],
+        run: Callable[[Given, Item, Sequence[Shared[Any]]], Promise[Any]],
         settled: Callable[[int, Promise[Any]], object],
         tag: str | None,
     ) -> None:
@@ -70,6 +71,7 @@ class Desk:
         self._tag = tag
         self._definitions: dict[int, Given] = {}
         self.works: dict[int, Promise[Any]] = {}
+        self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
 
     def take(self, item: Item) -> None:
         """Raises `Malformed`."""
@@ -78,14 +80,18 @@ class Desk:
             self._definitions[item.number] = Given(item.kind, label, payload, tag if self._tag is None else self._tag)
         elif item.kind == FORGET:
             self._definitions.pop(item.number, None)
-        elif item.kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
+        elif item.kind & ~SHARES in (CALL, CALL_KEYWORDS, CALL_FILLED):
+            numbers: list[int] = []
+            if item.kind & SHARES:
+                numbers, payload = read_shares(item.payload)
+                item = item._replace(kind=item.kind & ~SHARES, payload=payload)
             given = self._definitions.get(item.definition)
             if given is None or item.number in self.works:
                 raise Malformed(
                     f"a call of definition {item.definition}, which is not there, or with a number that is in use"
                 )
             try:
-                promise = self._run(given, item)
+                promise = self._run(given, item, [self.shared[number] for number in numbers])
             except Exception as error:  # it takes no more
                 promise = Promise()
                 promise.set_exception(another(error))
@@ -104,12 +110,13 @@ class Desk:
         """Cancels all; nobody is told what comes of it. How many there were."""
         works = list(self.works.values())
         self.works.clear()
+        self.shared.clear()
         for promise in works:
             promise.cancel()
         return len(works)
 
 
-def run(pool: Pool, given: Given, item: Item) -> Promise[Any]:
+def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()) -> Promise[Any]:
     """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has ended."""
     crew = pool._crew
     link = find(pool, item.target) if item.target else None
@@ -117,10 +124,10 @@ def run(pool: Pool, given: Given, item: Item) -> Promise[Any]:
     if item.timeout is not None or item.retries is not None:
         own = crew.terms
         terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
-    work = crew.submit(given.call, (item.kind, item.payload), {}, link, terms)
+    work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
         work.definition.label = given.label  # each time: a refresh makes new definitions
-        work.relays = given
+        work.relays = None if shared else given  # shared memory is for our own drones
     return work
 
 

@@ -7,6 +7,8 @@
              <──────  RESULTS  head, a payload for each
              <──────  OUTPUT  lines that its work has printed
     SEEN     bytes of OUTPUT dealt with  ─────>         more of it may come
+    SHARE    JSON, a pickle and its buffers ─────>      to lie in shared memory; answered by TELL
+    GIVE_UP  numbers  ─────>                            of these: no call will name them any more
     CANCEL   numbers  ─────>                            also what runs
     RECALL   numbers  ─────>                            only what has not begun
     ASK      JSON  ─────>                               what is not work: status, stop, drones ...
@@ -47,10 +49,11 @@ from .. import __version__
 from ..wire.messages import Malformed
 
 __all__ = [
-    "ASK", "BYE", "CANCEL", "HELLO", "LARGEST", "LINE", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED", "RESULTS",
-    "RETURNED", "SEEN", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello", "pack_definition", "pack_note",
-    "pack_numbers", "pack_results", "pack_work", "read_definition", "read_hello", "read_lines", "read_note",
-    "read_numbers", "read_results", "read_work",
+    "ASK", "BYE", "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED",
+    "RESULTS", "RETURNED", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello",
+    "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_share", "pack_shares", "pack_work",
+    "read_definition", "read_hello", "read_lines", "read_note", "read_numbers", "read_results", "read_share",
+    "read_shares", "read_work",
 ]  # fmt: skip
 
 PROTOCOL = 2
@@ -58,6 +61,10 @@ PROTOCOL = 2
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = b"H", b"E", b"W", b"R", b"C", b"B", b"P", b"Q"
 OUTPUT, SEEN, ASK, TELL = b"O", b"S", b"A", b"T"
 WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
+SHARE, GIVE_UP = b"D", b"U"
+
+SHARES = 0x20
+"""Set in an item's kind: before its payload stand the numbers of the shared values that its call is given."""
 
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
@@ -73,6 +80,7 @@ retries (-1: as the pool says); bytes."""
 _RESULT = Struct("<QBQ")
 """Number, status, bytes."""
 _NUMBER = Struct("<Q")
+_COUNT = Struct("<H")
 _LABELS = Struct("<HH")
 
 
@@ -143,6 +151,46 @@ def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
     return [tuple(each) for each in lines]
 
 
+def pack_share(number: int, asked: int, runs: Sequence[Any]) -> list[bytes]:
+    """`runs`: bytes-like, a pickle and its buffers. `asked`: the number of what will be answered."""
+    note = {"number": number, "id": asked, "sizes": [len(run) for run in runs]}
+    return [SHARE, json.dumps(note).encode(), *(piece for run in runs for piece in _cut(run))]
+
+
+def read_share(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
+    """Number, what to answer, the pieces of each run. Raises `Malformed`."""
+    note = read_note(frames[:2])
+    number, asked, sizes = note.get("number"), note.get("id"), note.get("sizes")
+    if not (isinstance(number, int) and isinstance(asked, int) and isinstance(sizes, list) and sizes):
+        raise Malformed("a shared value without a number")
+    pieces = iter(frames[2:])
+    runs: list[list[bytes]] = []
+    for size in sizes:
+        run: list[bytes] = []
+        while isinstance(size, int) and size > 0:
+            run.append(piece := next(pieces, b""))
+            if not piece:
+                raise Malformed("a shared value that is not all there")
+            size -= len(piece)
+        if size != 0 or not run:
+            raise Malformed("a shared value of other sizes than it tells")
+        runs.append(run)
+    if next(pieces, None) is not None:
+        raise Malformed("more of a shared value than it tells")
+    return number, asked, runs
+
+
+def pack_shares(numbers: Sequence[int], payload: bytes) -> bytes:
+    return b"".join((_COUNT.pack(len(numbers)), *map(_NUMBER.pack, numbers), payload))
+
+
+def read_shares(packed: bytes) -> tuple[list[int], bytes]:
+    """Raises `Malformed`."""
+    if len(packed) < _COUNT.size or len(packed) < (end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size):
+        raise Malformed("a call without the numbers of what it shares")
+    return [number for (number,) in _NUMBER.iter_unpack(packed[_COUNT.size : end])], packed[end:]
+
+
 def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
     """The payload of an item that defines: with what it is called, for whoever is told of it, and whose it is."""
     name, whose = label.encode("utf-8", "replace")[:200], tag.encode()
@@ -190,8 +238,10 @@ def read_results(frames: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
 
 def _pieces(payloads: list[bytes]) -> list[bytes]:
     body = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    if len(body) <= PIECE:
-        return [body]
+    return [body] if len(body) <= PIECE else _cut(body)
+
+
+def _cut(body: Any) -> list[Any]:
     return [body[start : start + PIECE] for start in range(0, len(body), PIECE)]
 
 

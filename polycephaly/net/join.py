@@ -155,7 +155,7 @@ class Joined:
     def __repr__(self) -> str:
         return f"<Joined: {self._pool!r} works for {self.name} at {self.address}>"
 
-    def _run(self, given: Given, item: Item) -> Promise[Any]:
+    def _run(self, given: Given, item: Item, shared: object) -> Promise[Any]:
         if given.tag not in self._tags:
             self._tags.add(given.tag)
             self._crew.audiences[given.tag] = self._printed

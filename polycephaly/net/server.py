@@ -27,7 +27,7 @@ import socket
 import threading
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import monotonic, time
@@ -44,6 +44,7 @@ from ..link import State
 from ..output import Line
 from ..procfs import birth_of
 from ..promises import Promise, settlers
+from ..shared import Shared, hold
 from ..wire.endpoint import has_news
 from ..wire.messages import Malformed
 from . import places
@@ -55,6 +56,7 @@ from .frames import (
     ASK,
     BYE,
     CANCEL,
+    GIVE_UP,
     HELLO,
     LARGEST,
     LINE,
@@ -63,6 +65,7 @@ from .frames import (
     RECALL,
     REFUSED,
     SEEN,
+    SHARE,
     TELL,
     WORK,
     Item,
@@ -72,6 +75,7 @@ from .frames import (
     read_hello,
     read_note,
     read_numbers,
+    read_share,
     read_work,
 )
 from .keys import Card, check_address, check_key, new_pair, wants_ipv6
@@ -339,6 +343,11 @@ class Server:
                 client.desk.take(item)
         elif kind in (CANCEL, RECALL):
             client.desk.cancel(read_numbers(frames), running=kind == CANCEL)
+        elif kind == SHARE:
+            self._hold(client, *read_share(frames))
+        elif kind == GIVE_UP:
+            for number in read_numbers(frames):
+                client.desk.shared.pop(number, None)
         elif kind == ASK:
             self._asked(client, read_note(frames))
         elif kind == SEEN:
@@ -361,10 +370,12 @@ class Server:
         self._clients[identity] = client
         self._send(identity, hello(size, name=self.name))
 
-    def _run(self, given: Given, item: Item) -> Promise[Any]:
-        if self._workers.has(item.target):
-            return self._workers.run(given, item)
-        return run(self._pool, given, item)
+    def _run(self, given: Given, item: Item, shared: Sequence[Shared[Any]]) -> Promise[Any]:
+        if not self._workers.has(item.target):
+            return run(self._pool, given, item, shared)
+        if shared:
+            raise RuntimeError(f"a shared value lies in the memory of {socket.gethostname()}, and this drone is joined")
+        return self._workers.run(given, item)
 
     # -- what is asked beside work --------------------------------------------------------------------
 
@@ -397,13 +408,25 @@ class Server:
             try:
                 tell(value=act())
             except Exception as error:
-                tell(error=f"{type(error).__name__}: {error}")
+                if isinstance(error, MemoryError):
+                    tell(error=str(error), kind="MemoryError")
+                else:
+                    tell(error=f"{type(error).__name__}: {error}")
             finally:
                 self._asides.discard(aside)
 
         aside = safepoint.OwnThread("polycephaly-aside", go)
         self._asides.add(aside)
         aside.start()
+
+    def _hold(self, client: _Client, number: int, asked: int, runs: list[list[bytes]]) -> None:
+        def put() -> None:
+            store = self._pool._crew.book.store
+            assert store is not None
+            value = hold(runs, store)
+            self._post(lambda: client.desk.shared.update({number: value}))  # of one that is gone nobody knows the desk
+
+        self._aside(partial(self._tell, client, asked), put)
 
     def _tell_status(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
         self._aside(tell, self.status)

@@ -35,7 +35,18 @@ from .arena import Full
 from .loans import Parcel, Place
 from .store import Store, place_of
 
-__all__ = ["ATOMS", "BULKY", "LARGE_BUFFER", "MainSnapshot", "capture", "join", "pack", "pack_strictly", "stored"]
+__all__ = [
+    "ATOMS",
+    "BULKY",
+    "LARGE_BUFFER",
+    "MainSnapshot",
+    "capture",
+    "join",
+    "pack",
+    "pack_beside",
+    "pack_strictly",
+    "stored",
+]
 
 LARGE_BUFFER = 64 * 1024
 """Bytes from which a buffer goes beside its pickle."""
@@ -137,6 +148,20 @@ def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool
     except (Full, OSError) as error:
         store.arena.warn(error)
         return capture(value, snapshot)
+
+
+def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
+    """A pickle, and the large buffers that go beside it: views of what `value` holds. Raises as `capture` does."""
+    buffers: list[memoryview] = []
+    try:
+        pieces, _alive = _with(_Plain, value, snapshot, buffers)
+        plain = not any(map(_may_name_main, pieces))
+    except Exception:
+        plain = False
+    if not plain:
+        buffers = []
+        pieces, _alive = _with(_Capture, value, snapshot, buffers)
+    return b"".join(pieces), buffers
 
 
 def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Parcel:

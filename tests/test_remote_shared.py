@@ -1,0 +1,163 @@
+"""Values that a client gives to a served pool once: in its shared memory, for as long as the client has the handle."""
+
+import gc
+import os
+import pickle
+import signal
+import threading
+
+import pytest
+from faults import append, hold_until, lines, wait_for
+from scripts import Script
+
+import polycephaly as poly
+from polycephaly.net.join import join
+
+np = pytest.importorskip("numpy")
+
+SOON = 10.0
+
+
+@pytest.fixture
+def card(tmp_path):
+    return str(tmp_path / "pool.json")
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, name="lab") as pool:
+        yield pool
+
+
+@pytest.fixture
+def server(pool, card):
+    with poly.serve(pool, file=card) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(server, card):
+    with poly.connect(card) as remote:
+        yield remote
+
+
+def held(server):
+    return sum(len(client.desk.shared) for client in server._clients.values())
+
+
+def used(pool):
+    pool._crew.book.store.tidy(0.0)
+    return pool._crew.book.store.arena.used()
+
+
+def test_a_shared_array_arrives_as_the_value_and_is_each_calls_own(remote, server):
+    table = np.arange(1_000_000.0)
+
+    def spoil(array, i):
+        before = array[i]
+        array[i] = -1
+        return before
+
+    with remote.share(table) as shared:
+        assert shared.nbytes > table.nbytes
+        assert [remote.doit(spoil, shared, 5) for _ in range(4)] == [5.0] * 4
+        assert remote.doit(lambda pair, *, again: pair["a"][1] is again, {"a": (1, shared)}, again=shared)
+        assert [p.value for p in remote.everywhere(len, shared)] == [1_000_000] * 2
+        assert list(remote.map(lambda a, i: a[i], [shared] * 50, range(50))) == list(range(50))
+        assert (shared.value == table).all()
+        assert held(server) == 1
+    wait_for(lambda: held(server) == 0)
+    with pytest.raises(ValueError, match="was released"):
+        remote.doit(len, shared)
+    assert "released" in repr(shared)
+
+
+def test_small_values_and_classes_of_main_are_shared_too(remote):
+    class Mine:
+        def __init__(self, x):
+            self.x = x
+
+    for value in ({"a": [1, 2]}, "text", 5, Mine(3), b"x" * 5_000_000):
+        with remote.share(value) as shared:
+            got = remote.doit(lambda v: v, shared)
+            assert got.x == 3 if isinstance(value, Mine) else got == value
+
+
+def test_it_goes_once_and_lies_there_once(remote, pool):
+    table = np.ones(8_000_000)
+    before = used(pool)
+    shared = remote.share(table)
+    for _ in range(20):
+        assert remote.doit(np.sum, shared) == 8_000_000.0
+    assert used(pool) - before < 1.5 * table.nbytes
+    del shared
+    gc.collect()
+    wait_for(lambda: used(pool) - before < table.nbytes / 2)
+
+
+def test_a_call_that_waits_has_it_though_the_handle_is_lost(remote, server, tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    busy = [remote.promise(hold_until, gate, started) for _ in range(2)]
+    wait_for(lambda: len(lines(started)) == 2)
+    shared = remote.share(np.arange(100_000))
+    behind = [remote.promise(len, shared) for _ in range(5)]
+    shared.release()
+    del shared
+    append(gate, "open")
+    assert [p.result(SOON) for p in (*busy, *behind)] == ["held"] * 2 + [100_000] * 5
+    wait_for(lambda: held(server) == 0)
+
+
+def test_a_handle_goes_nowhere_else(remote, card):
+    with remote.share([1]) as shared, poly.connect(card) as another:
+        for use in (
+            lambda: pickle.dumps(shared),
+            lambda: another.doit(len, shared),
+            lambda: remote.doit(lambda: shared),
+            lambda: poly.doit(len, shared),
+        ):
+            with pytest.raises(TypeError, match="goes to that pool's calls only, and among their arguments"):
+                use()
+        assert remote.doit(len, shared) == 1
+
+
+def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, monkeypatch, pool):
+    monkeypatch.setattr(pool._crew.book.store.arena, "ceiling", 1 << 20)
+    with pytest.raises(MemoryError, match="would be too much"):
+        remote.share(bytes(2 << 20))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        remote.share(threading.Lock())
+    assert remote.doit(abs, -1) == 1
+
+
+CLIENT = """
+    import sys
+    import polycephaly as poly
+    remote = poly.connect(sys.argv[1])
+    shared = remote.share(bytearray(10_000_000))
+    print(remote.doit(len, shared), flush=True)
+    print("up", flush=True)
+    import threading
+    threading.Event().wait()
+"""
+
+
+def test_it_goes_with_its_client(server, card, pool):
+    before = used(pool)
+    with Script(CLIENT, card) as script:
+        assert script.read_line() == "10000000"
+        script.read_until("up")
+        assert used(pool) - before >= 10_000_000
+        script.signal(signal.SIGKILL)
+        script.wait()
+        wait_for(lambda: used(pool) - before < 5_000_000)
+
+
+def test_calls_that_share_are_run_by_the_servers_own_drones(remote, server, card, pool):
+    with poly.Pool(1) as far, join(far, card):
+        wait_for(lambda: len(remote.drones) == 3)
+        with remote.share(bytes(1_000_000)) as shared:
+            promises = [remote.promise(lambda s: (len(s), os.getpid()), shared) for _ in range(100)]
+            assert {p.result(SOON)[1] for p in promises} <= {drone.pid for drone in pool.drones}
+            with pytest.raises(RuntimeError, match="a shared value lies in the memory of"):
+                remote.drones[-1].doit(len, shared)
