@@ -10,26 +10,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from polycephaly.demos.comparison import PAGE, Workers, noop, sum_of_pages, there_ms
+
 from .memory import available, pss_of_all
-from .peers import OURS, PEERS, Workers
+from .peers import OURS, PEERS
 from .suite import WORKERS, Figures, Sizes, Skipped
-from .tasks import noop
 
 try:
     import numpy as np
 except ImportError:
     raise Skipped("numpy is not installed") from None
 
-PAGE = 4096 // 8  # numbers
 WARM_UPS = 3
 MINUTE = 60.0
 
 _kept: Any = None  # what a worker holds on to
-
-
-def sum_of_pages(array: Any) -> float:
-    """Of one number of each page: all of it has to be there, and hardly any time goes into computing."""
-    return float(array[::PAGE].sum())
 
 
 def answer_with_another(array: Any) -> Any:
@@ -45,14 +40,6 @@ def copy_ms(source: Any, target: Any) -> float:
     began = time.perf_counter()
     np.copyto(target, source)
     return (time.perf_counter() - began) * 1e3
-
-
-def there_ms(workers: Workers, array: Any) -> float:
-    began = time.perf_counter()
-    total = workers.result(workers.submit(sum_of_pages, workers.give(array)))
-    took = time.perf_counter() - began
-    assert total == sum_of_pages(array)
-    return took * 1e3
 
 
 def back_ms(workers: Workers, array: Any) -> float:

@@ -1,7 +1,7 @@
 """The others, and ours: each started by a context manager, and then with the same face.
 
 A peer's module is imported when the peer is started, never before: what one of them loads or starts
-must not be in the image that another one forks.
+must not be in the image that another one forks. Those that `polycephaly bench` shows are in the package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,29 +19,18 @@ from importlib.util import find_spec
 from operator import methodcaller
 from typing import Any
 
-OURS = "polycephaly"
-
-
-def _itself(anything: Any) -> Any:
-    return anything
+from polycephaly.demos.comparison import (
+    OURS,
+    Workers,
+    loky,
+    multiprocessing_pool,
+    polycephaly_pool,
+    process_pool_executor,
+)
 
 
 def _nap() -> None:
     time.sleep(1)
-
-
-@dataclass(frozen=True)
-class Workers:
-    """What there is to measure of a peer that is up. Where it can be, these are the peer's own bound methods."""
-
-    submit: Callable[..., Any]
-    result: Callable[[Any], Any]
-    map: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]] | None = None
-    gather: Callable[[list[Any]], list[Any]] | None = None  # its own way to wait for many
-    give: Callable[[Any], Any] = _itself  # what is done with a large argument before it is submitted
-
-    def results(self, pending: list[Any]) -> list[Any]:
-        return [self.result(each) for each in pending] if self.gather is None else self.gather(pending)
 
 
 @dataclass(frozen=True)
@@ -57,44 +46,13 @@ class Peer:
 
 
 @contextmanager
-def polycephaly_pool(workers: int) -> Iterator[Workers]:
-    import polycephaly as poly
-
-    with poly.Pool(workers) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
-
-
-@contextmanager
-def multiprocessing_pool(workers: int) -> Iterator[Workers]:
-    import multiprocessing
-
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield Workers(lambda fn, *args: pool.apply_async(fn, args), methodcaller("get"), pool.map)
-
-
-@contextmanager
-def process_pool_executor(workers: int) -> Iterator[Workers]:
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
-
-
-@contextmanager
-def loky(workers: int) -> Iterator[Workers]:
-    with import_module("loky").ProcessPoolExecutor(workers) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
-
-
-@contextmanager
 def joblib(workers: int) -> Iterator[Workers]:
     module = import_module("joblib")
     delayed = module.delayed
     with module.Parallel(n_jobs=workers, backend="loky") as parallel:
         yield Workers(
             submit=lambda fn, *args: parallel([delayed(fn)(*args)])[0],  # it has no other: this one waits
-            result=_itself,
+            result=lambda value: value,
             map=lambda fn, items: list(parallel(delayed(fn)(item) for item in items)),
         )
 

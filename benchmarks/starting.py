@@ -9,10 +9,11 @@ import sys
 import time
 from importlib import import_module
 
+from polycephaly.demos.comparison import noop
+
 from .memory import available, pss, pss_of_all
 from .peers import PEERS
 from .suite import WORKERS, Figures, Sizes
-from .tasks import noop
 
 
 def _first_answer(peer: str) -> tuple[float, int]:

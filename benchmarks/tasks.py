@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from .peers import PEERS, Workers
+from polycephaly.demos.comparison import WARM, gather_us, map_us, noop, trip_us
+
+from .peers import PEERS
 from .suite import WORKERS, Figures, Sizes
 
 SHORT = 1e-4  # seconds
-WARM = 100
-TIMES = 3  # of which the median counts: in the first burst of a fresh process everybody is cold
-
-
-def noop(x: int) -> int:
-    return x
-
-
-def median_of(measure: Callable[[], float]) -> float:
-    return statistics.median(measure() for _ in range(TIMES))
-
-
-def gather_us(workers: Workers, fn: Callable[[int], int], tasks: int) -> float:
-    submit = workers.submit
-
-    def once() -> float:
-        began = time.perf_counter()
-        got = workers.results([submit(fn, i) for i in range(tasks)])
-        seconds = time.perf_counter() - began
-        assert got == list(range(tasks))
-        return seconds / tasks * 1e6
-
-    workers.results([submit(fn, i) for i in range(WARM)])
-    return median_of(once)
 
 
 def gather(peer: str, sizes: Sizes) -> Figures:
@@ -51,7 +27,7 @@ import sys
 
 from benchmarks.peers import PEERS
 from benchmarks.suite import WORKERS
-from benchmarks.tasks import gather_us
+from polycephaly.demos.comparison import gather_us
 
 
 def noop(x):
@@ -83,35 +59,13 @@ def main_lambda(peer: str, sizes: Sizes) -> Figures:
 
 
 def trip(peer: str, sizes: Sizes) -> Figures:
-    """Of one at a time, the median."""
     with PEERS[peer].start(WORKERS) as workers:
-        submit, result = workers.submit, workers.result
-        for i in range(WARM):
-            assert result(submit(noop, i)) == i
-        took = []
-        for i in range(min(sizes.trips, PEERS[peer].most)):
-            began = time.perf_counter()
-            result(submit(noop, i))
-            took.append(time.perf_counter() - began)
-    return {"us": statistics.median(took) * 1e6}
+        return {"us": trip_us(workers, min(sizes.trips, PEERS[peer].most))}
 
 
 def map_noops(peer: str, sizes: Sizes) -> Figures:
-    """Nobody is told how to cut."""
     with PEERS[peer].start(WORKERS) as workers:
-        assert workers.map is not None
-        run = workers.map
-        run(noop, range(WARM))
-        items = range(min(sizes.items, PEERS[peer].most))
-
-        def once() -> float:
-            began = time.perf_counter()
-            got = run(noop, items)
-            seconds = time.perf_counter() - began
-            assert got == list(items)
-            return seconds / len(items) * 1e6
-
-        return {"us": median_of(once)}
+        return {"us": map_us(workers, min(sizes.items, PEERS[peer].most))}
 
 
 def take(wanted: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from polycephaly import __version__
+from polycephaly.cli.bench import bench
 from polycephaly.cli.completion import completion
 from polycephaly.cli.demo import demo
 from polycephaly.cli.doit import doit
@@ -60,5 +61,5 @@ def main() -> None:
     """One Python image grows more heads: forked drones, promises, and code that travels."""
 
 
-for command in (start, list_pools, ps, top, doit, logs, stop, join, demo, completion):
+for command in (start, list_pools, ps, top, doit, logs, stop, join, bench, demo, completion):
     main.add_command(command)

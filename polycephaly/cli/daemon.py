@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Protocol
 
 from .reach import said
@@ -71,6 +72,9 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
         os.dup2(nothing, fd)
     os.dup2(writing, 3, inheritable=False)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # they become the log; nothing may wait there when it forks
 
     from polycephaly.launch import lifeline
 

@@ -14,10 +14,11 @@ from .start import of_drones
 
 EXAMPLES = """\b
 Examples:
-  scp bighost:/run/user/1000/polycephaly/lab.json .    the connection file of a pool started with --tcp
-  polycephaly join ./lab.json -n 4                     four drones of this host work for it
-  polycephaly join lab -n 1                            one more, on the pool's own host
+  polycephaly join ./lab.json -n 4     four drones of this host work for that pool
+  polycephaly join lab -n 1            one more, on the pool's own host
 
+\b
+The connection file of a pool that was started with --tcp comes from there: start says where it is.
 \b
 Ctrl-C or SIGTERM: what these drones have not begun is given back, what they run is finished. Twice: at once; then what
 they run is lost, and its callers are told.

@@ -63,4 +63,4 @@ def reached(where: str, output: str | Callable[[Line], object] = "discard") -> R
     with one_line():
         from polycephaly.net.client import connect
 
-        return connect(where, timeout=PATIENCE)
+        return connect(where, timeout=PATIENCE, output=output)

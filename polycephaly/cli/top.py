@@ -15,7 +15,7 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def top(name: str, every: float) -> None:
     """Watch what the drones of pool NAME do."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.ClickException(f"top needs a terminal; for one picture: polycephaly ps {name}")
-    with one_line(), reached(name) as pool:
+    with one_line(), suppress(KeyboardInterrupt), reached(name) as pool:
         from rich.console import Console
         from rich.live import Live
 
@@ -84,6 +84,7 @@ def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType
 
     drones = status["drones"]
     busy = sum(drone["state"] == "busy" for drone in drones)
+    others = status["clients"] - 1
     memory = mebibytes(sum(drone["memory"] for drone in drones))
     shown = drones[: max(1, height - 6)]
     more = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
@@ -93,8 +94,8 @@ def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType
             "bold",
         ),
         Text(
-            f"{busy} of {len(drones)} drones busy, {status['queued']} queued, {status['clients'] - 1} other clients, "
-            f"{status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"
+            f"{busy} of {len(drones)} drones busy, {status['queued']} queued, "
+            f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"
         ),
         Text(),
         grid(DRONES, [drone_row(drone, status["host"]) for drone in shown]),

@@ -1,0 +1,150 @@
+"""`polycephaly bench`: what tasks cost on this machine, here and in the pools that one may have instead.
+
+    for each run: each contender in turn, in a fresh process ──> its figures ──> ratios to ours, of the same run
+
+Machines are shared and noisy: the ratios and their spread say more than the times.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .tables import Column, as_json, show
+
+if TYPE_CHECKING:
+    from polycephaly.demos.comparison import Sizes
+
+MOST_WORKERS = 4
+PATIENCE = 120  # seconds for one contender's figures
+
+ROWS = (
+    ("gather", "submit and gather, µs a task"),
+    ("trip", "round trip, µs"),
+    ("map", "map, µs an item"),
+    ("array", "100 MB array to a worker, ms"),
+)
+COLUMNS = (
+    Column("MEASUREMENT"), Column("POOL"), Column("MEDIAN", right=True), Column("FROM", right=True),
+    Column("TO", right=True), Column("TIMES OURS", right=True), Column("FROM", right=True), Column("TO", right=True),
+)  # fmt: skip
+
+Run = dict[str, dict[str, float]]
+"""Figures of one run, by contender and measurement."""
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  polycephaly bench                  about half a minute
+  polycephaly bench --runs 10 -n 8
+  polycephaly bench --json
+
+\b
+All tasks do nothing: what is measured is what a pool adds to work. loky is measured where it is installed, the array
+where numpy is. FROM and TO are the smallest and the largest of all runs.
+"""
+)
+@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="How often each is measured.")
+@click.option("-n", "--workers", type=click.IntRange(1), help=f"[default: usable cores, at most {MOST_WORKERS}]")
+@click.option("--quick", is_flag=True, help="Tiny sizes: does it run at all?")
+@click.option("--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run.")
+@click.pass_context
+def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_json: bool) -> None:
+    """Compare this package's Pool with the standard library's pools (and loky), on this machine.
+
+    The exit status is 1 when one of them failed.
+    """
+    from polycephaly.demos.comparison import CONTENDERS, QUICK, SIZES
+
+    cores = len(os.sched_getaffinity(0))
+    workers = workers or min(cores, MOST_WORKERS)
+    names = [name for name, contender in CONTENDERS.items() if contender.installed]
+    failed: dict[str, str] = {}
+    taken: list[Run] = []
+    with click.progressbar(length=runs * len(names), file=sys.stderr, label="measuring") as progress:
+        for turn in range(runs):
+            run: Run = {}
+            first = turn % len(names)  # in each run another begins
+            for name in names[first:] + names[:first]:
+                try:
+                    run[name] = _figures(name, workers, QUICK if quick else SIZES)
+                except RuntimeError as error:
+                    failed[name] = str(error)
+                progress.update(1)
+            taken.append(run)
+
+    about = {"python": platform.python_version(), "kernel": platform.release(), "cores": cores, "workers": workers}
+    if in_json:
+        as_json({"machine": about, "runs": taken, "failed": failed})
+    else:
+        click.echo(
+            f"{runs} runs, {workers} workers, {cores} cores, CPython {about['python']}, Linux {about['kernel']}\n"
+        )
+        show(COLUMNS, list(_rows(taken, names)))
+    for name, why in failed.items():
+        click.echo(f"{CONTENDERS[name].title} failed: {why}", err=True)
+    ctx.exit(1 if failed else 0)
+
+
+def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
+    """Raises `RuntimeError`, saying why there are none."""
+    import json
+    import signal
+    import subprocess
+    import tempfile
+    from contextlib import suppress
+
+    from polycephaly.demos.comparison import command
+
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(
+            command(name, workers, sizes), stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            answer, _ = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no figures after {PATIENCE} s") from None
+        finally:  # of a Ctrl-C too: it does not come to another session
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            said.seek(0)
+            raise RuntimeError(said.read().strip().rpartition("\n")[2] or f"exit status {process.returncode}")
+    found: dict[str, float] = json.loads(answer)
+    return found
+
+
+def _rows(taken: list[Run], names: list[str]) -> list[tuple[Any, ...]]:
+    from polycephaly.demos.comparison import CONTENDERS, OURS
+
+    rows: list[tuple[Any, ...]] = []
+    for measurement, title in ROWS:
+        for name in names:
+            runs = [run for run in taken if measurement in run.get(name, {})]
+            ratios = [
+                run[name][measurement] / run[OURS][measurement] for run in runs if measurement in run.get(OURS, {})
+            ]
+            if runs:
+                own = _spread([run[name][measurement] for run in runs])
+                times = ("", "", "") if name == OURS else _spread(ratios)
+                rows.append((title, CONTENDERS[name].title, *own, *times))
+                title = ""
+    return rows
+
+
+def _spread(figures: list[float]) -> tuple[str, str, str]:
+    if not figures:
+        return "?", "", ""
+    return _number(statistics.median(figures)), _number(min(figures)), _number(max(figures))
+
+
+def _number(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"

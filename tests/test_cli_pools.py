@@ -1,0 +1,606 @@
+"""Pools from the shell: started, used, watched and ended by name, each command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import stat
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import wait_for
+
+import polycephaly as poly
+from polycephaly.net.keys import Card
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "polycephaly"]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Shell:
+    """Somebody at a shell, with a runtime directory of his own; in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runtime = folder / "run"
+        self.state = folder / "state"
+        self.runtime.mkdir(mode=0o700)
+        own = {"XDG_RUNTIME_DIR": str(self.runtime), "XDG_STATE_HOME": str(self.state), "PYTHONPATH": str(ROOT)}
+        self.env = {**os.environ, **own, "COLUMNS": "80"}
+
+    def run(self, *words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, *map(str, words)]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, env=self.env, cwd=self.folder)
+
+    def say(self, *words: object, stdin: str = "") -> str:
+        """What it printed; it must end well and say nothing on stderr."""
+        done = self.run(*words, stdin=stdin)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def complaint(self, *words: object) -> str:
+        """The one line on stderr of a command that fails with status 1 and prints nothing else."""
+        done = self.run(*words)
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        (line,) = done.stderr.splitlines()
+        return line
+
+    @contextmanager
+    def running(self, *words: object) -> Iterator[subprocess.Popen[str]]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=self.env, cwd=self.folder
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    @contextmanager
+    def pool(self, *words: object) -> Iterator[Card]:
+        """One in the background, named lab."""
+        self.say("start", "lab", "--daemonize", *words)
+        card = self.card()
+        try:
+            yield card
+        finally:
+            end(card)
+
+    def card(self) -> Card:
+        return Card.read(self.runtime / "polycephaly" / "lab.json")
+
+
+def end(card: Card) -> None:
+    """However the test went."""
+    if card.lives():
+        pidfd = os.pidfd_open(card.pid)
+        os.kill(card.pid, signal.SIGKILL)
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A pool of two drones that many tests use; none of them may harm a drone."""
+    shell = Shell(tmp_path_factory.mktemp("lab"))
+    (shell.folder / "setup.py").write_text("import math\n\n\ndef half(x):\n    return x / 2\n")
+    with shell.pool("-n", "2", "--file", "setup.py", "--import", "json.decoder"):
+        yield shell
+
+
+def words_of(line: str) -> list[str]:
+    return line.split()
+
+
+# -- start and stop --------------------------------------------------------------------------------------------
+
+
+def test_a_pool_in_the_background_outlives_its_shell_and_ends_when_told_to(shell: Shell) -> None:
+    said = shell.say("start", "lab", "-n", "1", "-d")
+    card = shell.card()
+    try:
+        assert said == f"lab: 1 drone, process {card.pid}, log {shell.state}/polycephaly/lab.log\n"
+        assert shell.say("doit", "lab", "6 * 7") == "42\n"
+        done = shell.run("stop", "lab")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "lab has ended\n")
+        assert not card.lives()
+        assert "no pool is running" in shell.run("list").stderr
+    finally:
+        end(card)
+
+
+def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descriptor(shell: Shell) -> None:
+    with shell.pool("-n", "1") as card:
+        pid = card.pid
+        log = shell.state / "polycephaly" / "lab.log"
+        assert os.getsid(pid) not in (os.getsid(0), pid)  # not its leader: it can get no terminal
+        targets = {int(fd): os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        assert [targets[fd] for fd in (0, 1, 2)] == ["/dev/null", str(log), str(log)]
+        own_pipe = os.stat(f"/proc/{pid}/fd/3").st_mode if 3 in targets else 0
+        assert not stat.S_ISFIFO(own_pipe)
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        assert stat.S_IMODE(log.parent.stat().st_mode) == 0o700
+
+
+def test_work_has_the_umask_and_the_directory_of_the_shell(lab: Shell) -> None:
+    assert lab.say("doit", "lab", "import os; old = os.umask(0); os.umask(old); (old, os.getcwd())") == (
+        f"{(_umask(), str(lab.folder))!r}\n"
+    )
+
+
+def _umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
+def test_a_second_pool_of_that_name_is_refused(lab: Shell) -> None:
+    expected = f"Error: a pool named 'lab' is running already, as process {lab.card().pid}: stop it first"
+    assert lab.complaint("start", "lab") == lab.complaint("start", "lab", "-d") == expected
+
+
+def test_the_name_of_a_killed_pool_is_free_and_its_drones_are_gone(shell: Shell) -> None:
+    with shell.pool("-n", "1") as card:
+        drone = int(shell.say("doit", "lab", "import os; os.getpid()"))
+        pidfd = os.pidfd_open(drone)
+        end(card)
+        assert select.select([pidfd], [], [], 2)[0]
+        os.close(pidfd)
+        assert shell.complaint("ps", "lab") == "Error: no pool named 'lab' is running; running: none"
+        assert json.loads(shell.say("list", "--json")) == []
+        with shell.pool("-n", "1"):
+            assert shell.say("doit", "lab", "1 + 1") == "2\n"
+
+
+@pytest.mark.parametrize("where", [(), ("-d",)])
+def test_what_cannot_be_loaded_shows_its_traceback_from_the_first_line_of_ones_own(
+    shell: Shell, where: tuple[str, ...]
+) -> None:
+    (shell.folder / "bad.py").write_text("def broken():\n    return 1 / 0\n\n\nbroken()\n")
+    done = shell.run("start", "lab", *where, "--file", "bad.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", '  File "bad.py", line 5, in <module>']
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    done = shell.run("start", "lab", *where, "--import", "no_such_module")
+    assert (done.returncode, done.stderr) == (1, "ModuleNotFoundError: No module named 'no_such_module'\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--max-memory", "3X"), "'3X' is no size such as 500M or 2G"),
+        (("--tcp", "here"), "'here' is not HOST:PORT"),
+        (("--tcp", "0.0.0.0:80"), "no address that others reach"),
+        (("-n", "0"), "0 is not in the range"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(shell: Shell, options: tuple[str, ...], what: str) -> None:
+    done = shell.run("start", "lab", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert what in done.stderr
+
+
+def test_a_wrong_name_or_limit_is_one_line(shell: Shell) -> None:
+    assert "a pool's name is" in shell.complaint("start", "x y")
+    assert shell.complaint("start", "lab", "--timeout", "-1", "-d").endswith("a positive number of seconds, not -1.0")
+
+
+SLOW = "open('begun', 'w').close()\nimport time\nwhile not __import__('os').path.exists('go'): time.sleep(0.01)\n'done'"
+STUCK = "open('begun', 'w').close()\nimport time\ntime.sleep(1000)"
+
+
+def test_a_pool_asked_to_end_finishes_what_runs_and_its_client_gets_it(shell: Shell) -> None:
+    with shell.running("start", "lab", "-n", "1") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("lab: 1 drone")
+        with shell.running("doit", "lab", SLOW) as client:
+            wait_for((shell.folder / "begun").exists)
+            server.send_signal(signal.SIGTERM)
+            log = shell.state / "polycephaly" / "lab.log"
+            wait_for(lambda: "lab ends: SIGTERM" in log.read_text())
+            (shell.folder / "go").touch()
+            assert client.communicate() == ("'done'\n", "")
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("how", ["twice", "stop --now"])
+def test_a_pool_can_be_ended_at_once(shell: Shell, how: str) -> None:
+    with shell.running("start", "lab", "-n", "1") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("lab: 1 drone")
+        with shell.running("doit", "lab", STUCK) as client:
+            wait_for((shell.folder / "begun").exists)
+            if how == "twice":
+                server.send_signal(signal.SIGINT)
+                log = shell.state / "polycephaly" / "lab.log"
+                wait_for(lambda: "lab ends: SIGINT" in log.read_text())
+                server.send_signal(signal.SIGINT)
+            else:
+                assert shell.run("stop", "lab", "--now").returncode == 0
+            output, errors = client.communicate()
+            assert (client.returncode, output, len(errors.splitlines())) == (1, "", 1)
+        assert server.wait() == 0
+
+
+def test_a_daemon_whose_shell_did_not_wait_ends(shell: Shell) -> None:
+    os.mkfifo(shell.folder / "gate")
+    (shell.folder / "slow.py").write_text("open('gate').close()\n")
+    with shell.running("start", "lab", "-d", "--file", "slow.py") as waiting:
+        log = shell.state / "polycephaly" / "lab.log"
+        wait_for(log.exists)
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait() == 130
+    open(shell.folder / "gate", "w").close()  # the census sees whether it ends
+
+
+# -- doit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "printed"),
+    [
+        ("1 + 1", 0, "2\n"),
+        ("'text'", 0, "'text'\n"),
+        ("None", 0, ""),
+        ("x = 5", 0, ""),
+        ("half(5)", 0, "2.5\n"),
+        ("json.decoder.__name__", 0, "'json.decoder'\n"),
+        ("import sys; sys.argv", 0, "['-c', 'a', '--b']\n"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("raise SystemExit", 0, ""),
+        ("__name__", 0, "'__main__'\n"),
+        ("async def f(): return 3\nf()", 0, "3\n"),
+    ],
+)
+def test_code_has_the_status_and_prints_the_value_that_a_prompt_would(
+    lab: Shell, code: str, status: int, printed: str
+) -> None:
+    done = lab.run("doit", "lab", code, "--", "a", "--b")
+    assert (done.returncode, done.stdout, done.stderr) == (status, printed, "")
+
+
+def test_an_error_shows_its_own_traceback_and_has_status_1(lab: Shell) -> None:
+    done = lab.run("doit", "lab", "def f():\n    return [][1]\nf()")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith('Traceback (most recent call last):\n  File "<doit ')
+    assert "return [][1]" in done.stderr
+    assert done.stderr.endswith("IndexError: list index out of range\n")
+    assert "polycephaly" not in done.stderr
+
+
+def test_a_syntax_error_shows_the_line_alone(lab: Shell) -> None:
+    done = lab.run("doit", "lab", "1 +")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == ["    1 +", "       ^", "SyntaxError: invalid syntax"]
+
+
+def test_a_message_for_sys_exit_is_printed_and_has_status_1(lab: Shell) -> None:
+    assert lab.complaint("doit", "lab", "import sys; sys.exit('no data')") == "no data"
+
+
+def test_a_file_has_its_arguments_and_name_and_prints_no_value(lab: Shell) -> None:
+    path = lab.folder / "script.py"
+    path.write_text("import sys\nseen = (sys.argv, __file__)\nseen\nraise KeyError(seen)\n")
+    done = lab.run("doit", "lab", "-f", path, "--", "--year", "3")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f'  File "{path}", line 4, in <module>\n' in done.stderr
+    assert done.stderr.endswith(f"KeyError: ({[str(path), '--year', '3']!r}, {str(path)!r})\n")
+
+
+def test_code_from_the_standard_input(lab: Shell) -> None:
+    assert lab.say("doit", "lab", "-", stdin="a = 20\na + 1\n") == "21\n"
+
+
+def test_everywhere_is_once_in_each_drone(lab: Shell) -> None:
+    printed = lab.say("doit", "lab", "-e", "import os; os.getpid()")
+    pids = {drone["name"]: drone["pid"] for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"]}
+    assert sorted(printed.splitlines()) == sorted(f"[{name}] {pid}" for name, pid in pids.items())
+
+
+def test_json_of_a_value_and_of_an_error(lab: Shell) -> None:
+    assert json.loads(lab.say("doit", "lab", "--json", "print('a'); 2 ** 70")) == {
+        "value": str(2**70), "status": 0, "error": None, "stdout": "a\n", "stderr": "",
+    }  # fmt: skip
+    done = lab.run("doit", "lab", "--json", "import sys; print('b', file=sys.stderr); 1 / 0")
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, found["status"], found["value"]) == (1, "", 1, None)
+    assert (found["error"]["type"], found["error"]["message"]) == ("ZeroDivisionError", "division by zero")
+    assert found["stderr"] == "b\n"
+
+
+def test_what_it_prints_comes_while_it_runs_without_a_prefix(lab: Shell) -> None:
+    os.mkfifo(lab.folder / "gate")
+    code = "import sys; print('out'); print('err', file=sys.stderr); open('gate').read(); print('end')"
+    with lab.running("doit", "lab", code) as client:
+        assert client.stdout is not None
+        assert client.stderr is not None
+        assert client.stdout.readline() == "out\n"
+        assert client.stderr.readline() == "err\n"
+        open(lab.folder / "gate", "w").close()
+        assert client.communicate() == ("end\n", "")
+
+
+def test_a_limit_of_time_interrupts_it(lab: Shell) -> None:
+    line = lab.complaint("doit", "lab", "--timeout", "0.2", "import time; time.sleep(1000)")
+    assert line.startswith("TimeoutError: code 'import time; time.sleep(1000)' ran for more than 0.2 s")
+
+
+def test_ctrl_c_interrupts_the_work_and_has_status_130(lab: Shell) -> None:
+    code = (
+        "open('b', 'w').close()\ntry: __import__('time').sleep(1000)\nexcept KeyboardInterrupt: open('c', 'w').close()"
+    )
+    with lab.running("doit", "lab", code) as client:
+        wait_for((lab.folder / "b").exists)
+        client.send_signal(signal.SIGINT)
+        assert (client.wait(), client.communicate()) == (130, ("", "interrupted\n"))
+    wait_for((lab.folder / "c").exists)
+
+
+def test_a_drone_that_dies_is_one_line(shell: Shell) -> None:
+    with shell.pool("-n", "1"):
+        line = shell.complaint("doit", "lab", "import os; os._exit(3)")
+        assert "ended with exit status 3 while running code 'import os; os._exit(3)'" in line
+
+
+def test_python_finds_the_pool_by_the_same_name(lab: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(lab.runtime))
+    with poly.connect("lab") as pool:
+        assert pool.doit("half(3)") == 1.5
+        assert pool.submit(pow, 2, 5).result() == 32
+
+
+# -- list, ps, top ------------------------------------------------------------------------------------------------
+
+
+def test_tables_in_a_pipe_are_plain_and_aligned(lab: Shell) -> None:
+    head, *rows = lab.say("ps", "lab").splitlines()
+    assert words_of(head) == ["DRONE", "PID", "STATE", "FOR", "MEMORY", "DONE", "RUNNING"]
+    assert [row[: len("lab.0")] for row in rows] == ["lab.0", "lab.1"]
+    assert all(row[head.index("STATE") :].startswith("idle") for row in rows)
+    head, row = lab.say("list").splitlines()
+    assert words_of(row)[:3] == ["lab", str(lab.card().pid), "2"]
+    assert "\x1b" not in head + row
+
+
+def test_json_tells_what_is_running(lab: Shell) -> None:
+    os.mkfifo(lab.folder / "door")
+    with lab.running("doit", "lab", "open('now', 'w').close(); open('door').read()") as client:
+        wait_for((lab.folder / "now").exists)
+        (found,) = json.loads(lab.say("list", "--json"))
+        assert (found["name"], found["clients"], len(found["drones"])) == ("lab", 1, 2)
+        busy = [drone for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"] if drone["state"] == "busy"]
+        assert [drone["running"] for drone in busy] == ["code \"open('now', 'w').close(); open('door').read()\""]
+        assert busy[0]["seconds"] >= 0
+        open(lab.folder / "door", "w").close()
+        assert client.communicate() == ("''\n", "")
+
+
+@contextmanager
+def terminal(shell: Shell, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A command on a terminal of its own, with both ends of that."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    without = {name: value for name, value in shell.env.items() if name != "COLUMNS"}
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdin=slave, stdout=slave, stderr=slave, cwd=shell.folder,
+        env={**without, "TERM": "xterm", **env}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process, master, slave
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+
+
+def read_until(master: int, wanted: bytes) -> bytes:
+    seen = b""
+    while wanted not in seen:
+        assert select.select([master], [], [], 20)[0], seen
+        seen += os.read(master, 65536)
+    return seen
+
+
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(lab: Shell) -> None:
+    with terminal(lab, "list") as (process, master, _):
+        assert b"\x1b[1m" in read_until(master, b"tcp://")
+        assert process.wait() == 0
+    with terminal(lab, "ps", "lab", NO_COLOR="1") as (process, master, _):
+        assert b"\x1b[3" not in read_until(master, b"lab.1")
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize(("how", "status"), [("q", 0), ("ctrl-c", 0), ("sigterm", 143)])
+def test_top_leaves_the_terminal_as_it_was(lab: Shell, how: str, status: int) -> None:
+    with terminal(lab, "top", "lab", "--every", "0.1") as (process, master, slave):
+        before = termios.tcgetattr(slave)
+        read_until(master, b"lab.1")
+        read_until(master, b"lab.1")  # it goes on
+        assert termios.tcgetattr(slave) != before
+        if how == "q":
+            os.write(master, b"q")
+        else:
+            process.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+        read_until(master, b"\x1b[?1049l")  # back from the other screen
+        assert process.wait() == status
+        assert termios.tcgetattr(slave) == before
+
+
+def test_top_ends_with_its_pool(shell: Shell) -> None:
+    with shell.pool("-n", "1") as card, terminal(shell, "top", "lab", "--every", "0.1") as (process, master, _):
+        read_until(master, b"lab.0")
+        end(card)
+        assert b"is lost" in read_until(master, b"reached")
+        assert process.wait() == 1
+
+
+def test_top_without_a_terminal_says_what_to_do(lab: Shell) -> None:
+    assert lab.complaint("top", "lab") == "Error: top needs a terminal; for one picture: polycephaly ps lab"
+
+
+def test_a_reader_that_leaves_is_no_error_to_be_told(lab: Shell) -> None:
+    with lab.running("ps", "lab", "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        process.stdout = None
+
+
+# -- logs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_stays_when_the_pool_has_ended_and_follows_while_it_runs(shell: Shell) -> None:
+    (shell.folder / "setup.py").write_text("print('loading')\nimport logging\nlogging.warning('careful')\n")
+    with shell.pool("-n", "1", "--file", "setup.py"), shell.running("logs", "lab", "-f") as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "loading\n"
+        shell.run("doit", "lab", "import os; os._exit(9)")
+        while "exit status 9" not in following.stdout.readline():
+            assert following.poll() is None
+        shell.run("stop", "lab")
+        assert following.communicate()[0].endswith(" INFO lab ends: stop\n")
+        assert following.returncode == 0
+    lines = shell.say("logs", "lab").splitlines()
+    assert lines[1].endswith(" WARNING careful")
+    assert shell.say("logs", "lab", "-n", "1").splitlines() == lines[-1:]
+
+
+FILL = """
+import sys
+from polycephaly.cli import journal
+from polycephaly.output import Line
+journal.LARGEST = 4000
+one = journal.Journal("lab", in_background=True)
+for number in range(300):
+    one.take(Line(f"line {number}", "lab.0", "stdout"))
+print("to descriptor 1", flush=True)
+"""
+
+
+def test_a_log_is_bounded_and_has_one_older_generation(shell: Shell) -> None:
+    done = subprocess.run([sys.executable, "-c", FILL], env=shell.env, cwd=shell.folder)
+    assert done.returncode == 0
+    files = sorted((shell.state / "polycephaly").iterdir())
+    assert [file.name for file in files] == ["lab.log", "lab.log.1"]
+    assert all(file.stat().st_size <= 4000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    *lines, last = shell.say("logs", "lab", "-n", "1000").splitlines()
+    assert last == "to descriptor 1"
+    numbers = [int(line.rpartition(" ")[2]) for line in lines]
+    assert numbers == list(range(numbers[0], 300))
+    assert len(numbers) > 4000 // len(lines[0]) - 2
+
+
+# -- join ---------------------------------------------------------------------------------------------------------
+
+
+def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> None:
+    (shell.folder / "here.py").write_text("where = 'with the joined'\n")
+    with shell.pool("-n", "1", "--tcp", "127.0.0.1:0"):
+        path = shell.folder / "copied.json"
+        path.write_bytes((shell.runtime / "polycephaly" / "lab.json").read_bytes())
+        path.chmod(0o600)
+        with shell.running("join", "./copied.json", "-n", "1", "--file", "here.py") as joined:
+            assert joined.stdout is not None
+            assert joined.stdout.readline().startswith("1 drone of this host work for lab at tcp://127.0.0.1:")
+            said = shell.say("doit", "lab", "-e", "globals().get('where')").splitlines()
+            assert [line.partition(" ")[2] for line in said] == ["'with the joined'"]
+            joined.send_signal(signal.SIGTERM)
+            assert (joined.wait(), joined.communicate()[1]) == (0, "they have left\n")
+        assert shell.say("doit", "lab", "1 + 1") == "2\n"
+
+
+def test_a_joined_process_ends_with_the_pool(shell: Shell) -> None:
+    with shell.pool("-n", "1") as card, shell.running("join", "lab", "-n", "1") as joined:
+        assert joined.stdout is not None
+        joined.stdout.readline()
+        end(card)
+        assert joined.wait() == 1
+        (line,) = joined.communicate()[1].splitlines()
+        assert line.startswith("Error: the connection to tcp://127.0.0.1:")
+
+
+# -- who may not, and what there is not ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [("ps", "x"), ("doit", "x", "1"), ("stop", "x"), ("logs", "x"), ("logs", "x", "-f"), ("join", "x")]
+)
+def test_an_unknown_name_is_one_line_with_the_names_there_are(lab: Shell, words: tuple[str, ...]) -> None:
+    assert lab.complaint(*words) == "Error: no pool named 'x' is running; running: lab"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("words", [("stop", "lab"), ("ps", "lab"), ("doit", "lab", "1")])
+def test_the_pool_of_another_user_is_refused(shell: Shell, words: tuple[str, ...]) -> None:
+    with shell.pool("-n", "1") as card:
+        os.chown(shell.runtime / "polycephaly" / "lab.json", 65534, 65534)
+        assert "must be yours and of mode 0600" in shell.complaint(*words)
+        assert card.lives()
+
+
+def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shell.pool("-n", "1") as card:
+        os.kill(card.pid, signal.SIGSTOP)
+        try:
+            assert shell.complaint("stop", "lab").endswith(f"(kill -9 {card.pid} ends it, and its drones)")
+        finally:
+            os.kill(card.pid, signal.SIGCONT)
+
+
+# -- help and completion ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["start", "list", "ps", "top", "doit", "logs", "stop", "join", "bench"])
+def test_each_command_helps_with_examples(shell: Shell, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "polycephaly", name, "--help"],
+        capture_output=True, text=True, env=shell.env,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert f"Examples:\n    polycephaly {name}" in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert loaded.isdisjoint({"rich", "zmq", "cloudpickle", "httpx", "logging.handlers"})
+
+
+def test_the_shell_completes_names_of_running_pools(lab: Shell) -> None:
+    env: dict[str, Any] = {**lab.env, "_POLYCEPHALY_COMPLETE": "bash_complete", "COMP_CWORD": "2"}
+    for words, expected in (("polycephaly ps ", ["lab"]), ("polycephaly doit z", []), ("polycephaly stop l", ["lab"])):
+        done = subprocess.run(COMMAND, env={**env, "COMP_WORDS": words}, capture_output=True, text=True)
+        assert [line.partition(",")[2] for line in done.stdout.splitlines() if line] == expected
+    script = lab.say("completion", "zsh")
+    assert script.startswith("#compdef polycephaly")
+
+
+# -- bench --------------------------------------------------------------------------------------------------------
+
+
+def test_bench_gives_every_figure_of_every_pool(shell: Shell) -> None:
+    found = json.loads(shell.run("bench", "--quick", "--runs", "1", "-n", "1", "--json").stdout)
+    (run,) = found["runs"]
+    assert found["failed"] == {}
+    assert {"polycephaly", "multiprocessing", "futures"} <= run.keys()
+    for figures in run.values():
+        assert {"gather", "trip", "map"} <= figures.keys() <= {"gather", "trip", "map", "array"}
+        assert all(figure > 0 for figure in figures.values())
