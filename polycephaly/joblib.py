@@ -7,8 +7,8 @@
 
 joblib asks for a backend instance for each `parallel_config`, or for each `Parallel` outside of one. The instance has
 the pool: it is started by the first call of `Parallel`, used by all that come under the same `parallel_config`, and
-ends with the last reference to the instance; outside of a `parallel_config`, with the call. A pool that is
-used again takes a new snapshot if names of `__main__` have been bound anew since.
+ends with the last reference to the instance; outside of a `parallel_config`, with the call. A pool that is used
+again takes a new snapshot first, if functions of `__main__` could see there something else than sequential calls would.
 
 **Threads of native libraries.** A drone is a fork, in which these libraries have been loaded, so that environment
 variables come too late: their threads are limited by threadpoolctl, where it is installed. GNU's OpenMP hangs in a
@@ -23,10 +23,12 @@ import sys
 import weakref
 from collections.abc import Callable
 from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .pool import Pool
 from .shared import Contents
+from .wire.capture import ATOMS, MainSnapshot, main_namespace
 
 try:
     import joblib
@@ -102,7 +104,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
             self._end()
         if self._pool is None:
             self._pool, self._shape = self._start(**shape), shape
-        elif self._pool._crew.plan.start == "fork" and not self._pool._crew.book.snapshot.is_current():
+        elif self._pool._crew.plan.start == "fork" and _may_differ(self._pool._crew.book.snapshot):
             self._pool.refresh()
         self.parallel = weakref.proxy(parallel)  # they would keep each other, and the pool, alive
         self._arrays = _Arrays(max_nbytes)
@@ -155,6 +157,28 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def retrieve_result_callback(self, out: Promise[Any]) -> Any:
         return out.result()
+
+
+def _may_differ(snapshot: MainSnapshot) -> bool:
+    """May what functions of `__main__` see there have changed? Names have, or one of these functions names a list, an
+    array or the like: whether its content has changed could only be told by comparing all of it."""
+    if not snapshot.is_current():
+        return True
+    main = main_namespace()
+    codes: list[Any] = []
+    for value in list(main.values()):
+        for each in vars(value).values() if isinstance(value, type) else (value,):
+            if isinstance(each, FunctionType) and each.__globals__ is main:
+                codes.append(each.__code__)
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return any(not isinstance(main[name], _STAYS_AS_IT_IS) for name in names if name in main)
+
+
+_STAYS_AS_IT_IS = (ModuleType, FunctionType, BuiltinFunctionType, type, *ATOMS)
 
 
 def run_batch(batch: Callable[[], Any]) -> Any:

@@ -82,6 +82,27 @@ def test_one_pool_serves_the_calls_under_one_configuration_and_ends_with_it():
     # The census after the test finds them gone.
 
 
+def test_calls_that_see_nothing_of_main_that_could_change_share_the_drones():
+    assert (
+        output_of("""
+        import os
+        import joblib
+        from joblib import Parallel, delayed
+        import polycephaly as poly
+        poly.joblib.register()
+        def pid(_): return os.getpid()
+        def main():
+            with joblib.parallel_config("polycephaly", n_jobs=2):
+                seen = set()
+                for _ in range(5):
+                    seen.update(Parallel()(delayed(pid)(i) for i in range(4)))
+            print(len(seen) <= 2)
+        main()
+    """)
+        == "True\n"
+    )
+
+
 def test_outside_of_one_the_pool_ends_with_the_call():
     parallel = Parallel(n_jobs=2, backend="polycephaly")
     assert parallel(numbers()) == [0, 2, 4]
@@ -115,7 +136,7 @@ def set_a_variable():
     os.environ["SET_BY_INITIALIZER"] = "yes"
 
 
-def test_what_main_defines_or_binds_anew_between_two_calls_is_seen_by_the_second():
+def test_what_main_defines_binds_or_changes_between_two_calls_is_seen_by_the_second():
     assert (
         output_of("""
         import joblib
@@ -130,10 +151,20 @@ def test_what_main_defines_or_binds_anew_between_two_calls_is_seen_by_the_second
         print(Parallel()(delayed(times)(i) for i in range(3)))
         def plus(x): return times(x) + 1
         print(Parallel()(delayed(plus)(i) for i in range(3)))
+        table = [5]
+        def look(i): return table[i]
+        print(Parallel()(delayed(look)(0) for i in range(2)))
+        table[0] = 6
+        print(Parallel()(delayed(look)(0) for i in range(2)))
+        class Reader:
+            def read(self, i): return table[i]
+        reader = Reader()
+        table[0] = 7
+        print(Parallel()(delayed(reader.read)(0) for i in range(2)))
         late = 10
         print(Parallel()(delayed(lambda i: plus(i) * late)(i) for i in range(3)))
     """)
-        == "[0, 2, 4]\n[0, 3, 6]\n[1, 4, 7]\n[10, 40, 70]\n"
+        == "[0, 2, 4]\n[0, 3, 6]\n[1, 4, 7]\n[5, 5]\n[6, 6]\n[7, 7]\n[10, 40, 70]\n"
     )
 
 
