@@ -23,6 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from itertools import chain
+from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from .wire.capture import ATOMS, MainSnapshot, main_namespace
 
 try:
     import joblib
+    from joblib._memmapping_reducer import reduce_array_memmap_backward
     from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
 except ImportError as error:
     raise ImportError("polycephaly.joblib needs joblib 1.4 or later: pip install 'polycephaly[joblib]'") from error
@@ -69,7 +71,8 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     ``n_jobs=-1`` is as many drones as usable cores, -2 one less. ``inner_max_num_threads`` limits the threads of native
     libraries in each drone (else the cores are shared out). ``max_nbytes`` (joblib's "1M"): an array of that size
     that several calls of one `Parallel` are given is copied once; a call may write into it, and no other sees that.
-    None copies it for each call. `Parallel` in a drone uses threads, and sequential calls below these.
+    None copies it for each call. A memory map of a file arrives as one: what is written there is in the file.
+    `Parallel` in a drone uses threads, and sequential calls below these.
     """
 
     supports_retrieve_callback = True
@@ -106,7 +109,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
             self._pool, self._shape = self._start(**shape), shape
         elif self._pool._crew.plan.start == "fork" and _may_differ(self._pool._crew.book.snapshot):
             self._pool.refresh()
-        self.parallel = weakref.proxy(parallel)  # they would keep each other, and the pool, alive
+        self.parallel = parallel and weakref.proxy(parallel)  # they would keep each other, and the pool, alive
         self._arrays = _Arrays(max_nbytes)
         return n_jobs
 
@@ -204,18 +207,35 @@ def _limit_threads(threads: int) -> None:
     threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
 
 
+class _Mapped:
+    """Stands for an array that is a memory map of a file, or a part of one, and is unpickled as the same map."""
+
+    def __init__(self, array: Any) -> None:
+        self._reduced = reduce_array_memmap_backward(array)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def _lies_in_a_file(array: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    while numpy is not None and isinstance(array, numpy.ndarray):
+        if isinstance(array, numpy.memmap) and isinstance(array.base, mmap):
+            return array.filename is not None
+        array = array.base
+    return False
+
+
 class _Arrays:
     """The large arrays that calls of one `Parallel` are given, each in shared memory once: the last `KEPT` of them, and
-    those no longer than the caller has them. As with joblib's memory maps, what the caller writes into one during the
-    call of `Parallel` is not seen. Used under joblib's lock."""
+    those no longer than the caller has them. As with joblib's own backends, what the caller writes into one during the
+    call of `Parallel` is not seen, and memory maps of files arrive as such. Used under joblib's lock."""
 
     def __init__(self, least: int | None) -> None:
         self._least = least
         self._shared: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 
     def replaced(self, pool: Pool, calls: list[Call]) -> list[Call]:
-        if self._least is None:
-            return calls
         kinds = {type(arg) for _, args, kwargs in calls for arg in (chain(args, kwargs.values()) if kwargs else args)}
         if not any(hasattr(kind, "nbytes") for kind in kinds):
             return calls
@@ -229,8 +249,10 @@ class _Arrays:
         ]
 
     def _stand_in(self, pool: Pool, arg: Any) -> Any:
+        if _lies_in_a_file(arg):
+            return _Mapped(arg)
         size = getattr(arg, "nbytes", None)
-        if not isinstance(size, int) or size < (self._least or 0) or not type(arg).__weakrefoffset__:
+        if self._least is None or not isinstance(size, int) or size < self._least or not type(arg).__weakrefoffset__:
             return arg
         key, shared = id(arg), self._shared
         known, contents = shared.pop(key, (None, None))

@@ -334,6 +334,25 @@ def test_arrays_of_one_call_each_do_not_stay():
         assert not backend_of._arrays._shared
 
 
+def square_into(array, i, out):
+    out[i] = array[i] ** 2
+    return type(array).__name__
+
+
+@pytest.mark.parametrize("max_nbytes", ["1M", None])
+def test_what_is_written_into_a_memory_map_of_a_file_is_in_the_file(tmp_path, max_nbytes):
+    table = numpy.memmap(tmp_path / "in", float, "w+", shape=(200_000,))
+    table[:] = numpy.arange(200_000.0)
+    table.flush()
+    read = numpy.memmap(tmp_path / "in", float, "r")
+    out = numpy.memmap(tmp_path / "out", float, "w+", shape=(60,))
+    with parallel_config("polycephaly", n_jobs=2):
+        calls = (delayed(square_into)(read[::2] if i % 2 else read, i, out=out[10:]) for i in range(50))
+        assert set(Parallel(max_nbytes=max_nbytes)(calls)) <= {"memmap", "ndarray"}
+    assert [out[10 + i] for i in range(50)] == [float(i * (1 + i % 2)) ** 2 for i in range(50)]
+    assert not out[:10].any()
+
+
 # -- scikit-learn ----------------------------------------------------------------------------------------
 
 
