@@ -35,8 +35,11 @@ try:
     import joblib
     from joblib._memmapping_reducer import reduce_array_memmap_backward
     from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
+
+    if not hasattr(ParallelBackendBase, "submit"):
+        raise ImportError(f"this is joblib {joblib.__version__}")
 except ImportError as error:
-    raise ImportError("polycephaly.joblib needs joblib 1.4 or later: pip install 'polycephaly[joblib]'") from error
+    raise ImportError("polycephaly.joblib needs joblib 1.5 or later: pip install 'polycephaly[joblib]'") from error
 
 if TYPE_CHECKING:
     from .promises import Promise
