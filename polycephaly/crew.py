@@ -35,7 +35,7 @@ from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .limits import check_descriptors
 from .link import BUDGET, Link, State, drained
-from .output import Output
+from .output import Listener
 from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, Milestone, Promise, race
 from .rooms import Rooms
@@ -50,7 +50,7 @@ from .work import Slice, Work
 
 __all__ = ["Crew"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
 GRACE = 1.0  # seconds between an interrupt and a kill
@@ -65,7 +65,7 @@ class Crew:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.output = plan.output
-        self.audiences: dict[str, Output] = {}  # by the tag of what they want to hear, instead of `output`
+        self.audiences: dict[str, Listener] = {}  # by the tag of what they want to hear, instead of `output`
         self.terms = plan.terms
         self._own_terms = plan.terms if plan.terms != (None, 0) else None
         self.queue: deque[Work] = deque()

@@ -16,8 +16,8 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .output import print_all
-from .promises import FINISHED
+from .output import deliver
+from .promises import FINISHED, callbacks
 from .wire.exceptions import unpack_exception
 from .wire.loans import Arrived
 from .wire.messages import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["finish", "hear", "hear_kept", "print_lines", "settle"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 
 def hear(link: Link, frames: list[bytes]) -> None:
@@ -85,9 +85,9 @@ def hear_kept(link: Link, kept: bytes) -> None:
 
 
 def print_lines(link: Link) -> None:
-    lines, crew = link.printed(), link.crew
-    if lines and (crew.output is not None or crew.audiences):
-        crew.hub.deliver(partial(print_all, crew.output, lines, crew.audiences))
+    heard, crew = link.printed(), link.crew
+    if heard:
+        crew.hub.deliver(partial(deliver, crew.output, heard, crew.audiences))
 
 
 def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
@@ -213,7 +213,7 @@ def finish(work: Work, state: str, value: Any, error: BaseException | None) -> N
     try:
         work._settle(state, value, error)
     except BaseException:
-        log.exception("a callback of %r failed", work)
+        callbacks.exception("a callback of %r failed", work)
 
 
 def _open(work: Work) -> tuple[Any, BaseException | None]:
@@ -251,4 +251,4 @@ def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersT
             else:
                 work._settle(FINISHED, value, None)
         except BaseException:
-            log.exception("a callback of %r failed", work)
+            callbacks.exception("a callback of %r failed", work)

@@ -57,7 +57,7 @@ from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .link import Link
-from .promises import FINISHED, LOOK_UP, Promise, settlers
+from .promises import FINISHED, LOOK_UP, Promise, callbacks, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.messages import Malformed
 
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub", "lease_hub"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 BULK_MOST = 100  # messages read in one turn: a stranger may send without end, and is not to keep all others waiting
 LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
@@ -455,7 +455,7 @@ class Hub:
                 try:
                     act()
                 except BaseException:  # SystemExit from a callback too: this serves everybody
-                    log.exception("a callback failed")
+                    callbacks.exception("a callback failed")
             del act
             with self._turn:
                 self._delivering = False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import another
 from .launch import lifeline
 from .launch.launcher import Launcher
-from .output import Line, Stream
+from .output import Heard, Line, Merge, Record, Stream
 from .promises import PENDING, Milestone
 from .wire.lane import Lane
 from .wire.loans import Ledger, Parcel
@@ -80,6 +80,7 @@ class Link:
         self.last_heard = 0.0
         self.recalled = False
         self.streams: list[Stream] = []
+        self._merge = Merge()
         self.lane: Lane | None = None
         self.bulk_open = False
         self._bulk_waiting: list[list[bytes]] = []
@@ -352,17 +353,16 @@ class Link:
 
     # -- what it prints ---------------------------------------------------------------------------
 
-    def printed(self) -> list[Line]:
-        """Takes what has come through its pipes, and remembers the end of what it wrote to stderr."""
-        heard: list[Line] = []
-        for stream in self.streams:
-            if stream.open:
-                heard += stream.lines()
-        for line in heard:
-            if line.stream == "stderr":
-                if self.stack or line.text.startswith("Fatal Python error"):
-                    self.stack.append(line.text)
-                self.stderr.append(line.text)
+    def printed(self) -> Heard:
+        """Takes what has come through its pipes, and remembers the end of what it wrote to stderr and logged."""
+        heard = self._merge.read([stream for stream in self.streams if stream.open])
+        for each in heard:
+            if isinstance(each, Record):
+                self.stderr.append(each.text)
+            elif each.stream == "stderr":
+                if self.stack or each.text.startswith("Fatal Python error"):
+                    self.stack.append(each.text)
+                self.stderr.append(each.text)
         return heard
 
     def close(self, unwatch: Callable[[int], None]) -> None:

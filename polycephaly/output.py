@@ -1,21 +1,31 @@
-"""What drones print, on its way home: whole lines, each knowing whose it is.
+"""What drones print and log, on its way home: whole lines and log records, each knowing whose it is.
 
-drone's descriptor 1 or 2 ── pipe ──> Stream ──> Line, Line, ... ──> forward (or the pool's `output`)
-                                       └── chunks (wire/chunks.py) are taken out: on whose behalf the lines are
+drone's descriptor 1 or 2 ── pipe ──> Stream ──┬─> Merge ──> Line ──> forward (or the pool's `output`)
+                                               │         └──> Record ──> the logger of that name
+                                               └── chunks (wire/chunks.py) are taken out: tags, records, their order
+
+Records come by stderr's pipe; marks in stdout's tell which of them were before what follows, so that records keep their
+order with what is printed on either. A record is in its pipe before the mark that names it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 
 from .launch import lifeline
-from .wire.chunks import MARK, TAG, Sorter
+from .promises import callbacks
+from .wire.chunks import LOG, MARK, ORDER, TAG, Sorter
+from .wire.records import Fields, make_record, unpack_fields
 
-__all__ = ["Line", "Stream", "forward", "print_all"]
+__all__ = ["Heard", "Line", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
+
+log = logging.getLogger(__name__)
 
 _LONGEST = 4 << 20  # bytes of a line
 _CHUNK = 64 * 1024
@@ -23,8 +33,8 @@ _READS = 16  # of one pipe at a time: a drone that never stops writing must not 
 
 
 class Line(str):
-    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose; ``tag`` on
-    whose behalf it was printed, if somebody said so (see image/console.py)."""
+    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose; ``tag``
+    on whose behalf it was printed, if somebody said so (see image/console.py)."""
 
     __slots__ = ("drone", "stream", "tag", "text")
     text: str
@@ -38,8 +48,40 @@ class Line(str):
         return line
 
 
+class Record:
+    """What a drone logged. `text` is what a log record looks like where nothing is configured."""
+
+    __slots__ = ("drone", "fields", "number")
+
+    def __init__(self, number: int, fields: Fields, drone: str) -> None:
+        self.number, self.fields, self.drone = number, fields, drone
+
+    @property
+    def text(self) -> str:
+        fields = self.fields
+        first = f"{fields['levelname']}:{fields['name']}:{fields['msg']}"
+        return "\n".join(filter(None, (first, fields.get("exc_text"), fields.get("stack_info"))))
+
+    def handle(self) -> None:
+        """Gives it to the logger of its name, if that wants it. Where no handler is, it is printed like a line of the
+        drone's, as the standard library prints it: from the level WARNING on."""
+        record = make_record(self.fields, self.drone)
+        logger = logging.getLogger(record.name)
+        if not logger.isEnabledFor(record.levelno):
+            return
+        if logger.hasHandlers():
+            logger.handle(record)
+        elif logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            for each in self.text.split("\n"):
+                forward(Line(each, self.drone, "stderr"))
+
+
+Heard = list[Line | Record]
+Listener = Callable[[Line], object]
+
+
 class Stream:
-    """The reading end of one of a drone's output pipes; gives whole lines."""
+    """The reading end of one of a drone's output pipes; gives whole lines, and what came between them."""
 
     def __init__(self, fd: int, drone: str, name: str) -> None:
         os.set_blocking(fd, False)
@@ -55,8 +97,9 @@ class Stream:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def lines(self) -> list[Line]:
-        """What has come since the last call. `open` turns False at end-of-file."""
+    def read(self) -> list[Line | Record | int]:
+        """What has come since the last call; a number: what follows was printed after the record of that number.
+        `open` turns False at end-of-file."""
         first = self._file.read(_CHUNK)
         if first is None:  # nothing, as nearly always when it is asked before a result
             return []
@@ -68,22 +111,35 @@ class Stream:
             pieces.append(piece)
         self.open = bool(pieces[-1])
         new = b"".join(pieces)
-        heard: list[Line] = []
+        heard: list[Line | Record | int] = []
         if MARK in new or self._sorter.held or not self.open:
             for each in self._sorter.sort(new, last=not self.open):
                 if isinstance(each, bytes):
                     self._split(each, heard)
-                elif each[0] == TAG:
-                    if each[1] != self._tag:
-                        self._split(b"", heard, last=True)  # nobody ends another's line
-                    self._tag = each[1]
+                else:
+                    self._take(*each, heard)
             if not self.open:
                 self._split(b"", heard, last=True)
         else:
             self._split(new, heard)
         return heard
 
-    def _split(self, new: bytes, heard: list[Line], last: bool = False) -> None:
+    def _take(self, kind: str, body: str, heard: list[Line | Record | int]) -> None:
+        if kind == TAG:
+            if body != self._tag:
+                self._split(b"", heard, last=True)  # nobody ends another's line
+            self._tag = body
+            return
+        try:
+            if kind == LOG:
+                number, _, record = body.partition(" ")
+                heard.append(Record(int(number), unpack_fields(record), self._drone))
+            elif kind == ORDER:
+                heard.append(int(body))
+        except (ValueError, RecursionError):
+            log.warning("%s wrote what looks like a log record, and is none: %.200r", self._drone, body)
+
+    def _split(self, new: bytes, heard: list[Line | Record | int], last: bool = False) -> None:
         if not self._size:
             self._rests_tag = self._tag
         self._rest.append(new)
@@ -104,15 +160,59 @@ class Stream:
         lifeline.close(self._file)
 
 
-Output = Callable[[Line], object]
+class Merge:
+    """Puts what comes through stdout's and stderr's pipes in order, as far as log records are concerned.
+
+    stderr is read first. So what was printed before a record is there when the record is, and is told before it; and
+    what comes after a mark whose record is not there was printed since: it is kept back until the next call, which the
+    record in stderr's pipe makes sure of. What a piece of work printed before its result was sent never is.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0  # the last record's number
+        self._kept: list[Line | Record | int] = []
+
+    def read(self, streams: list[Stream]) -> Heard:
+        """Of stdout's and stderr's, those that are open."""
+        errors: Heard = []
+        for stream in streams[-1:]:
+            errors += (each for each in stream.read() if not isinstance(each, int))
+        numbers = [each.number for each in errors if isinstance(each, Record)]
+        self._seen = max([self._seen, *numbers])
+        printed, kept = self._kept, len(self._kept)
+        for stream in streams[:-1]:
+            printed += stream.read()
+        if not printed:  # as nearly always
+            return errors
+        self._kept = []
+        heard: Heard = []
+        rest = deque(errors)
+        for at, each in enumerate(printed):
+            if not isinstance(each, int):
+                heard.append(each)
+            elif each > self._seen and at >= kept and len(streams) == 2:
+                self._kept = printed[at:]
+                break
+            else:
+                while rest and not (isinstance(rest[0], Record) and rest[0].number > each):
+                    heard.append(rest.popleft())
+        heard += rest
+        return heard
 
 
-def print_all(output: Output | None, lines: list[Line], audiences: dict[str, Output]) -> None:
-    """Each to who is there for its tag, or else to `output`, if there is one."""
-    for line in lines:
-        listener = audiences.get(line.tag, output) if audiences else output
-        if listener is not None:
-            listener(line)
+def deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
+    """Gives lines to who is there for their tag, or else to `output`, if there is one, and records to their loggers.
+    What one of these raises is logged."""
+    for each in heard:
+        try:
+            if isinstance(each, Record):
+                each.handle()
+            else:
+                listener = audiences.get(each.tag, output) if audiences else output
+                if listener is not None:
+                    listener(each)
+        except BaseException:  # SystemExit too: others wait for what comes after
+            callbacks.exception("what %s printed or logged could not be told", each.drone)
 
 
 def forward(line: Line) -> None:

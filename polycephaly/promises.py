@@ -35,7 +35,7 @@ from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
-__all__ = ["Milestone", "Promise", "Spans", "as_completed", "gather", "race"]
+__all__ = ["Milestone", "Promise", "Spans", "as_completed", "callbacks", "gather", "race"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -52,7 +52,9 @@ FINISHED = "FINISHED"
 LOOK_UP = 0.5  # seconds: a signal that came just before a wait, too late to break it off, is seen after these
 LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks may leave these uncalled
 
-log = logging.getLogger("polycephaly")
+logging.getLogger("polycephaly").addHandler(logging.NullHandler())  # the library's own loggers are below it
+callbacks = logging.getLogger("concurrent.futures")
+"""What users' callbacks raise is told where the standard library's futures tell it, so that it is never silent."""
 
 green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None = None
 """Where green threads are in use: whether the caller is one, between two awaits; how it awaits a promise."""
@@ -352,7 +354,7 @@ class Promise(Future[T], Generic[T]):
             try:
                 hook(self)
             except Exception:
-                log.exception("exception calling callback for %r", self)
+                callbacks.exception("exception calling callback for %r", self)
             except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
                 worst = error
         if worst is not None:

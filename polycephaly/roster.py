@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Roster", "because"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
 IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take

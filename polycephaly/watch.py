@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds between two looks
 LOOK_AT_MEMORY = 0.2

@@ -10,14 +10,17 @@ What C code and child processes write goes through the same pipes, though not in
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import select
 import sys
 from contextlib import suppress
 
-from ..wire.chunks import TAG, chunk
+from ..wire.chunks import LOG, ORDER, TAG, chunk
 
-__all__ = ["STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "tag", "tagged"]
+__all__ = [
+    "STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "send_record", "tag", "tagged",
+]  # fmt: skip
 
 TAIL = 4096  # characters
 STDOUT, STDERR = 0, 1
@@ -25,6 +28,8 @@ _LONGEST_TAG = 128  # characters
 
 _pipes: list[int] = []  # stdout's and stderr's, in a drone
 _tag = ""
+_record_numbers = itertools.count(1)
+_last_record = 0
 
 
 class Tail:
@@ -57,9 +62,14 @@ class Console(io.TextIOWrapper):
         raw = io.FileIO(fd, "w", closefd=False)
         super().__init__(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self._tail = tail
+        self._is_stdout = fd == 1
+        self._after = _last_record
 
     def write(self, text: str, /) -> int:
         self._tail.add(text)
+        if self._is_stdout and self._after != _last_record:
+            self._after = _last_record  # a line that is begun ends after this, too
+            note(STDOUT, ORDER, str(self._after))
         return super().write(text)
 
 
@@ -88,11 +98,19 @@ def _flush() -> None:
 
 
 def note(pipe: int, kind: str, body: str) -> None:
-    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any thread may. Nothing outside
-    a drone, or when the controller is gone. Raises `ValueError` for a body that no chunk can have."""
+    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any thread may. Does
+    nothing outside a drone, or when the controller is gone. Raises `ValueError` for a body that no chunk can have."""
     if _pipes:
         for piece in chunk(kind, body):
             _write(_pipes[pipe], piece)
+
+
+def send_record(record: str) -> None:
+    """Sends what was logged home, in order with what this process prints on either stream. Any thread may."""
+    global _last_record
+    number = next(_record_numbers)
+    note(STDERR, LOG, f"{number} {record}")
+    _last_record = number
 
 
 def tag(name: str) -> None:

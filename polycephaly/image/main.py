@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import os
 import select
 import signal
@@ -76,12 +77,15 @@ from .child import become_child
 from .console import open_console, tag, tagged
 from .definitions import Definition, define
 from .ear import BEAT, Ear
+from .logs import send_logs_home
 from .outcomes import Outcomes
 from .overlap import Overlap
 from .slices import Slice
 from .tasks import Calls, Task
 
 __all__ = ["hatch"]
+
+log = logging.getLogger(__name__)
 
 BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
@@ -106,6 +110,7 @@ class Drone:
         self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
     ) -> None:
         tail = open_console()
+        send_logs_home()
         faulthandler.enable(file=2)
         self._row = page.row(order.slot)
         self._definitions: dict[int, Definition] = {}
@@ -556,4 +561,4 @@ def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
 
 
 def _dropped(wrong: Exception) -> None:
-    os.write(2, f"a malformed message was dropped: {wrong}\n".encode(errors="replace"))
+    log.warning("a malformed message was dropped: %s", wrong)

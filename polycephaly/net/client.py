@@ -39,7 +39,7 @@ from ..image.relayed import NOTHING
 from ..launch import safepoint
 from ..output import Line
 from ..plan import Terms, check_at_least, check_output, check_timeout, check_work
-from ..promises import CANCELLED, FINISHED, Promise, settlers
+from ..promises import CANCELLED, FINISHED, Promise, callbacks, settlers
 from ..wire.capture import pack_beside
 from ..wire.definitions import Book, Definition, label
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
@@ -80,7 +80,7 @@ from .shared import Lease, RemoteShared, here
 
 __all__ = ["RemotePool", "connect"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -433,7 +433,7 @@ class _Connection:
             try:
                 work.cancel()
             except BaseException:
-                log.exception("a callback of %r failed", work)
+                callbacks.exception("a callback of %r failed", work)
         if not running and not self._lost:
             with self._turn:
                 self._dealer.send(pack_numbers(RECALL, sent))

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Server", "serve"]
 
-log = logging.getLogger("polycephaly")
+log = logging.getLogger(__name__)
 
 DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds

@@ -3,9 +3,9 @@ r"""Chunks: small records that travel in a drone's output pipes, in order with w
     printed bytes ... \x1epoly:T;job-7\x1e ... printed bytes        a whole one: kind T, body "job-7"
     \x1epoly:L2f.1+{"msg": "aa\x1e ... \x1epoly:L2f.1;aa"}\x1e      one in parts, of the sender 2f.1
 
-Each is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with what other processes write
-into the same pipe. A body is printable ASCII. What is longer goes in parts, each but the last with a `+`; the sender's
-name keeps the parts of two writers apart. The reader takes chunks out, so that what was around them joins again.
+Each is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with what other processes
+write into the same pipe. A body is printable ASCII. What is longer goes in parts, each but the last with a `+`; the
+sender's name keeps the parts of two writers apart. The reader takes chunks out: what was around them joins again.
 
 Whatever is no chunk is text: users may print `\x1e` too. It is held back only while it may become one.
 """
@@ -18,10 +18,14 @@ import re
 from collections.abc import Iterator
 from select import PIPE_BUF
 
-__all__ = ["LONGEST", "MARK", "TAG", "Chunk", "Sorter", "chunk"]
+__all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "Sorter", "chunk"]
 
 TAG = "T"
 """What follows in this pipe is on behalf of the body, a short name; none: of nobody."""
+LOG = "L"
+"""In stderr's pipe. What was logged: its number, a space, the record (records.py)."""
+ORDER = "O"
+"""In stdout's pipe: what follows was printed after the log record of that number."""
 MARK = b"\x1e"
 LONGEST = 1 << 20  # bytes of a body, all parts together
 

@@ -1,0 +1,345 @@
+"""What is logged in a drone reaches the controller's loggers, with the drone's name, once and in order."""
+
+import gc
+import logging
+import logging.config
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+from faults import kill_myself, segfault
+from scripts import run_script
+
+import polycephaly as poly
+from polycephaly import green
+
+log = logging.getLogger("tests.drones")
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def messages(self):
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def records():
+    handler = Records()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def pool(records):
+    with poly.Pool(1, name="p") as pool:
+        yield pool
+
+
+def log_an_error():
+    try:
+        {}["k"]
+    except KeyError:
+        log.exception("no %s", "key", stack_info=True)
+
+
+def test_a_record_comes_home_with_all_that_it_says(pool, records):
+    pool.doit(log.warning, "%s of %d", "one", 2, extra={"request": 7, "rows": [1, {"a": None}], "odd": {1}})
+    (record,) = records.records
+    assert (record.getMessage(), record.levelno, record.levelname) == ("one of 2", logging.WARNING, "WARNING")
+    assert record.drone == record.processName == "p.0" and record.process == pool.drones[0].pid
+    assert record.threadName == "MainThread" and record.name == "tests.drones"
+    assert (record.request, record.rows, record.odd) == (7, [1, {"a": None}], "{1}")
+
+
+def test_an_exception_comes_home_as_text_with_the_place_of_the_call(pool, records):
+    pool.doit(log_an_error)
+    (record,) = records.records
+    assert (record.getMessage(), record.funcName, record.module) == ("no key", "log_an_error", "test_logging")
+    told = logging.Formatter("%(message)s").format(record)
+    assert "KeyError: 'k'" in told and '{}["k"]' in told and "Stack (most recent call last)" in told
+
+
+def test_levels_and_filters_are_those_of_the_snapshot_and_the_controllers_count_too(records):
+    def no_secrets(record):
+        return "secret" not in record.msg
+
+    log.addFilter(no_secrets)
+    try:
+        with poly.Pool(1) as pool:
+            pool.doit(lambda: (log.debug("quiet"), log.info("a secret"), log.info("told")))
+            log.setLevel(logging.ERROR)
+            pool.doit(lambda: (log.info("not wanted here"), log.error("wanted")))
+    finally:
+        log.removeFilter(no_secrets)
+    assert records.messages == ["told", "wanted"]
+
+
+def test_a_logger_that_does_not_propagate_sends_its_records_home(records):
+    log.propagate = False
+    try:
+        with poly.Pool(1) as pool:
+            pool.doit(log.info, "of its own")
+    finally:
+        log.propagate = True
+    assert records.messages == ["of its own"]
+
+
+def test_inherited_handlers_are_not_used_in_drones(tmp_path):
+    path = tmp_path / "log"
+    handler = logging.FileHandler(path)
+    log.addHandler(handler)
+    try:
+        with poly.Pool(1) as pool:
+            pool.doit(log.warning, "once")
+            pool.doit("import logging; logging.shutdown()")
+            pool.doit(log.warning, "twice")
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    assert path.read_text() == "once\ntwice\n"
+
+
+def test_a_lock_that_a_handlers_thread_holds_at_the_fork_does_not_matter(records):
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with records.lock:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = poly.Pool(1)
+    with pool:
+        p = pool.promise(lambda: log.warning("free"))
+        release.set()
+        p.result()
+    thread.join()
+    assert records.messages == ["free"]
+
+
+def test_what_was_logged_is_home_before_the_promise_settles(pool, records):
+    for i in range(300):
+        pool.doit(log.info, "%d", i)
+        assert records.messages[-1] == str(i)
+
+
+def interleave(n):
+    import sys
+
+    for i in range(n):
+        print(f"out {i}")
+        log.info(f"log {i}")
+        if i % 3 == 0:
+            log.info(f"again {i}")
+            print(f"err {i}", file=sys.stderr)
+
+
+def test_records_keep_their_order_with_what_is_printed(records):
+    told = []
+    records.emit = lambda record: told.append(record.getMessage())
+    with poly.Pool(1, output=lambda line: told.append(line.text)) as pool:
+        pool.doit(interleave, 3000)
+    told = [each for each in told if not each.startswith("err")]
+    wanted = [f"{what} {i}" for i in range(3000) for what in ("out", "log", "again") if what != "again" or i % 3 == 0]
+    assert told == wanted
+
+
+def test_records_keep_their_order_with_what_is_printed_on_stderr(records):
+    told = []
+    records.emit = lambda record: told.append(record.getMessage())
+    with poly.Pool(1, output=lambda line: told.append(line.text)) as pool:
+        pool.doit(interleave, 300)
+    told = [each for each in told if not each.startswith("out")]
+    assert told == [f"{w} {i}" for i in range(300) for w in ("log", "again", "err") if w == "log" or i % 3 == 0]
+
+
+@pytest.mark.parametrize("end", [lambda: os._exit(3), kill_myself, segfault], ids=["os._exit", "SIGKILL", "segfault"])
+def test_what_was_logged_last_before_a_crash_arrives_once(end, pool, records):
+    def crash():
+        for i in range(50):
+            log.info("%d", i)
+        end()
+
+    error = pool.promise(crash).exception()
+    assert isinstance(error, poly.DroneDied)
+    assert records.messages == [str(i) for i in range(50)]
+    assert error.stack or "INFO:tests.drones:49" in error.stderr
+
+
+def test_threads_green_threads_and_forks_of_a_drone(pool, records):
+    def all_of_them():
+        threads = [threading.Thread(target=log.info, args=("t%d", i), name=f"thread {i}") for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        green.map(lambda i: log.info("g%d", i), range(8))
+        pid = os.fork()
+        if pid == 0:
+            log.info("a fork")
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    pool.doit(all_of_them)
+    assert sorted(records.messages) == sorted([f"{w}{i}" for w in "tg" for i in range(8)] + ["a fork"])
+    assert {r.threadName for r in records.records} >= {f"thread {i}" for i in range(8)}
+
+
+def test_a_drones_drones_records_travel_up_both(pool, records):
+    def inner():
+        with poly.Pool(1, name="q") as pool:
+            pool.doit(log.warning, "from below")
+
+    pool.doit(inner)
+    (record,) = records.records
+    assert record.getMessage() == "from below" and record.drone == record.processName == "p.0/q.0"
+
+
+def test_discarded_output_does_not_discard_records(records):
+    with poly.Pool(1, output="discard") as pool:
+        pool.doit(lambda: (print("gone"), log.info("not gone")))
+    assert records.messages == ["not gone"]
+
+
+def test_spawned_drones():
+    done = run_script("""
+        import logging, polycephaly as poly
+        logging.basicConfig(level=logging.INFO, format="%(drone)s %(name)s %(message)s")
+        if __name__ == "__main__":
+            with poly.Pool(1, name="s", start="spawn") as pool:
+                pool.doit("import logging; logging.getLogger('a.b').info('hello')")
+    """)
+    assert done.stderr == "s.0 a.b hello\n"
+
+
+def test_where_nothing_is_configured_warnings_are_printed_with_the_drones_name():
+    done = run_script("""
+        import logging, polycephaly as poly
+        log = logging.getLogger("a.b")
+        with poly.Pool(1, name="p") as pool:
+            pool.doit(lambda: (log.info("no"), log.warning("yes"), logging.error("and\\nthis")))
+    """)
+    assert done.stderr == "[p.0] WARNING:a.b:yes\n[p.0] ERROR:root:and\n[p.0] this\n" and done.stdout == ""
+
+
+def test_basic_config_in_a_drone_neither_breaks_nor_doubles_it(pool, records):
+    pool.doit("import logging; logging.basicConfig(level=1); logging.getLogger('tests.drones').info('x')")
+    assert records.messages == ["x"]
+
+
+def test_a_handler_that_work_adds_works_in_the_drone_in_addition(pool, records, tmp_path):
+    def add(path):
+        log.addHandler(logging.FileHandler(path))
+        log.info("both")
+
+    pool.doit(add, str(tmp_path / "log"))
+    assert records.messages == ["both"] and (tmp_path / "log").read_text() == "both\n"
+
+
+def test_a_configuration_of_its_own_takes_the_records_home_as_text(records):
+    lines = []
+
+    def configure():
+        handlers = {"h": {"class": "logging.StreamHandler"}}
+        logging.config.dictConfig(
+            {"version": 1, "disable_existing_loggers": False, "handlers": handlers, "root": {"handlers": ["h"]}}
+        )
+        log.info("as text")
+
+    with poly.Pool(1, output=lambda line: lines.append(line.text)) as pool:
+        pool.doit(configure)
+    assert lines == ["as text"] and records.messages == []
+
+
+def test_captured_warnings_come_as_records():
+    handler = Records()
+    logging.getLogger("py.warnings").addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        with poly.Pool(1) as pool:
+            pool.doit("import warnings; warnings.warn('careful')")
+    finally:
+        logging.captureWarnings(False)
+        logging.getLogger("py.warnings").removeHandler(handler)
+    assert "UserWarning: careful" in handler.messages[0]
+
+
+def test_logging_in_signal_handlers_and_finalizers_does_not_deadlock(pool, records):
+    class Logs:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            log.info("finalizer")
+
+    def storm():
+        signal.signal(signal.SIGALRM, lambda *_: log.info("signal"))
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        try:
+            for i in range(3000):
+                log.info("main")
+                if i % 100 == 0:
+                    Logs()
+                    gc.collect()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    pool.doit(storm)
+    assert records.messages.count("main") == 3000 and records.messages.count("finalizer") == 30
+    assert "signal" in records.messages
+
+
+def test_long_and_odd_messages(pool, records):
+    long = "é\x1e\x7f\n" * 30_000
+    pool.doit(log.info, long)
+    pool.doit(log.info, "\ud800 and \0")
+    pool.doit(log.info, "x" * 5_000_000)
+    assert records.messages[:2] == [long, "\ud800 and \0"]
+    assert records.messages[2].startswith("xxx") and records.messages[2].endswith("more characters)")
+
+
+def test_a_record_that_cannot_be_told_harms_nothing(pool, records):
+    circle = []
+    circle.append(circle)
+
+    class Odd:
+        def __str__(self):
+            raise RuntimeError("no")
+
+    pool.doit(lambda: log.info("wrong %d", "x"))
+    pool.doit(lambda: log.info("right", extra={"circle": circle, "odd": Odd()}))
+    (record,) = records.records
+    assert record.circle == "[[...]]" and "whose str raises RuntimeError" in record.odd
+
+
+def test_a_handler_that_raises_keeps_nothing_from_the_others(pool, records):
+    records.emit = lambda record: 1 / 0
+    pool.doit(lambda: (print("before"), log.info("x")))
+    assert pool.doit(abs, -1) == 1
+
+
+def test_the_library_logs_to_its_own_loggers_and_prints_nothing():
+    done = run_script("""
+        import logging, os, polycephaly as poly
+        with poly.Pool(2) as pool:
+            pool.promise("import os; os._exit(3)").exception()
+            pool.doit(abs, -1)
+        assert [type(h).__name__ for h in logging.getLogger("polycephaly").handlers] == ["NullHandler"]
+    """)
+    assert done.stdout == done.stderr == ""
