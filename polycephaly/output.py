@@ -21,7 +21,7 @@ from io import FileIO
 from .launch import lifeline
 from .promises import callbacks
 from .wire.chunks import LOG, MARK, ORDER, TAG, Sorter
-from .wire.records import Fields, make_record, unpack_fields
+from .wire.records import unpack_record
 
 __all__ = ["Heard", "Line", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
 
@@ -51,21 +51,21 @@ class Line(str):
 class Record:
     """What a drone logged. `text` is what a log record looks like where nothing is configured."""
 
-    __slots__ = ("drone", "fields", "number")
+    __slots__ = ("drone", "number", "record")
 
-    def __init__(self, number: int, fields: Fields, drone: str) -> None:
-        self.number, self.fields, self.drone = number, fields, drone
+    def __init__(self, number: int, record: logging.LogRecord, drone: str) -> None:
+        self.number, self.record, self.drone = number, record, drone
 
     @property
     def text(self) -> str:
-        fields = self.fields
-        first = f"{fields['levelname']}:{fields['name']}:{fields['msg']}"
-        return "\n".join(filter(None, (first, fields.get("exc_text"), fields.get("stack_info"))))
+        record = self.record
+        first = f"{record.levelname}:{record.name}:{record.msg}"
+        return "\n".join(filter(None, (first, record.exc_text, record.stack_info)))
 
     def handle(self) -> None:
         """Gives it to the logger of its name, if that wants it. Where no handler is, it is printed like a line of the
         drone's, as the standard library prints it: from the level WARNING on."""
-        record = make_record(self.fields, self.drone)
+        record = self.record
         logger = logging.getLogger(record.name)
         if not logger.isEnabledFor(record.levelno):
             return
@@ -133,10 +133,10 @@ class Stream:
         try:
             if kind == LOG:
                 number, _, record = body.partition(" ")
-                heard.append(Record(int(number), unpack_fields(record), self._drone))
+                heard.append(Record(int(number), unpack_record(record, self._drone), self._drone))
             elif kind == ORDER:
                 heard.append(int(body))
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             log.warning("%s wrote what looks like a log record, and is none: %.200r", self._drone, body)
 
     def _split(self, new: bytes, heard: list[Line | Record | int], last: bool = False) -> None:

@@ -1,66 +1,70 @@
 """A `logging` record as plain data: what a drone logged, on its way to the controller's loggers.
 
-    LogRecord ── pack_record ──> JSON, in a chunk (chunks.py) ── unpack_fields ──> a dict ── make_record ──> LogRecord
+    LogRecord ── pack_record ──> JSON: the values of `_FIELDS`, and a mapping of the rest ── unpack_record ──> LogRecord
 
 The message is formatted and an exception told in the drone: its arguments may be anything, and may change. What `extra`
-added comes along; what of it JSON does not know, as its `str`.
+or a record factory added comes along; what of it JSON does not know, as its `str`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import Any
 
 from .chunks import LONGEST
 
-__all__ = ["Fields", "make_record", "pack_record", "unpack_fields"]
+__all__ = ["pack_record", "unpack_record"]
 
-Fields = dict[str, Any]
-
+_FIELDS = (
+    "name", "levelno", "levelname", "msg", "pathname", "lineno", "funcName", "created", "msecs", "relativeCreated",
+    "process", "thread", "threadName", "exc_text", "stack_info",
+)  # fmt: skip
+_TYPES = (str, int, str, str, str, int)  # of the first ones; a record cannot be without them
+_KNOWN = {*_FIELDS, "args", "exc_info", "filename", "module", "processName", "message"}
 _CUT = LONGEST // 32  # characters of each text in a record that would be too long: JSON may make six bytes of one
+
 _formatter = logging.Formatter()
-_NAMES: dict[str, type | tuple[type, ...]] = {
-    "name": str,
-    "msg": str,
-    "levelno": int,
-    "levelname": str,
-    "created": (int, float),
-    "pathname": str,
-    "lineno": int,
-}
-"""What a record cannot be without."""
 
 
 def pack_record(record: logging.LogRecord) -> str:
     """Raises what formatting its message raises."""
-    fields = dict(record.__dict__, msg=record.getMessage(), args=None, exc_info=None)
+    fields = record.__dict__
+    values = [fields.get(name) for name in _FIELDS]
+    values[3] = record.getMessage()
     if record.exc_info and not record.exc_text:
-        fields["exc_text"] = _formatter.formatException(record.exc_info)
-    fields.pop("message", None)  # a handler's formatter has left it
+        values[13] = _formatter.formatException(record.exc_info)
+    rest = {name: value for name, value in fields.items() if name not in _KNOWN and value is not None}
     try:
-        body = _encode(fields)
+        body = _encode((values, rest))
     except (TypeError, ValueError):  # keys that are no text; a circle
-        body = _encode({name: value if _is_plain(value) else _text(value) for name, value in fields.items()})
+        body = _encode((values, {str(name): _plain(value) for name, value in rest.items()}))
     if len(body) > LONGEST:
-        body = _encode({name: _cut(value) for name, value in fields.items() if _is_plain(value)})
+        body = _encode((list(map(_cut, values)), {}))
     return body.replace("\x7f", "\\u007f")  # all else that is no printable ASCII JSON has escaped
 
 
-def unpack_fields(body: str) -> Fields:
-    """Raises `ValueError` for what is no record."""
-    fields = json.loads(body)
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), kind) for name, kind in _NAMES.items()):
-        raise ValueError("this is no log record")
-    return fields
-
-
-def make_record(fields: Fields, drone: str) -> logging.LogRecord:
+def unpack_record(body: str, drone: str) -> logging.LogRecord:
     """That drone's record: `record.drone` and `record.processName` say so. One that the drone has from a drone of its
-    own bears both names: "p.0/q.1". Calls the record factory, which may be the user's."""
-    below = fields.get("drone")
+    own bears both names: "p.0/q.1". Calls no record factory: the drone has called it. Raises `ValueError`."""
+    values, rest = json.loads(body)
+    if len(values) != len(_FIELDS) or not all(map(isinstance, values, _TYPES)) or not isinstance(rest, dict):
+        raise ValueError("this is no log record")
+    record = logging.LogRecord.__new__(logging.LogRecord)
+    fields = record.__dict__
+    fields.update(taskName=None)
+    fields.update(zip(_FIELDS, values, strict=True))
+    below = rest.get("drone")
     name = f"{drone}/{below}" if isinstance(below, str) else drone
-    return logging.makeLogRecord({**fields, "drone": name, "processName": name})
+    filename = os.path.basename(record.pathname)
+    fields.update(rest, args=None, exc_info=None, filename=filename, module=os.path.splitext(filename)[0])
+    fields.update(drone=name, processName=name)
+    return record
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (str, int, float)) else _text(value)
 
 
 def _text(value: object) -> str:
@@ -76,8 +80,4 @@ def _cut(value: Any) -> Any:
     return value
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float))
-
-
-_encode = json.JSONEncoder(default=_text).encode
+_encode = json.JSONEncoder(default=_text, separators=(",", ":")).encode
