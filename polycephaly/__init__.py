@@ -58,9 +58,11 @@ _HOMES = {
     "gather": "promises",
     "green": "green",
     "joblib": "joblib",
+    "load_ipython_extension": "jupyter",
     "promise": "drone",
     "race": "promises",
     "serve": "net.server",
+    "unload_ipython_extension": "jupyter",
 }
 
 

@@ -10,6 +10,7 @@ order with what is printed on either. A record is in its pipe before the mark th
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import sys
@@ -26,6 +27,9 @@ from .wire.records import unpack_record
 __all__ = ["Heard", "Line", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
 
 log = logging.getLogger(__name__)
+
+told_in: contextvars.Context | None = None
+"""Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they appear under."""
 
 _LONGEST = 4 << 20  # bytes of a line
 _CHUNK = 64 * 1024
@@ -203,6 +207,13 @@ class Merge:
 def deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
     """Gives lines to who is there for their tag, or else to `output`, if there is one, and records to their loggers.
     What one of these raises is logged."""
+    if told_in is not None:
+        told_in.copy().run(_deliver, output, heard, audiences)
+    else:
+        _deliver(output, heard, audiences)
+
+
+def _deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
     for each in heard:
         try:
             if isinstance(each, Record):

@@ -78,6 +78,7 @@ from .console import open_console, tag, tagged
 from .definitions import Definition, define
 from .ear import BEAT, Ear
 from .logs import send_logs_home
+from .notebook import leave_the_kernel
 from .outcomes import Outcomes
 from .overlap import Overlap
 from .slices import Slice
@@ -111,6 +112,7 @@ class Drone:
     ) -> None:
         tail = open_console()
         send_logs_home()
+        leave_the_kernel()
         faulthandler.enable(file=2)
         self._row = page.row(order.slot)
         self._definitions: dict[int, Definition] = {}

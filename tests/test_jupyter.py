@@ -1,0 +1,240 @@
+"""Pools in a real Jupyter kernel: the magics, whose output is under which cell, interrupts, the kernel's end."""
+
+import os
+import time
+from contextlib import suppress
+from queue import Empty
+
+import pytest
+from census import DEADLINE, MARKER, wait_until_gone
+
+jupyter_client = pytest.importorskip("jupyter_client")
+pytest.importorskip("ipykernel")
+
+TIMEOUT = 60
+
+
+class Cell:
+    """What came of one."""
+
+    def __init__(self, message):
+        self.id = message
+        self.out = None
+        self.html = None
+        self.stdout = self.stderr = self.error = ""
+        self.idle = False
+
+    def take(self, kind, content):
+        if kind == "stream":
+            setattr(self, content["name"], getattr(self, content["name"]) + content["text"])
+        elif kind in ("execute_result", "display_data"):
+            self.out = content["data"].get("text/plain")
+            self.html = content["data"].get("text/html")
+        elif kind == "error":
+            self.error = f"{content['ename']}: {content['evalue']}"
+        elif kind == "status":
+            self.idle = content["execution_state"] == "idle"
+
+
+class Notebook:
+    """A kernel of its own, and the cells that were run in it."""
+
+    def __init__(self, folder):
+        self.run_id = f"kernel-{os.urandom(8).hex()}"
+        self.manager = jupyter_client.KernelManager()
+        tests = os.path.dirname(os.path.abspath(__file__))
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]),
+            "IPYTHONDIR": str(folder),
+            "TMPDIR": str(folder),
+            MARKER: self.run_id,
+        }
+        self.manager.start_kernel(env=env, cwd=str(folder))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT)
+        self.cells = {}
+
+    def start(self, code):
+        cell = Cell(self.client.execute(code, allow_stdin=False))
+        self.cells[cell.id] = cell
+        return cell
+
+    def listen_until(self, condition):
+        end = time.monotonic() + TIMEOUT
+        while not condition():
+            assert time.monotonic() < end, {each.id: vars(each) for each in self.cells.values()}
+            with suppress(Empty):
+                message = self.client.get_iopub_msg(timeout=1)
+                cell = self.cells.get(message["parent_header"].get("msg_id"))
+                if cell is not None:
+                    cell.take(message["msg_type"], message["content"])
+
+    def run(self, code):
+        """Runs it to its end."""
+        cell = self.start(code)
+        self.listen_until(lambda: cell.idle)
+        return cell
+
+    def close(self, **how):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(**how)
+        self.manager.cleanup_resources()
+        return wait_until_gone(self.run_id, DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    notebook = Notebook(tmp_path_factory.mktemp("k"))
+    notebook.run("%load_ext polycephaly\nimport polycephaly as poly")
+    yield notebook
+    assert not notebook.close()
+
+
+@pytest.fixture
+def notebook(kernel):
+    kernel.cells.clear()
+    assert not kernel.run("pool = poly.Pool(2, name='p')").error
+    yield kernel
+    assert not kernel.run("pool.shutdown(); del pool").error
+
+
+def test_a_cell_is_run_in_a_drone_and_its_value_is_shown(notebook):
+    cell = notebook.run("%%doit\nimport os\nx = 40\nos.getpid() != " + str(notebook.manager.provisioner.pid) + ", x + 2")
+    assert (cell.out, cell.error) == ("(True, 42)", "")
+    assert notebook.run("%doit 6 * 7").out == "42"
+    assert notebook.run("'x' in globals()").out == "False"
+
+
+def test_everywhere_gives_the_values_of_all_drones_or_nothing(notebook):
+    assert notebook.run("%%everywhere pool\ny = 7").out is None
+    assert notebook.run("%everywhere y * 6").out == "[42, 42]"
+
+
+def test_a_pool_is_found_by_its_variable_and_by_its_name(notebook):
+    notebook.run("other = poly.Pool(1, name='second', env={'WHO': 'other'})")
+    code = "\nimport os\nos.environ.get('WHO')"
+    for which in ("other", "second"):
+        assert notebook.run(f"%%doit {which}" + code).out == "'other'"
+    assert notebook.run("%%doit" + code).out == "'other'"  # the one used last
+    assert notebook.run("%%doit pool" + code).out is None
+    cell = notebook.run("%%doit nobody\n1")
+    assert cell.stderr == "UsageError: no pool 'nobody': there are pool (p), other (second)\n"
+    notebook.run("other.shutdown()")
+    assert notebook.run("%%doit" + code).error == ""
+
+
+def test_options(notebook):
+    assert notebook.run("%%doit pool --drone p.1\nimport os\nos.getpid()").out == notebook.run("pool.drones[1].pid").out
+    assert "TimeoutError" in notebook.run("%%doit --timeout 0.2\nimport time\ntime.sleep(60)").error
+    assert notebook.run("later = %doit -a 6 * 7").error == ""
+    assert notebook.run("later.value").out == "42"
+    for line, told in [
+        ("%%doit --drone p.9\n1", "no drone 'p.9': there are p.0, p.1"),
+        ("%%doit pool --timeout soon\n1", "--timeout takes seconds, not 'soon'"),
+        ("%%doit pool --what\n1", "not understood: '--what'; options are --drone NAME, --timeout SECONDS and --async"),
+        ("%doit", "there is no code to run"),
+    ]:
+        assert notebook.run(line).stderr == f"UsageError: {told}\n"
+
+
+def test_output_appears_under_the_cell_that_ran_it(notebook):
+    for i in range(3):
+        cell = notebook.run(f"%%doit\nimport sys\nprint('out {i}')\nprint('err {i}', file=sys.stderr)")
+        notebook.listen_until(lambda cell=cell: cell.stdout and cell.stderr)
+        assert cell.stdout.endswith(f"out {i}\n") and cell.stderr.endswith(f"err {i}\n")
+    # what the hub's thread reads while the cell does something else
+    cell = notebook.run("import time\np = pool.promise(print, 'beside')\nwhile not p.done(): time.sleep(0.01)")
+    notebook.listen_until(lambda: "beside" in cell.stdout)
+    cell = notebook.run("%%doit\nimport logging\nlogging.warning('mind')")
+    notebook.listen_until(lambda: "WARNING:root:mind" in cell.stderr)
+
+
+def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
+    notebook.run("before = [d.pid for d in pool.drones]")
+    cell = notebook.start("%%doit\nimport time\nprint('begun')\ntime.sleep(600)")
+    notebook.listen_until(lambda: "begun" in cell.stdout)
+    notebook.manager.interrupt_kernel()
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert notebook.run("[%s for _ in range(4)], [d.pid for d in pool.drones] == before" % "pool.doit('1')").out == (
+        "([1, 1, 1, 1], True)"
+    )
+
+
+def test_an_error_is_shown_with_its_remote_traceback(notebook):
+    assert notebook.run("%%doit\n1 / 0").error == "ZeroDivisionError: division by zero"
+    assert notebook.run("pool.doit(abs, -1)").out == "1"
+
+
+def test_what_is_defined_in_cells_works(notebook):
+    notebook.run("class Point:\n    def __init__(self, x): self.x = x\ndef double(p): return Point(p.x * 2)")
+    assert notebook.run("pool.doit(double, Point(21)).x").out == "42"
+    assert notebook.run("list(pool.map(lambda x: x * k, [1, 2, 3]))\n").error.startswith("NameError")
+    notebook.run("k = 2\nasync def slow(x):\n    import asyncio\n    await asyncio.sleep(0)\n    return x * k")
+    assert notebook.run("list(pool.map(lambda x: x * k, [1, 2, 3]))").out == "[2, 4, 6]"
+    assert notebook.run("pool.doit(slow, 4)").out == "8"
+
+
+def test_cells_may_await(notebook):
+    code = "import asyncio\na, b = await asyncio.gather(pool.promise('1'), asyncio.wrap_future(pool.promise('2')))\na, b"
+    assert notebook.run(code).out == "(1, 2)"
+    assert notebook.run("[x async for x in poly.as_completed([pool.promise('3')])][0].value").out == "3"
+    assert notebook.run("p = poly.promise('5'); await p").out == "5"  # a drone that ends with its task
+
+
+def test_drones_do_not_disturb_the_kernel(notebook):
+    code = """%%everywhere
+import threading, atexit, sys, gc, asyncio
+thread = threading.Thread(target=print, args=('thread',)); thread.start(); thread.join()
+try:
+    input('asks')
+except EOFError as error:
+    told = str(error)
+async def nothing(): return 1
+gc.collect()
+told, asyncio.run(nothing()), type(sys.stdout).__name__"""
+    wanted = "('a drone\\'s standard input is empty', 1, 'Console')".replace("\\'", "'").replace("('a", '("a').replace("empty'", 'empty"')
+    cell = notebook.run(code)
+    assert cell.out == f"[{wanted}, {wanted}]", vars(cell)
+    notebook.listen_until(lambda: cell.stdout.count("thread") == 2)
+    assert notebook.run("pool.promise('import os; os._exit(3)').exception() is not None").out == "True"
+    assert notebook.run("%history -l 1").stdout.strip() != "" and notebook.run("6 * 7").out == "42"
+
+
+def test_pools_drones_and_promises_are_shown_as_tables(notebook):
+    notebook.run("p = pool.promise(print, '<b>'); p.result()")
+    for name, wanted in [("pool", "p.0"), ("pool.drones[0]", "p.0"), ("p", "print"), ("pool.promise('<i>')", "&lt;i&gt;")]:
+        cell = notebook.run(name)
+        assert cell.out.startswith("<") and "<table" in cell.html and wanted in cell.html, vars(cell)
+        assert "<i>" not in cell.html
+
+
+def test_a_kernel_that_is_killed_or_restarted_leaves_no_drones(tmp_path):
+    notebook = Notebook(tmp_path)
+    try:
+        assert notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out == "1"
+        notebook.manager.restart_kernel(now=True)
+        notebook.client.wait_for_ready(timeout=TIMEOUT)
+        assert notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out == "1"
+        cell = notebook.start("%load_ext polycephaly\npool.promise('print(1); import time; time.sleep(600)').value")
+        notebook.listen_until(lambda: cell.stdout)
+    finally:
+        left = notebook.close(now=True)
+    assert not left
+
+
+def test_the_magics_work_in_plain_ipython():
+    from IPython.testing.globalipapp import start_ipython
+
+    import polycephaly as poly
+
+    shell = start_ipython()
+    shell.run_line_magic("load_ext", "polycephaly")
+    with poly.Pool(1, name="plain") as pool:
+        shell.user_ns["mine"] = pool
+        assert shell.run_cell_magic("doit", "mine", "x = 41\nx + 1") == 42
+        assert shell.run_line_magic("doit", "x") == 41
+    shell.run_line_magic("unload_ext", "polycephaly")
+    assert shell.find_cell_magic("doit") is None
