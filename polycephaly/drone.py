@@ -218,6 +218,11 @@ class Drone(Resident):
             state = "idle"
         return f"<Drone {self.name} pid {self._link.pid}, {state}>"
 
+    def _repr_html_(self) -> str:
+        from .html import drone_table
+
+        return drone_table(self)
+
 
 @overload
 def promise(work: str, /) -> Promise[Any]: ...

@@ -264,3 +264,8 @@ class Pool(Workforce):
             return f"<Pool {crew.plan.name}, ended>"
         busy = sum(bool(link.flight) for link in crew.links)
         return f"<Pool {crew.plan.name}: {len(crew.links)} drones, {busy} busy, {crew.pending()} pieces of work>"
+
+    def _repr_html_(self) -> str:
+        from .html import pool_table
+
+        return pool_table(self)

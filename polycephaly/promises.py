@@ -463,6 +463,11 @@ class Promise(Future[T], Generic[T]):
             state = f"fulfilled: {type(self._result).__name__}"
         return f"<Promise {state} at {id(self):#x}>"
 
+    def _repr_html_(self) -> str:
+        from .html import promise_table
+
+        return promise_table(self)
+
 
 def _raise_asyncio_cancelled() -> NoReturn:
     asyncio = sys.modules["asyncio"]

@@ -1,6 +1,6 @@
 """A drone of a notebook is no kernel: what ipykernel put in place of functions that ask its user is taken away again.
 
-The kernel's `input` and `getpass` write to its sockets and wait there for an answer, which is the kernel's own business;
+The kernel's `input` and `getpass` write to its sockets and wait there for an answer. That is the kernel's own business:
 two processes at one ZeroMQ socket harm each other. A drone's standard input is empty.
 """
 
