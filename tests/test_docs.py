@@ -28,8 +28,9 @@ def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("module", EXAMPLES)
 def test_the_examples_of_docstrings_run(module: str) -> None:
-    code = f"import doctest, {module} as module; print(doctest.testmod(module, optionflags=doctest.ELLIPSIS))"
-    command = [sys.executable, "-W", "error", "-c", code]
+    code = "import doctest, importlib, sys; module = importlib.import_module(sys.argv[1])"
+    code += "\nprint(doctest.testmod(module, optionflags=doctest.ELLIPSIS))"
+    command = [sys.executable, "-W", "error", "-c", code, module]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert re.fullmatch(r"TestResults\(failed=0, attempted=[1-9]\d*\)\n", run.stdout), run.stdout
