@@ -21,6 +21,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Polycephaly {release}"
 html_copy_source = False
+html_show_copyright = False
 highlight_language = "text"  # of blocks that do not say
 myst_heading_anchors = 3
 
@@ -63,6 +64,8 @@ def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
     """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` in the reference."""
     domain = env.get_domain("py")
     target = node.get("reftarget", "")
+    if target.islower() and "." not in target:  # most often a parameter
+        return None
     for face in ("polycephaly", "polycephaly.green"):
         for name in (f"{face}.{target}", f"{face}.{target.rpartition('.')[2]}"):
             if name in domain.objects:
