@@ -38,7 +38,7 @@ add_module_names = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|time|types|typing|zmq)\..*"),
-    ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
+    ("py:.*", r"(Any|Parallel|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
     ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
     ("py:class", r"[A-Z]\d?"),
