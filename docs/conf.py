@@ -38,7 +38,8 @@ add_module_names = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|time|types|typing|zmq)\..*"),
-    ("py:.*", r"(Any|Parallel|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
+    ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
+    ("py:obj", r"Parallel"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
     ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
     ("py:class", r"[A-Z]\d?"),
@@ -62,7 +63,7 @@ MADE_ELSEWHERE = {
 
 
 def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
-    """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` in the reference; `Pool.map` says enough."""
+    """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` here; `Pool.map` says enough."""
     domain = env.get_domain("py")
     target = node.get("reftarget", "")
     if target.islower() and "." not in target:  # most often a parameter
