@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blocks import ROOT, Block, blocks_of, run_block
+from blocks import ROOT, Block, blocks_of, cells_of, run_block, run_cells
 
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -24,6 +24,12 @@ EXAMPLES = sorted(
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
     run_block(block, tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if cells_of(page)])
+def test_a_kernel_shows_what_the_page_says(page: str, tmp_path: Path) -> None:
+    codes, said = zip(*cells_of(page), strict=True)
+    assert run_cells(list(codes), tmp_path) == list(said)
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
