@@ -21,6 +21,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Polycephaly {release}"
 html_copy_source = False
+html_show_copyright = False
 highlight_language = "text"  # of blocks that do not say
 myst_heading_anchors = 3
 
@@ -36,8 +37,9 @@ add_module_names = False
 # a name in lower case is most often a parameter.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|types|typing|zmq)\..*"),
+    ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|time|types|typing|zmq)\..*"),
     ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
+    ("py:obj", r"Parallel"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
     ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
     ("py:class", r"[A-Z]\d?"),
@@ -52,6 +54,7 @@ MADE_ELSEWHERE = {
     "Guard",
     "Line",
     "ListOrAwaitable",
+    "RemoteDrone",
     "RemotePool",
     "Results",
     "Server",
@@ -60,13 +63,15 @@ MADE_ELSEWHERE = {
 
 
 def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
-    """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` in the reference."""
+    """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` here; `Pool.map` says enough."""
     domain = env.get_domain("py")
     target = node.get("reftarget", "")
-    for face in ("polycephaly", "polycephaly.green"):
-        for name in (f"{face}.{target}", f"{face}.{target.rpartition('.')[2]}"):
-            if name in domain.objects:
-                return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+    if target.islower() and "." not in target:  # most often a parameter
+        return None
+    for wanted in (target, target.rpartition(".")[2]):
+        names = [name for name, entry in domain.objects.items() if name.endswith(f".{wanted}") and not entry.aliased]
+        if len(names) == 1:
+            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", names[0], node, contnode)
     return None
 
 

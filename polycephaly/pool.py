@@ -40,7 +40,7 @@ _names = itertools.count(1)
 
 
 class Pool(Workforce):
-    """`drones` headless copies of this image behind one queue (by default as many as usable cores).
+    """``drones`` headless copies of this image behind one queue (by default as many as usable cores).
 
     All are forked from one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
     `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and

@@ -2,12 +2,14 @@
 
 What it prints stands in comments (`print(x)  # what`), or in a ```text block right below it. Times ("0.41 s") differ
 from run to run, and are not compared. The blocks of a page that says that they "build on each other" are run as one
-script. A block under `<!-- needs: joblib -->` is skipped where that is missing.
+script. A block under `<!-- needs: joblib -->` is skipped where that is missing. Blocks of ```ipython are the cells of
+one notebook, with what a kernel shows below each.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -23,8 +25,17 @@ BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
+CELL = re.compile(r"^```ipython\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"print\(.*\)  # (?P<line>.*)$", re.MULTILINE)
 SECONDS = re.compile(r"\b\d+\.\d+ (?=m?s\b)")
+
+NOTEBOOK = """
+import json, sys, nbclient, nbformat
+book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in json.load(sys.stdin)])
+nbclient.NotebookClient(book, timeout=60).execute()
+shown = [[out.get("text") or out["data"]["text/plain"] + "\\n" for out in cell.outputs] for cell in book.cells]
+json.dump(list(map("".join, shown)), sys.stdout)
+"""
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,29 @@ def run_block(block: Block, folder: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "block.py"],
         cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "100", "XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder)},
     )  # fmt: skip
     assert (run.returncode, run.stderr) == (0, "")
     assert block.said, "a block that says nothing shows nothing"
     printed = run.stdout.replace(f"{folder}/", "").rstrip("\n")
     assert SECONDS.sub("# ", printed) == SECONDS.sub("# ", "\n".join(block.said))
+
+
+def cells_of(page: str) -> list[tuple[str, str]]:
+    """The ```ipython blocks of a page: cells of one notebook, and what stands below each."""
+    return [(match["code"], match["text"] or "") for match in CELL.finditer((ROOT / page).read_text(encoding="utf-8"))]
+
+
+def run_cells(codes: list[str], folder: Path) -> list[str]:
+    """What a real kernel shows under each."""
+    for name in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "XDG_RUNTIME_DIR"), str(folder))
+    run = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK],
+        cwd=folder, input=json.dumps(codes), capture_output=True, text=True, env={**os.environ, **own},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    shown: list[str] = json.loads(run.stdout)
+    return shown

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blocks import ROOT, Block, blocks_of, run_block
+from blocks import ROOT, Block, blocks_of, cells_of, run_block, run_cells
 
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -26,10 +26,17 @@ def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None
     run_block(block, tmp_path)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if cells_of(page)])
+def test_a_kernel_shows_what_the_page_says(page: str, tmp_path: Path) -> None:
+    codes, said = zip(*cells_of(page), strict=True)
+    assert run_cells(list(codes), tmp_path) == list(said)
+
+
 @pytest.mark.parametrize("module", EXAMPLES)
 def test_the_examples_of_docstrings_run(module: str) -> None:
-    code = f"import doctest, {module} as module; print(doctest.testmod(module, optionflags=doctest.ELLIPSIS))"
-    command = [sys.executable, "-W", "error", "-c", code]
+    code = "import doctest, importlib, sys; module = importlib.import_module(sys.argv[1])"
+    code += "\nprint(doctest.testmod(module, optionflags=doctest.ELLIPSIS))"
+    command = [sys.executable, "-W", "error", "-c", code, module]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert re.fullmatch(r"TestResults\(failed=0, attempted=[1-9]\d*\)\n", run.stdout), run.stdout
@@ -45,9 +52,9 @@ def test_links_and_named_test_files_lead_somewhere(page: str) -> None:
 
 
 def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
-    for needed in ("sphinx", "myst_parser", "furo"):
+    for needed in ("sphinx", "myst_parser", "furo", "joblib"):  # its backend is in the reference
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed: pip install 'polycephaly[docs]'")
+            pytest.skip(f"{needed} is not installed: pip install 'polycephaly[docs,joblib]'")
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees"]
     run = subprocess.run(
         [*build, "docs", tmp_path / "html"],

@@ -106,6 +106,15 @@ def promises() -> None:
         own.set_result(1)
 
 
+def timelines(folder: str) -> None:
+    with poly.Pool(1) as pool, poly.Drone() as drone:
+        pool.doit(half, 3)
+        both: poly.Timeline = pool.timeline + drone.timeline + green.timeline()
+        assert_type([(span.name, span.drone) for span in both.spans], list[tuple[str, str]])
+        assert_type((both.bottleneck, both.text(80), str(both)), tuple[str, str, str])
+        both.save(os.path.join(folder, "run.json"))
+
+
 def errors() -> None:
     with poly.Pool(1) as pool:
         try:
@@ -233,6 +242,7 @@ def plain_code() -> None:
 if __name__ == "__main__":
     for part in (one_piece_of_work, drones, pools, promises, errors, other_processes, plain_code):
         part()
+    timelines(tempfile.mkdtemp())
     asyncio.run(in_asyncio())
     for main in (threads, channels, locks):
         green.run(main)
