@@ -55,8 +55,8 @@ class Dealer:
             self._made = undo.pop_all()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Never waits: there is no limit to what may be on its way. Where libzmq would wait, nothing leads to the server
-        any more: it has refused our key, perhaps before the first word."""
+        """Never waits: there is no limit to what may be on its way. Where libzmq would wait, nothing leads to the
+        server any more: it has refused our key, perhaps before the first word."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
