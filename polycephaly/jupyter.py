@@ -47,7 +47,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 def _note_cell(*_: object) -> None:
     """From now on what drones print appears under this cell, whichever thread reads it: a kernel finds the cell in the
-    context of the code that prints."""
+    context of the code that prints. (ipykernel 6 would show it under the cell that started the hub's thread.)"""
     output.told_in = contextvars.copy_context()
 
 

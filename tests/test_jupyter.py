@@ -208,7 +208,8 @@ def test_drones_do_not_disturb_the_kernel(notebook):
     cell = notebook.run("%%doit" + IN_A_DRONE)
     assert cell.out == "(['EOF', 'EOF'], 1, 'Console')", vars(cell)
     notebook.listen_until(lambda: "thread" in cell.stdout)
-    assert notebook.run("%%everywhere\nfrom IPython.display import display\ndisplay(1)").error == ""
+    cell = notebook.run("%%doit\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>'))")
+    notebook.listen_until(lambda: "<IPython.core.display.HTML object>" in cell.stdout)
     assert notebook.run("%%everywhere\nimport os\nos._exit(3)").error.startswith("DroneDied")
     assert notebook.run("%history -l 1").stdout != "" and notebook.run("6 * 7").out == "42"
 

@@ -1,7 +1,8 @@
 """A drone of a notebook is no kernel: what ipykernel put in place of functions that ask its user is taken away again.
 
 The kernel's `input` and `getpass` write to its sockets and wait there for an answer. That is the kernel's own business:
-two processes at one ZeroMQ socket harm each other. A drone's standard input is empty.
+two processes at one ZeroMQ socket harm each other. A drone's standard input is empty. What it displays is printed, as
+in a plain Python.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ def leave_the_kernel() -> None:
     getpass: Any = sys.modules.get("getpass")
     if getpass is not None:
         getpass.getpass = getpass.unix_getpass
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    if shell is not None:
+        shell.display_pub = DisplayPublisher(shell=shell)  # type: ignore[no-untyped-call]
 
 
 def _input(prompt: object = "", /) -> str:
