@@ -252,8 +252,6 @@ class _Connection:
         for each in (self._dealer.socket, self._dealer.monitor, self._bell):
             poller.register(each, zmq.POLLIN)
         self._dealer.send(hello(output=self._output is not None))
-        if self._dealer.lost:
-            self._lose(self._dealer.lost)
         try:
             while not self._is_over():
                 self._bell.asleep = True

@@ -55,13 +55,11 @@ class Dealer:
             self._made = undo.pop_all()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Never waits: there is no limit to what may be on its way. Where libzmq would wait, nothing leads to the
-        server any more: it has refused our key, perhaps before the first word."""
+        """Never waits: there is room, or else libzmq has given the connection up, after a handshake that failed."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._look()
-            self.lost = self.lost or "the server has refused it"
+            self._ended = self._ended or "it was given up"
 
     def received(self) -> Iterator[list[bytes]]:
         """The messages that have come; also what had come before the connection was lost."""
