@@ -137,7 +137,7 @@ class Server:
         self._tasks_done = 0
         self._turned_away = 0
         self._bell = Bell()
-        self._closing = False
+        self._closing = self._over = False
         self.started = time()
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
@@ -226,6 +226,8 @@ class Server:
         """Has it called in the server's next turn."""
         self._acts.append(act)
         self._bell.ring()
+        if self._over:  # nobody will: what it holds is not kept
+            self._acts.clear()
 
     def status(self) -> dict[str, Any]:
         """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones hold."""
@@ -288,6 +290,8 @@ class Server:
             for client in list(self._clients.values()):
                 self._drop(client, "the server was closed")
             self._workers.close()
+            self._over = True
+            self._acts.clear()
             safepoint.remove_turn(self._thread)
             _serving.discard(self)
             listening.discard(self.port)
@@ -423,10 +427,13 @@ class Server:
         def put() -> None:
             store = self._pool._crew.book.store
             assert store is not None
-            value = hold(runs, store)
-            self._post(lambda: client.desk.shared.update({number: value}))  # of one that is gone nobody knows the desk
+            self._post(partial(self._keep, client, number, hold(runs, store)))
 
         self._aside(partial(self._tell, client, asked), put)
+
+    def _keep(self, client: _Client, number: int, value: Shared[Any]) -> None:
+        if self._clients.get(client.identity) is client:  # it has not left in the meantime
+            client.desk.shared[number] = value
 
     def _tell_status(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
         self._aside(tell, self.status)
