@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,15 +24,12 @@ MOST_WORKERS = 4
 PATIENCE = 120  # seconds for one contender's figures
 
 ROWS = (
-    ("gather", "submit and gather, µs a task"),
+    ("gather", "submit and gather, µs"),
     ("trip", "round trip, µs"),
     ("map", "map, µs an item"),
-    ("array", "100 MB array to a worker, ms"),
+    ("array", "100 MB array, ms"),
 )
-COLUMNS = (
-    Column("MEASUREMENT"), Column("POOL"), Column("MEDIAN", right=True), Column("FROM", right=True),
-    Column("TO", right=True), Column("TIMES OURS", right=True), Column("FROM", right=True), Column("TO", right=True),
-)  # fmt: skip
+COLUMNS = (Column("MEASUREMENT"), Column("POOL"), Column("COST", right=True), Column("TIMES OURS", right=True))
 
 Run = dict[str, dict[str, float]]
 """Figures of one run, by contender and measurement."""
@@ -46,8 +43,9 @@ Examples:
   polycephaly bench --json
 
 \b
-All tasks do nothing: what is measured is what a pool adds to work. loky is measured where it is installed, the array
-where numpy is. FROM and TO are the smallest and the largest of all runs.
+The tasks do nothing: what is measured is what a pool adds to work. Medians of all runs, with the smallest and the
+largest; ratios are of the same run. loky is measured where it is installed, the array (sent to a worker, which reads a
+number of each page) where numpy is.
 """
 )
 @click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="How often each is measured.")
@@ -56,7 +54,9 @@ where numpy is. FROM and TO are the smallest and the largest of all runs.
 @click.option("--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run.")
 @click.pass_context
 def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_json: bool) -> None:
-    """Compare this package's Pool with the standard library's pools (and loky), on this machine.
+    """Compare Pool with the alternatives, here.
+
+    They are the standard library's multiprocessing.Pool and ProcessPoolExecutor, and loky.
 
     The exit status is 1 when one of them failed.
     """
@@ -86,7 +86,7 @@ def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_js
         click.echo(
             f"{runs} runs, {workers} workers, {cores} cores, CPython {about['python']}, Linux {about['kernel']}\n"
         )
-        show(COLUMNS, list(_rows(taken, names)))
+        show(COLUMNS, _rows(taken, names))
     for name, why in failed.items():
         click.echo(f"{CONTENDERS[name].title} failed: {why}", err=True)
     ctx.exit(1 if failed else 0)
@@ -122,28 +122,26 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
     return found
 
 
-def _rows(taken: list[Run], names: list[str]) -> list[tuple[Any, ...]]:
+def _rows(taken: list[Run], names: list[str]) -> list[tuple[str, ...]]:
     from polycephaly.demos.comparison import CONTENDERS, OURS
 
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for measurement, title in ROWS:
         for name in names:
             runs = [run for run in taken if measurement in run.get(name, {})]
-            ratios = [
-                run[name][measurement] / run[OURS][measurement] for run in runs if measurement in run.get(OURS, {})
-            ]
+            ours = [run for run in runs if measurement in run.get(OURS, {})]
             if runs:
-                own = _spread([run[name][measurement] for run in runs])
-                times = ("", "", "") if name == OURS else _spread(ratios)
-                rows.append((title, CONTENDERS[name].title, *own, *times))
+                cost = _spread([run[name][measurement] for run in runs])
+                times = _spread([run[name][measurement] / run[OURS][measurement] for run in ours])
+                rows.append((title, CONTENDERS[name].title, cost, "" if name == OURS else times))
                 title = ""
     return rows
 
 
-def _spread(figures: list[float]) -> tuple[str, str, str]:
+def _spread(figures: list[float]) -> str:
     if not figures:
-        return "?", "", ""
-    return _number(statistics.median(figures)), _number(min(figures)), _number(max(figures))
+        return "?"
+    return f"{_number(statistics.median(figures))} ({_number(min(figures))} to {_number(max(figures))})"
 
 
 def _number(figure: float) -> str:

@@ -29,10 +29,11 @@ they run is lost, and its callers are told.
 @click.argument("address", shell_complete=complete_pool)
 @of_drones
 def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any) -> None:
-    """Let drones of this host work for the pool at ADDRESS: its name, or its connection file.
+    """Lend drones of this host to a pool.
 
-    Clients of that pool need not know: it gives their calls to whichever drones are free. Use the same versions of
-    Python, polycephaly and the modules that the work needs. What drones print comes here as well.
+    ADDRESS is its connection file (a path with a / in it), or its name if it runs on this host. Its clients need not
+    know: it gives their calls to whichever drones are free. Use the same versions of Python, polycephaly and the
+    modules that the work needs.
     """
     from polycephaly.net.join import join as join_pool
     from polycephaly.pool import Pool

@@ -87,6 +87,7 @@ class Serving:
         self._modules = modules
         self._file = file
         self._options = options
+        self._in_background = in_background
         self._journal = Journal(name, in_background)
 
     def run(self, tell: Tell) -> int:
@@ -126,4 +127,6 @@ class Serving:
                 f"  polycephaly doit ./{file.name} CODE     or polycephaly.connect('./{file.name}'), to give it work",
                 f"  polycephaly join ./{file.name} -n 4     to lend it four drones",
             ]
+        if not self._in_background:
+            lines.append("Ctrl-C ends it.")
         return "\n".join(lines)

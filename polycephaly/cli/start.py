@@ -95,10 +95,11 @@ def start(
     file: Path | None,
     **options: Any,
 ) -> None:
-    """Start a pool under NAME, for `polycephaly.connect(NAME)` and the other commands.
+    """Start a pool that is found by NAME.
 
-    Its drones are forked from this process after MODULEs and the file have been loaded, so they have them without
-    loading anything. The current directory is theirs, and on their sys.path. What they print goes to the log (see
+    The other commands find it, and polycephaly.connect(NAME) in Python. Its drones are forked from this process after
+    MODULEs and the file have been loaded, so they have them without loading anything. The current directory is theirs,
+    and on their sys.path. What they print while they work for somebody goes to him; anything else goes to the log (see
     `logs`), and to this terminal while it is in the foreground.
     """
     from . import daemon

@@ -20,9 +20,9 @@ Examples:
 @click.argument("names", shell_complete=complete_pool, nargs=-1, required=True, metavar="NAME...")
 @click.option("--now", is_flag=True, help="Do not wait for what runs.")
 def stop(names: tuple[str, ...], now: bool) -> None:
-    """End pools, with their drones and all that these have started.
+    """End pools and their drones.
 
-    Returns when they have ended. Ctrl-C ends the waiting only.
+    What the drones have started ends too. Returns when they have ended. Ctrl-C ends the waiting only.
     """
     for name in names:
         _stop(name, now)

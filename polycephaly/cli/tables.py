@@ -19,6 +19,9 @@ __all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "show"]
 
 _COLOURS = {"busy": "green", "idle": "dim", "starting": "yellow", "retiring": "yellow", "unresponsive": "bold red"}
 
+BETWEEN = 3  # characters from one column to the next
+LEAST = 10  # of a column that is cut
+
 
 class Column(NamedTuple):
     title: str
@@ -51,7 +54,8 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(grid(columns, rows))
+        console = Console()
+        console.print(grid(columns, rows, console.width))
         return
     cells = [[column.title for column in columns], *([_plain(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -63,11 +67,16 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
         click.echo("  ".join(padded).rstrip())
 
 
-def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> Table:
+def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int) -> Table:
+    """For a terminal of that width: what does not fit is cut off the columns that may be."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[_plain(cell) for cell in row] for row in rows]
+    widest = [max(map(len, (column.title, *of))) for column, *of in zip(columns, *cells, strict=True)]
+    others = sum(size for size, column in zip(widest, columns, strict=True) if not column.cut)
+    left = max(LEAST, width - others - BETWEEN * (len(columns) - 1))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(
@@ -75,12 +84,10 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> Table:
             justify="right" if column.right else "left",
             no_wrap=True,
             overflow="ellipsis",
-            min_width=10 if column.cut else len(column.title),
-            ratio=None,
+            max_width=left if column.cut else None,
         )
-    for row in rows:
-        words = [_plain(cell) for cell in row]
-        table.add_row(*(Text(word, _COLOURS.get(word.partition(":")[0], "")) for word in words))
+    for row in cells:
+        table.add_row(*(Text(word, _COLOURS.get(word.partition(":")[0], "")) for word in row))
     return table
 
 

@@ -26,7 +26,7 @@ from .reach import complete_pool, one_line, reached
 from .tables import duration, grid, mebibytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import ConsoleDimensions, RenderableType
 
 
 @click.command(
@@ -60,7 +60,7 @@ def top(name: str, every: float) -> None:
         console = Console()
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(_picture(status, rate.of(status["tasks_done"]), console.height), refresh=True)
+                live.update(_picture(status, rate.of(status["tasks_done"]), console.size), refresh=True)
                 if _wants_to_leave(keys, every):
                     return
                 status = pool.status()
@@ -78,10 +78,11 @@ class Rate:
         return 0.0 if before is None else (done - before[1]) / max(now - before[0], 1e-3)
 
 
-def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType:
+def _picture(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    width, height = size
     drones = status["drones"]
     busy = sum(drone["state"] == "busy" for drone in drones)
     others = status["clients"] - 1
@@ -98,7 +99,7 @@ def _picture(status: dict[str, Any], rate: float, height: int) -> RenderableType
             f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"
         ),
         Text(),
-        grid(DRONES, [drone_row(drone, status["host"]) for drone in shown]),
+        grid(DRONES, [drone_row(drone, status["host"]) for drone in shown], width),
         Text(more),
     )
 
