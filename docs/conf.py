@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pygments.lexers.python import PythonLexer
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import polycephaly
@@ -30,7 +32,7 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 250  # with the names of modules, which are not shown
 add_module_names = False
 
 # A name of ours that leads nowhere is a warning, and so an error. What is not ours has no page here; and in docstrings
@@ -82,5 +84,6 @@ def hide_constructor(app, what, name, obj, options, signature, returns):  # type
 
 
 def setup(app):  # type: ignore[no-untyped-def]
+    app.add_lexer("ipython", PythonLexer)  # IPython has one of its own, where it is installed
     app.connect("missing-reference", lead_home)
     app.connect("autodoc-process-signature", hide_constructor)
