@@ -600,6 +600,12 @@ def connect(
 
     Raises `ConnectionError` where no pool of that name runs, nobody answers within `timeout` seconds or the keys do not
     fit, `PermissionError` for a file that others may read, `ValueError` for what is no name, file, address or key.
+
+    >>> import polycephaly as poly, os, tempfile
+    >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
+    >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+    ...     list(remote.map(abs, [-1, -2]))
+    [1, 2]
     """
     check_timeout(timeout)
     return RemotePool(_Connection(places.card_of(where, server_key, keys), timeout, check_output(output)))

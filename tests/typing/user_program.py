@@ -132,7 +132,15 @@ def other_processes() -> None:
     card = os.path.join(tempfile.mkdtemp(), "pool.json")
     with poly.Pool(1) as pool, poly.serve(pool, "tcp://127.0.0.1:0", file=card, allow=()) as server:
         assert_type((server.address, server.key, server.port, server.clients), tuple[str, str, int, int])
-        with poly.connect(card, timeout=5) as remote:
+        with poly.connect(card, timeout=30, output="discard") as remote:
+            drone = remote.drones[0]
+            assert_type((drone.name, drone.host, drone.pid, drone.alive), tuple[str, str, int, bool])
+            assert_type(drone.doit(half, 3), float)
+            assert_type(remote.everywhere(half, 3), list[poly.Promise[float]])
+            with remote.share([1, 2, 3]) as shared:
+                assert remote.doit(len, shared) == 3
+            assert_type(remote.status(), dict[str, Any])
+            remote.refresh()
             assert_type(remote.promise(half, 3).value, float)
             assert_type(remote.doit(name_of, 3), str)
             assert_type(list(remote.map(name_of, range(3))), list[str])
