@@ -293,6 +293,22 @@ def test_a_green_thread_that_lives_is_shown_and_an_error_is_marked():
     assert [span.status for span in now.spans if span.name == "divide"] == ["error"]
 
 
+def test_names_that_fail_to_be_told_harm_nothing():
+    class Odd:
+        def __getattr__(self, name):
+            raise RuntimeError("not to be asked")
+
+        def __call__(self, x):
+            time.sleep(0.001)
+            return x
+
+    async def main():
+        return await green.call_long(Odd(), 7)
+
+    assert green.run(main) == 7
+    assert [span.note for span in green.timeline().spans if span.name.endswith("Odd")] == ["7"]
+
+
 def divide(n):
     time.sleep(0.001)
     return 1 / n

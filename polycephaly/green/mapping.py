@@ -174,11 +174,13 @@ class _Drain(Generic[T]):
         self._progress = progress
         self.places: Channel[_Place] = Channel(width * AHEAD)
         self._busy = width
-        self.workers: list[GreenThread[Any]] = [spawn(self._work) for _ in range(width)]
+        name = f"map {getattr(fn, '__qualname__', fn)}"
+        self.workers: list[GreenThread[Any]] = [spawn(self._work, name=name) for _ in range(width)]
 
     async def _work(self) -> None:
         apply, awaits = _applier(self._fn, self._progress)
         thread = scheduler.current
+        trail.number_of(thread)
         try:
             for item in self._items:
                 place = _Place()

@@ -149,8 +149,8 @@ class Watchdog:
 
     def _take_over(self, driver: Driver, began: float) -> None:
         fn = driver.fn
+        driver.began = began  # before: the call may come back at once
         if driver.take():
-            driver.began = began
             self.handovers += 1  # before: who drives from now on may see to everything before this thread goes on
             history.was_long(fn)
             scheduler.hand_over()

@@ -28,8 +28,8 @@ from .trail import read, spans_of
 
 __all__ = ["KEPT", "Entry", "Folded", "Record"]
 
-KEPT = 50_000
-"""Spans, about: what is kept of a crew for its picture. Some 25 MB at most."""
+KEPT = 30_000
+"""Spans, about: what is kept of a crew for its picture. Some 15 MB at most."""
 CHAPTERS = 20
 SHORT = 100e-6  # seconds
 THREADS_KEPT = 10_000
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
             _steps(*self.queued, count), _steps(*self.sent, count), self.started, self.finished, strict=True
         )
         for queued, sent, started, finished in one_by_one:
-            sent = min(sent, self.received)
+            sent = min(self.received, max(queued, sent))  # a turn has one time, and takes what is queued while it lasts
             started = min(self.received, max(sent, started))  # what the drone says is held against what is known
             finished = min(self.received, max(started, finished))
             yield Span(
@@ -190,7 +190,10 @@ class Record:
 
     def lost(self, drone: str, works: Iterable[Work]) -> None:
         """What a drone was running as it died. Since when nobody knows: since what it had done before, at most."""
-        before, now = self.last_finished(drone), monotonic()
+        before, now = 0.0, monotonic()
+        for entry in self.look()[1]:
+            if entry.drone == drone:
+                before = max(before, min(now, entry.finished[-1]))
         for work in works:
             status = _how_it_failed(work) if work.done() else DIED
             started = 0.0 if work.place else before
@@ -235,13 +238,6 @@ class Record:
         """What there is at this moment."""
         folded, chapters = self._state
         return folded, [entry for chapter in chapters for entry in chapter[:]]
-
-    def last_finished(self, drone: str) -> float:
-        """When its last work that is known here had ended; 0.0 where there is none."""
-        return max((min(entry.received, entry.finished[-1]) for entry in self._entries_of(drone)), default=0.0)
-
-    def _entries_of(self, drone: str) -> Iterator[Entry]:
-        return (entry for entry in self.look()[1] if entry.drone == drone)
 
 
 def _fold(folded: Folded, chapter: list[Entry]) -> Folded:

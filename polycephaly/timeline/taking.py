@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,23 +20,23 @@ def take(crew: Crew, only: str | None = None) -> Timeline:
     now = monotonic()
     record, plan = crew.record, crew.plan
     folded, entries = record.look()
-    under_way = list(_under_way(crew, now))
+    before = {entry.drone: entry.finished[-1] for entry in entries}  # up to when each had done something
+    under_way = list(_under_way(crew, before, now))
     drones = {plan.drone_name(index): None for index in range(plan.size)}
     taken = Timeline(under_way, [*drones], waiting=len(crew.queue))
     taken.add_record(folded, entries, list(record.threads), record.threads_lost)
     return taken if only is None else taken.of_drone(only)
 
 
-def _under_way(crew: Crew, now: float) -> Iterator[Span]:
+def _under_way(crew: Crew, before: Mapping[str, float], now: float) -> Iterator[Span]:
     for link in list(crew.links):
-        before = crew.record.last_finished(link.name) if link.flight else 0.0
         for work in list(link.flight.values()):
             sending = work.sending
             if sending is None:  # it is just being taken back
                 continue
             name, calls = short_name(work.definition.label), work.count
             if link.runs(work.number):
-                started = sending.at if work.place else max(sending.at, before)
+                started = sending.at if work.place else min(now, max(sending.at, before.get(link.name, 0.0)))
                 yield Span(name, link.name, started, now, work.queued, sending.at, status=RUNNING, calls=calls)
             else:
                 yield Span(name, link.name, None, None, work.queued, sending.at, status=SENT, calls=calls)

@@ -24,7 +24,7 @@ class Timeline:
     trace; ``a + b`` is one timeline of both (a drone's name that both have is numbered); ``.spans`` is what it holds.
     Any thread may use it.
 
-    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 50,000 spans, about; of
+    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 30,000 spans, about; of
     what came before, `sums` has the numbers, so tables are true however much was done; ``folded`` says how many spans
     these were.
 

@@ -17,6 +17,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Trail:
 
     def ended(self, thread: Any, since: float, failed: bool) -> None:
         """One has ended, which was spawned at `since`."""
-        name = short_name(thread.name)
+        name = _title(thread)
         self._add(Event(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed))
 
     def called(
@@ -71,9 +72,7 @@ class Trail:
         if now - started < SHORTEST:
             return
         note = _note(args[0]) if len(args) == 1 else ""
-        self._add(
-            Event(self.number_of(thread), short_name(thread.name), _name(fn), started, now, cpu, False, failed, note)
-        )
+        self._add(Event(self.number_of(thread), _title(thread), _name(fn), started, now, cpu, False, failed, note))
 
     def number_of(self, thread: Any) -> int:
         """By which it is told from others of its name."""
@@ -166,15 +165,28 @@ def lives_now(trail: Trail, threads: Iterable[Any], drone: str) -> list[Span]:
     now = monotonic()
     lives = [
         Event(trail.number_of(thread), name, name, thread._since, now, life=True)
-        for thread, name in [(thread, short_name(thread.name)) for thread in threads]
+        for thread, name in [(thread, _title(thread)) for thread in threads]
         if thread._since is not None
     ]
     return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
 
+# Names are of the user's making, and where they are asked for nothing may fail: somebody waits for what comes next.
+
+
+def _title(thread: Any) -> str:
+    name = thread.name
+    return short_name(name) if type(name) is str else type(name).__qualname__
+
+
 def _name(fn: Any) -> str:
-    fn = getattr(fn, "func", fn)  # of a partial
-    return short_name(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+    while type(fn) is partial:
+        fn = fn.func
+    try:
+        name = fn.__qualname__
+    except Exception:
+        name = None
+    return short_name(name) if type(name) is str else type(fn).__qualname__
 
 
 def _note(arg: Any) -> str:
