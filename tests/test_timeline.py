@@ -183,7 +183,7 @@ def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
     assert len(timeline.spans) <= 40
     assert timeline.folded == 150 - len(timeline.spans)
     assert calls(timeline) == {"noop": 150}
-    assert "more are in the table only" in str(timeline)
+    assert "earlier spans in the table only" in str(timeline)
     assert timeline.start <= min(span.queued for span in timeline.spans)
 
 

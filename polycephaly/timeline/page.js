@@ -194,7 +194,7 @@ function drawSpan(i, x, y, wide, high) {
     pen.fillStyle = cpu[i] === null ? "#ffffff" : theme.ink;
     pen.font = small;
     pen.textAlign = "left";
-    pen.fillText(cut(label(i), wide - 10), x + 5, y + high / 2 + 4);
+    pen.fillText(cut(label(i), wide - 10), x + 5, y + high / 2 + 3.5);
   }
 }
 function firstIn(lane, time) {  // the first that ends after `time`

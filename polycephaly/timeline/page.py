@@ -18,7 +18,7 @@ from .picture import Bar, colours
 from .rows import rows
 from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
 from .svg import bars_of
-from .text import seconds, table
+from .text import facts, table
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -76,16 +76,8 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                 )  # fmt: skip
                 for append, value in zip(add, values, strict=True):
                     append(value)
-    calls = sum(each.calls for each in timeline.sums().values())
-    facts = [seconds(whole), f"{len(timeline.drones)} drones", f"{calls:,} calls"]
-    if timeline.waiting:
-        facts.append(f"{timeline.waiting:,} more in the queue")
-    if timeline.folded:
-        facts.append(f"the last {len(timeline.spans):,} spans are shown, {timeline.folded:,} are in the table only")
-    if timeline.threads_lost:
-        facts.append(f"{timeline.threads_lost:,} calls of green threads were too many to be kept")
     return {
-        "facts": facts,
+        "facts": facts(timeline),
         "bottleneck": timeline.bottleneck,
         "length": round(whole * 1e6),
         "statuses": STATUSES,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .rows import Row, rows
 from .spans import DONE, RUNNING, Span
-from .text import percent, seconds, size
+from .text import facts, percent, seconds, size
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -102,12 +102,8 @@ def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
     if bars:
         draw_bars(drawing, bars)
         drawing.height += 16
-    calls = sum(each.calls for each in timeline.sums().values())
-    facts = f"{seconds(timeline.end - timeline.start)}, {len(timeline.drones)} drones, {calls:,} calls"
-    if timeline.folded:
-        facts += f"; the last {len(timeline.spans):,} spans are shown, {timeline.folded:,} are not"
     drawing.height += 8
-    drawing.add(Words(MARGIN, drawing.height, facts, 12, colour="soft"))
+    drawing.add(Words(MARGIN, drawing.height, ", ".join(facts(timeline)), 12, colour="soft"))
     for line in textwrap.wrap(timeline.bottleneck, 150):
         drawing.height += 18
         drawing.add(Words(MARGIN, drawing.height, line, 13))

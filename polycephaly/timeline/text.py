@@ -14,7 +14,7 @@ from .spans import Sums
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["percent", "printable", "seconds", "size", "table", "text"]
+__all__ = ["facts", "percent", "printable", "seconds", "size", "table", "text"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITS = "·"
@@ -29,21 +29,24 @@ def text(timeline: Timeline, width: int | None = None) -> str:
         return "Timeline: nothing has been done yet."
     width = max(NARROWEST, width or shutil.get_terminal_size((100, 24)).columns)
     all_rows = rows(timeline)
-    start, end = timeline.start, timeline.end
-    whole = max(end - start, 1e-9)
-    calls = sum(each.calls for each in timeline.sums().values())
-    drones = sum(not row.thread for row in all_rows)
-    head = f"Timeline: {seconds(whole)}, {_count(drones, 'drone')}, {_count(calls, 'call')}"
-    if timeline.waiting:
-        head += f", {timeline.waiting:,} more in the queue"
+    start = timeline.start
+    whole = max(timeline.end - start, 1e-9)
+    head = f"Timeline: {', '.join(facts(timeline))}"
     lines = [head, "", *_chart(timeline, all_rows, start, whole, width), "", *_table(timeline, width), ""]
-    if timeline.folded:
-        lines.append(
-            f"The chart has the last {len(timeline.spans):,} spans; {timeline.folded:,} more are in the table only."
-        )
-    if timeline.threads_lost:
-        lines.append(f"{timeline.threads_lost:,} calls of green threads were too many to be kept.")
     return "\n".join([*lines, *textwrap.wrap(timeline.bottleneck, width)])
+
+
+def facts(timeline: Timeline) -> list[str]:
+    """How long, how many; what is not in the picture."""
+    calls = sum(each.calls for each in timeline.sums().values())
+    told = [seconds(timeline.end - timeline.start), _count(len(timeline.drones), "drone"), _count(calls, "call")]
+    if timeline.waiting:
+        told.append(f"{timeline.waiting:,} more in the queue")
+    if timeline.folded:
+        told.append(f"{_count(timeline.folded, 'earlier span')} in the table only")
+    if timeline.threads_lost:
+        told.append(f"{_count(timeline.threads_lost, 'call')} of green threads not kept")
+    return told
 
 
 # -- the chart --------------------------------------------------------------------------------------
