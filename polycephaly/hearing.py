@@ -97,6 +97,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
     settled: list[Work] = []
     timed: Definition | None = None
     seconds, calls = 0.0, 0
+    parts: dict[int, int] = {}  # of slices: how many calls were answered
     try:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
@@ -122,13 +123,14 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 continue
             if work.place > link.begun:
                 link.begun = work.place
-            crew.record.one(link.name, work, status == ERROR, started, finished, now, len(payload), done)
             work.answer = Answer(started, finished, now, len(work.payload), len(payload))
             work.status = status
             work.payload = payload
             if output:
                 work.output = output
             settled.append(work)
+            if done != 1:
+                parts[work.number] = done
             if work.definition is not timed:
                 if timed is not None:
                     timed.took(seconds, calls)
@@ -138,6 +140,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
             link.tasks_done += done
         if timed is not None:
             timed.took(seconds, calls)
+        crew.record.several(link.name, settled, parts)
     finally:  # what has left the flight is settled, whatever becomes of the rest
         crew.hub.deliver(partial(settle, settled))
     crew.answered(link)

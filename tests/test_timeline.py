@@ -176,6 +176,7 @@ def test_a_drone_of_a_pool_has_its_own():
 
 def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
     monkeypatch.setattr(record, "KEPT", 40)
+    monkeypatch.setattr(record, "CHAPTERS", 10)
     with poly.Drone() as drone:
         for _ in range(150):
             drone.doit(noop, [1])

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..wire.messages import CALL_SLICE
+from ..wire.messages import CALL_SLICE, VALUE
+from ..wire.messages import ERROR as ERRONEOUS
+from ..work import Answer
 from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 
 if TYPE_CHECKING:
@@ -28,9 +32,11 @@ from .trail import read, spans_of
 
 __all__ = ["KEPT", "Entry", "Folded", "Record"]
 
+_definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
+
 KEPT = 30_000
 """Spans, about: what is kept of a crew for its picture. Some 15 MB at most."""
-CHAPTERS = 20
+CHAPTERS = 100
 SHORT = 100e-6  # seconds
 THREADS_KEPT = 10_000
 CPU_KEPT = 1000
@@ -169,24 +175,35 @@ class Record:
             running = sum(ended) - sum(began)
             self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
-    def one(
-        self,
-        drone: str,
-        work: Work,
-        failed: bool,
-        started: float,
-        finished: float,
-        received: float,
-        size: int,
-        calls: int,
-    ) -> None:
-        """A work that was answered by itself, with `size` bytes, by so many calls."""
+    def several(self, drone: str, works: list[Work], parts: Mapping[int, int]) -> None:
+        """Works that were answered one by one, in one message; `parts` says of how many calls, where that is not one.
+        Short calls of one definition in a row are one span, too."""
+        for _, group in groupby(works, _definition):
+            run: list[Any] = list(group)
+            if len(run) > 1 and set(map(_status, run)) == {VALUE} and CALL_SLICE not in map(_kind, run):
+                answers = list(map(_answer, run))
+                started, finished, _, there, back = map(sum, zip(*answers, strict=True))
+                if finished - started < SHORT * len(run):
+                    first, last = run[0], run[-1]
+                    queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
+                    times = (answers[0].started,), (answers[-1].finished,), finished - started, answers[-1].received
+                    name = short_name(first.definition.label)
+                    self._add(Entry(drone, name, DONE, len(run), queued, sent, *times, there, back))
+                    continue
+            for work in run:
+                self._add_one(drone, work, work.answer, parts.get(work.number, 1))
+
+    def _add_one(self, drone: str, work: Work, answer: Answer, calls: int, status: str = "") -> None:
+        sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
+        started, finished = max(answer.started, sent), answer.finished
         if work.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
             started = max(started, self._until.get(drone, 0.0))
             self._until[drone] = finished
-        status = _how_it_failed(work) if failed else DONE
-        there = len(work.payload) if work.args is None else work.weight
-        self._add_one(drone, work, status, calls, (started, finished, received), there, size)
+        status = status or (DONE if work.status != ERRONEOUS else _how_it_failed(work))
+        cpu = self._cpu.pop(work.number, None) if self._cpu else None
+        times = (work.queued, work.queued), (sent, sent), (started,), (finished,), max(0.0, finished - started)
+        name = short_name(work.definition.label)
+        self._add(Entry(drone, name, status, calls, *times, answer.received, answer.there, answer.back, cpu))
 
     def lost(self, drone: str, works: Iterable[Work]) -> None:
         """What a drone was running as it died. Since when nobody knows: since what it had done before, at most."""
@@ -197,18 +214,7 @@ class Record:
         for work in works:
             status = _how_it_failed(work) if work.done() else DIED
             started = 0.0 if work.place else before
-            self._add_one(drone, work, status, work.count, (started, now, now), 0, 0)
-
-    def _add_one(
-        self, drone: str, work: Work, status: str, calls: int, times: tuple[float, float, float], there: int, back: int
-    ) -> None:
-        sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
-        queued, (started, finished, received) = work.queued, times
-        started = max(started, sent)
-        cpu = self._cpu.pop(work.number, None)
-        name, running = short_name(work.definition.label), max(0.0, finished - started)
-        ends = (queued, queued), (sent, sent), (started,), (finished,)
-        self._add(Entry(drone, name, status, calls, *ends, running, received, there, back, cpu))
+            self._add_one(drone, work, Answer(started, now, now), work.count, status)
 
     def _add(self, entry: Entry) -> None:
         self._chapter.append(entry)
@@ -241,14 +247,22 @@ class Record:
 
 
 def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
-    sums = dict(folded.sums)
+    added: dict[tuple[str, str], list[Any]] = {}
     spans = folded.spans
     start, end = folded.start or chapter[0].queued[0], folded.end
     for entry in chapter:
         spans += len(entry.started)
         start, end = min(start, entry.queued[0]), max(end, entry.received)
         key = entry.drone, entry.name
-        sums[key] = entry.sums() + sums.get(key, Sums())
+        if key in added:
+            so_far = added[key]
+            for place, number in enumerate(entry.sums()):
+                so_far[place] += number
+        else:
+            added[key] = list(entry.sums())
+    sums = dict(folded.sums)
+    for key, numbers in added.items():
+        sums[key] = Sums(*numbers) + sums.get(key, Sums())
     return Folded(sums, spans, start, end)
 
 
