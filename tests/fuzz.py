@@ -56,6 +56,7 @@ import polycephaly as poly
 from polycephaly import work
 from polycephaly.image import main as image_main
 from polycephaly.link import Link, State
+from polycephaly.timeline import trail
 from polycephaly.wire import definitions
 from polycephaly.wire.arena import SPAN, Arena
 from polycephaly.wire.capture import join
@@ -86,6 +87,7 @@ from polycephaly.wire.messages import (
     SHARED,
     SPLIT,
     STOP,
+    TRAIL,
     VALUE,
     VALUES,
     WITHDRAWN,
@@ -122,6 +124,21 @@ MEMORY = 1 << 30  # bytes of addresses, beyond what there is: a mutated pickle m
 UNLIKELY = 0x7000_0000  # numbers from here on are nobody's
 
 Frames = list[bytes]
+
+
+def trail_of_one(number: int) -> bytes:
+    """What a drone tells of its green threads, and of the work with that number."""
+    made = trail.Trail()
+    made.events.append(trail.Event(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
+    made.work.append((number, 1000))
+    return made.take()
+
+
+def read_trail(payload: Any) -> None:
+    try:
+        trail.read(bytes(payload))
+    except ValueError as wrong:
+        raise Malformed(str(wrong)) from None
 
 
 class Finding(AssertionError):
@@ -240,6 +257,7 @@ def result_messages(store: Store, ledger: Ledger, known: Sequence[int] = NOBODYS
         [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
         [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
         [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
+        [outcome(0, TRAIL, trail_of_one(one)), outcome(one, VALUE, value)],
         [outcome(one, VALUE | SHARED, shared_payload(store, ledger))],
         [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ledger))],
     ]  # fmt: skip
@@ -435,6 +453,8 @@ class Decoders:
                 self._opened(lambda it: list(Answers(it)), payload)
             elif status == VALUE:
                 self._opened(load, payload)
+            elif status == TRAIL and not shared:
+                self._strictly(read_trail, payload)
 
     def _strictly(self, decode: Callable[..., Any], *args: Any, given: Any = None) -> Any:
         try:
