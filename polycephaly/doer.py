@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NoReturn, Self, TypeVar, overload
 
 from .crew import Crew
+from .flow import Results, results
 from .image import namespace
 from .link import Link
 from .plan import Terms, check_at_least, check_timeout, check_work
+from .progress import total_of
 from .promises import Promise
+from .source import OneByOne
 
 __all__ = ["Doer", "Resident", "Workforce", "wait_for"]
 
@@ -161,6 +164,71 @@ class Workforce(Doer, Executor):
                 lost.set_exception(error)
                 made.append(lost)
         return made
+
+    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
+        raise NotImplementedError
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Coroutine[Any, Any, T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Results[T]: ...
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Results[Any]:
+        """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
+
+        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
+        calls; from a served pool, 2,048), so they may be endless, and a slow consumer slows the drones down.
+        ``ordered=False`` gives results as they come. `timeout` seconds from this call, waiting raises `TimeoutError`. A call's error is
+        raised in its place; then, or when the iterator is closed, what is under way is cancelled.
+        `chunksize` is accepted for the standard library's sake: there is nothing to tune. With `progress` a bar on
+        stderr shows how many calls are done.
+
+        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other green threads.
+
+        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at the call. The
+        iterator is for one thread at a time.
+
+        >>> import itertools, polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     squares = pool.map(lambda n: n * n, itertools.count())
+        ...     list(itertools.islice(squares, 4))
+        [0, 1, 4, 9]
+        """
+        if chunksize is not None:
+            check_at_least("chunksize", chunksize, 1)
+        if buffersize is not None:
+            check_at_least("buffersize", buffersize, 1)
+        check_work(fn, iterables or ((),), {})
+        self._crew.check_open()
+        total = total_of(iterables)
+        return results(self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress)
 
     @overload
     def submit(self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...

@@ -11,23 +11,19 @@ Who takes the values may be plain code, which waits, or a coroutine of asyncio o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from .progress import REFRESH, Progress, total_of
+from .progress import REFRESH, Progress
 from .promises import FINISHED, Promise
-from .source import Source
+from .source import OneByOne
 from .wire.exceptions import unpack_exception
 from .wire.slices import Answers
 from .work import Slice, Work
-
-if TYPE_CHECKING:
-    from .plan import Terms
-    from .pool import Pool
 
 __all__ = ["Results", "results"]
 
@@ -42,7 +38,7 @@ class Results(chain[T]):
 
     _flow: Generator[Iterable[Any], None, None]
     _stream: _Ordered
-    _pool: Any  # which would end if nobody had it any more
+    _pool: object  # which would end if nobody had it any more
 
     def close(self) -> None:
         """Cancels what is under way. Twice is no error."""
@@ -53,21 +49,17 @@ class Results(chain[T]):
 
 
 def results(
-    pool: Pool,
-    terms: Terms | None,
-    fn: Callable[..., Any],
-    iterables: Sequence[Iterable[Any]],
+    pool: object,
+    source: OneByOne,
+    total: int | None,
     timeout: float | None,
     buffersize: int | None,
     ordered: bool,
     progress: bool,
 ) -> Results[Any]:
-    """Sends the first calls, and gives the results of all."""
-    crew = pool._crew
-    crew.check_open()
+    """Sends the first calls, and gives the results of all, `total` if that is known."""
     end = None if timeout is None else monotonic() + timeout
-    source = Source(crew, terms or crew.terms, fn, iterables)
-    shown = Progress(source.label, total_of(iterables)) if progress else None
+    shown = Progress(source.label, total) if progress else None
     stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
     flow = _flow(stream)
     next(flow)
@@ -130,7 +122,7 @@ class _Ordered:
     """The works of a stream, in the order of the calls."""
 
     def __init__(
-        self, source: Source, buffersize: int | None, end: float | None, progress: Progress | None
+        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
     ) -> None:
         self.source = source
         self._buffersize = buffersize
@@ -248,7 +240,7 @@ class _Unordered(_Ordered):
     """As they come."""
 
     def __init__(
-        self, source: Source, buffersize: int | None, end: float | None, progress: Progress | None
+        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
     ) -> None:
         super().__init__(source, buffersize, end, progress)
         self._arrived: deque[Work] = deque()

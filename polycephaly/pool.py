@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar
 
 from .crew import Crew
 from .doer import Workforce
 from .drone import Drone
-from .flow import Results, results
 from .link import State
 from .output import Line
 from .plan import (
@@ -26,9 +25,9 @@ from .plan import (
     check_output,
     check_start,
     check_timeout,
-    check_work,
 )
 from .shared import Shared, share
+from .source import Source
 from .timeline import Timeline
 from .timeline.taking import take
 
@@ -134,65 +133,8 @@ class Pool(Workforce):
 
     # -- work -------------------------------------------------------------------------------------
 
-    @overload
-    def map(
-        self,
-        fn: Callable[..., Coroutine[Any, Any, T]],
-        *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
-    ) -> Results[T]: ...
-    @overload
-    def map(
-        self,
-        fn: Callable[..., T],
-        *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
-    ) -> Results[T]: ...
-
-    def map(
-        self,
-        fn: Callable[..., Any],
-        *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
-    ) -> Results[Any]:
-        """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
-
-        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
-        calls), so they may be endless, and a slow consumer slows the drones down. ``ordered=False`` gives
-        results as they come. `timeout` seconds from this call, waiting raises `TimeoutError`. A call's error is
-        raised in its place; then, or when the iterator is closed, what is under way is cancelled.
-        `chunksize` is accepted for the standard library's sake: there is nothing to tune. With `progress` a bar on
-        stderr shows how many calls are done.
-
-        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other green threads.
-
-        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at the call. The
-        iterator is for one thread at a time.
-
-        >>> import itertools, polycephaly as poly
-        >>> with poly.Pool(2) as pool:
-        ...     squares = pool.map(lambda n: n * n, itertools.count())
-        ...     list(itertools.islice(squares, 4))
-        [0, 1, 4, 9]
-        """
-        if chunksize is not None:
-            check_at_least("chunksize", chunksize, 1)
-        if buffersize is not None:
-            check_at_least("buffersize", buffersize, 1)
-        check_work(fn, iterables or ((),), {})
-        return results(self, self._terms, fn, iterables, timeout, buffersize, ordered, progress)
+    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
+        return Source(self._crew, self._terms or self._crew.terms, fn, iterables)
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.

@@ -4,7 +4,8 @@
                  └──> what is large, or a promise, and all of unknown length: a call by itself
 
 How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece of work is shared
-by many short calls, and long ones go one by one.
+by many short calls, and long ones go one by one. To a served pool, all go one by one: its server does not look into
+what it gets, and times nothing for its clients.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .promises import Promise
 from .shared import Shared
 from .wire.capture import BULKY, capture
+from .wire.definitions import label
 from .wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, pack_calls
 from .work import Slice, Work
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from .hub import Hub
     from .plan import Terms
 
-__all__ = ["Source"]
+__all__ = ["OneByOne", "Source"]
 
 AHEAD = 1.0
 """Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
@@ -46,23 +48,75 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """To take from these runs no code of users, so several rows are taken at the same moment."""
 
 
-class Source:
-    """Where the calls come from. `error` is what ended the input, if not its end: an error of its own, or the pool's
+class OneByOne:
+    """Each call is a piece of work. `error` is what ended the input, if not its end: an error of its own, or the pool's
     shutdown. It is raised in its place, after the results of what was sent before."""
 
     def __init__(
-        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+        self, crew: Crew, terms: Terms | None, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]], ahead: int
     ) -> None:
         self.error: Exception | None = None
         self._crew = crew
         self._terms = terms
         self._fn = fn
+        self._ahead = ahead
+        self._rows: Iterator[Any] = zip(*iterables, strict=False)
+
+    @property
+    def label(self) -> str:
+        return label(self._fn)
+
+    @property
+    def hub(self) -> Hub:
+        return self._crew.hub
+
+    def ahead(self) -> int:
+        """How many calls are to be kept under way."""
+        return self._ahead
+
+    def works_ahead(self) -> int:
+        """In how many pieces."""
+        return self._ahead
+
+    def has_room(self) -> bool:
+        return True
+
+    def best(self) -> int:
+        """Calls in a piece."""
+        return 1
+
+    def take(self, most: int) -> Work | None:
+        """The next piece of work, on its way, of at most so many calls; None when there is none."""
+        try:
+            for row in self._rows:
+                return self._crew.submit(self._fn, row, {}, None, self._terms)
+        except Exception as error:  # of the input, or the pool takes no more
+            self.error, self._rows = error, iter(())
+        return None
+
+    def learn(self, work: Work) -> None:
+        """From what came of it."""
+
+    def cancel(self) -> None:
+        """Of what was taken and not given."""
+
+    def explain(self, error: BaseException) -> None:
+        self._crew.explain(error)
+
+
+class Source(OneByOne):
+    """Short calls of known length go in slices."""
+
+    def __init__(
+        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+    ) -> None:
+        super().__init__(crew, terms, fn, iterables, 0)
+        self._given = terms
         self._single = len(iterables) == 1
         self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
         self._range = iterables[0] if self._single and type(iterables[0]) is range else None
-        self._rows: Iterator[Any] = iter(iterables[0]) if self._single else zip(*iterables, strict=False)
-        if not iterables:
-            self._rows = iter(())
+        if self._single:
+            self._rows = iter(iterables[0])
         self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
         self._exhausted = False
         self._next: Work | None = None
@@ -77,12 +131,7 @@ class Source:
     def label(self) -> str:
         return self._definition.label
 
-    @property
-    def hub(self) -> Hub:
-        return self._crew.hub
-
     def ahead(self) -> int:
-        """How many calls are to be kept under way."""
         plan, seconds = self._crew.plan, self._definition.seconds
         at_once = plan.size * (plan.width if self._definition.overlaps else 1)
         if seconds is None:
@@ -94,14 +143,14 @@ class Source:
         return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
 
     def works_ahead(self) -> int:
-        """In how many pieces. Few at first: the first calls may tell little of how long the others take."""
+        """Few at first: the first calls may tell little of how long the others take."""
         return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
 
     def has_room(self) -> bool:
         return self._crew.has_room()
 
     def learn(self, work: Work) -> None:
-        """From what came of it. What follows a slice that was cut counts when it is answered itself."""
+        """What follows a slice that was cut counts when it is answered itself."""
         self._answered += 1
         answer = work.answered_with()
         if answer is not None:
@@ -111,7 +160,6 @@ class Source:
             self._calls += work.count - sum(each.count for each in followers)
 
     def take(self, most: int) -> Work | None:
-        """The next piece of work, on its way, of at most so many calls; None when there is none."""
         work, self._next = self._next, None
         if work is None and not self._exhausted:
             self._definition = self._crew.book.define(self._fn)
@@ -124,7 +172,6 @@ class Source:
         return work
 
     def best(self) -> int:
-        """Rows in a slice."""
         seconds = self._definition.seconds
         if seconds is None or self._one_by_one or self._definition.overlaps:
             return 1
@@ -210,9 +257,6 @@ class Source:
         if self._next is not None:
             self._next.cancel()
 
-    def explain(self, error: BaseException) -> None:
-        self._crew.explain(error)
-
     def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
         if not rows:
             self._exhausted = True
@@ -220,7 +264,7 @@ class Source:
         calls = pack_calls(form, self._definition.once, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
         work = Slice(self._crew, self._definition, calls, len(rows))
-        work.retries = self._terms.retries
+        work.retries = self._given.retries
         self._crew.start(work)
         return work
 

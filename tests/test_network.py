@@ -22,7 +22,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly import hearing
-from polycephaly.net import client as client_module
+from polycephaly.net import connection as connection_module
 from polycephaly.net import frames
 from polycephaly.net import server as server_module
 from polycephaly.net.frames import Item
@@ -464,7 +464,7 @@ def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
             time.sleep(0.1)  # for libzmq to do so, of which it tells nothing
             return hello(**who)
 
-        monkeypatch.setattr(client_module, "hello", late)
+        monkeypatch.setattr(connection_module, "hello", late)
         with pytest.raises(ConnectionError, match="does not know our key"):
             poly.connect(server.address, server_key=server.key, keys=new_pair())
 
@@ -488,7 +488,7 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
     monkeypatch.setattr(frames, "PROTOCOL", version)
     hello = frames.hello()
     monkeypatch.undo()
-    monkeypatch.setattr(client_module, "hello", lambda **who: hello)
+    monkeypatch.setattr(connection_module, "hello", lambda **who: hello)
     which = f"the client speaks protocol {version} and the server protocol {frames.PROTOCOL}"
     older, newer = sorted([("the client", version), ("the server", frames.PROTOCOL)], key=lambda each: each[1])
     with pytest.raises(ConnectionError) as caught:

@@ -114,8 +114,7 @@ def test_single_drones_are_used_from_afar(remote, joined, far, tmp_path):
 def test_what_waits_behind_a_long_call_is_asked_back_by_who_is_idle(remote, joined, far, tmp_path):
     gate = str(tmp_path / "gate")
     there = far.drones[0].pid
-    warm_up(remote)
-    wait_for(lambda: joined._window > 50)
+    wait_for(lambda: warm_up(remote) or joined._window > 50)
 
     def stay(i, gate=gate, there=there):
         return hold_until(gate) and there if os.getpid() == there else os.getpid()

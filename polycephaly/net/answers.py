@@ -11,7 +11,7 @@ from .state import known_of
 if TYPE_CHECKING:
     from ..pool import Pool
 
-__all__ = ["OF_DRONES"]
+__all__ = ["OF_DRONES", "Tell"]
 
 Tell = Callable[..., None]
 

@@ -40,15 +40,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
 from ..launch import safepoint
-from ..link import State
 from ..output import Line
 from ..procfs import birth_of
 from ..promises import Promise, settlers
-from ..shared import Shared, hold
+from ..shared import Shared
 from ..wire.endpoint import has_news
 from ..wire.messages import Malformed
 from . import places
-from .answers import OF_DRONES
 from .bell import Bell
 from .desk import Desk, Given, outcome, run
 from .forks import listening
@@ -66,7 +64,6 @@ from .frames import (
     REFUSED,
     SEEN,
     SHARE,
-    TELL,
     WORK,
     Item,
     hello,
@@ -79,7 +76,8 @@ from .frames import (
     read_work,
 )
 from .keys import Card, check_address, check_key, new_pair, wants_ipv6
-from .state import KNOWN, drones_of, known_of, queued_in
+from .questions import Questions
+from .state import drones_of, queued_in
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -93,13 +91,12 @@ DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
 LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
-ASIDE = 1.0  # seconds that its end waits for an answer that is just being made
 UNSEEN_MOST = 8 << 20  # bytes of output that a client may have before it
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
 
 
-class _Client:
+class Client:
     desk: Desk
 
     def __init__(self, identity: bytes, key: str) -> None:
@@ -124,15 +121,14 @@ class Server:
         self, pool: Pool, address: str, allow: Iterable[str], on_stop: Callable[[bool], object] | None = None
     ) -> None:
         self._pool = pool
-        self._on_stop = on_stop
         check_address(address)
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, Client] = {}
         self._workers = Workers(self)
-        self._asides: set[threading.Thread] = set()
+        self._questions = Questions(self, on_stop)
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
-        self._outcomes: deque[tuple[_Client, int, Promise[Any] | Line]] = deque()
+        self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
         self._turned_away = 0
@@ -196,9 +192,7 @@ class Server:
         """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no error."""
         if self.card is not None:
             places.leave(self.card)
-        for aside in list(self._asides):  # who asked for our end is to be told that it was asked for
-            if aside is not threading.current_thread():
-                aside.join(ASIDE)
+        self._questions.finish()
         self._closing = True
         self._bell.ring()
         self._thread.join()
@@ -214,11 +208,11 @@ class Server:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def _settled(self, client: _Client, number: int, promise: Promise[Any]) -> None:
+    def _settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((client, number, promise))
         self._bell.ring()
 
-    def _printed(self, client: _Client, line: Line) -> None:
+    def _printed(self, client: Client, line: Line) -> None:
         self._outcomes.append((client, 0, line))
         self._bell.ring()
 
@@ -348,12 +342,12 @@ class Server:
         elif kind in (CANCEL, RECALL):
             client.desk.cancel(read_numbers(frames), running=kind == CANCEL)
         elif kind == SHARE:
-            self._hold(client, *read_share(frames))
+            self._questions.hold(client, *read_share(frames))
         elif kind == GIVE_UP:
             for number in read_numbers(frames):
                 client.desk.shared.pop(number, None)
         elif kind == ASK:
-            self._asked(client, read_note(frames))
+            self._questions.ask(client, read_note(frames))
         elif kind == SEEN:
             client.unseen -= sum(read_numbers(frames))
         elif kind == BYE:
@@ -367,7 +361,7 @@ class Server:
             self._workers.admit(identity, key, who)
             self._send(identity, hello(size, name=self.name))
             return
-        client = _Client(identity, key)
+        client = Client(identity, key)
         client.desk = Desk(self._run, partial(self._settled, client), client.tag)
         printed = partial(self._printed, client)
         self._pool._crew.audiences[client.tag] = printed if who.get("output") else _discard
@@ -381,81 +375,11 @@ class Server:
             raise RuntimeError(f"a shared value lies in the memory of {socket.gethostname()}, and this drone is joined")
         return self._workers.run(given, item)
 
-    # -- what is asked beside work --------------------------------------------------------------------
-
-    def _asked(self, client: _Client, note: dict[str, Any]) -> None:
-        what, number, drone = note.get("what"), note.get("id"), note.get("drone", 0)
-        if not (isinstance(what, str) and isinstance(number, int) and isinstance(drone, int)):
-            raise Malformed("a question that is none")
-        tell = partial(self._tell, client, number)
-        try:
-            if what in OF_DRONES:
-                if self._workers.has(drone):
-                    self._workers.ask(what, drone, tell)
-                else:
-                    OF_DRONES[what](self._pool, drone, tell)
-            elif what in _ANSWERS:
-                _ANSWERS[what](self, note, tell)
-            else:
-                tell(error=f"this server does not know what {what!r} is")
-        except RuntimeError as error:
-            tell(error=str(error))
-
-    def _tell(self, client: _Client, number: Any, **said: Any) -> None:
-        """In any thread."""
-        self._post(lambda: self._send(client.identity, pack_note(TELL, {"id": number, **said})))
-
-    def _aside(self, tell: Callable[..., None], act: Callable[[], Any]) -> None:
-        """In a thread of its own: it takes long, or is code of the pool's owner."""
-
-        def go() -> None:
-            try:
-                tell(value=act())
-            except Exception as error:
-                if isinstance(error, MemoryError):
-                    tell(error=str(error), kind="MemoryError")
-                else:
-                    tell(error=f"{type(error).__name__}: {error}")
-            finally:
-                self._asides.discard(aside)
-
-        aside = safepoint.OwnThread("polycephaly-aside", go)
-        self._asides.add(aside)
-        aside.start()
-
-    def _hold(self, client: _Client, number: int, asked: int, runs: list[list[bytes]]) -> None:
-        def put() -> None:
-            store = self._pool._crew.book.store
-            assert store is not None
-            self._post(partial(self._keep, client, number, hold(runs, store)))
-
-        self._aside(partial(self._tell, client, asked), put)
-
-    def _keep(self, client: _Client, number: int, value: Shared[Any]) -> None:
-        if self._clients.get(client.identity) is client:  # it has not left in the meantime
-            client.desk.shared[number] = value
-
-    def _tell_status(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        self._aside(tell, self.status)
-
-    def _stop(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        on_stop = self._on_stop
-        if on_stop is None:
-            raise RuntimeError(f"the owner of {self.name} does not let clients stop it")
-        self._aside(tell, partial(on_stop, bool(note.get("now"))))
-
-    def _refresh(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        self._aside(tell, self._pool.refresh)
-
-    def _list_drones(self, note: dict[str, Any], tell: Callable[..., None]) -> None:
-        own = [known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING]
-        tell(value=own + [{name: each[name] for name in KNOWN} for each in self._workers.drones()])
-
     # -- what goes back -------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         results: dict[bytes, list[tuple[int, int, bytes]]] = {}
-        printed: dict[_Client, list[Line]] = {}
+        printed: dict[Client, list[Line]] = {}
         for _ in range(len(self._outcomes)):
             client, number, settled = self._outcomes.popleft()
             if isinstance(settled, Line):
@@ -470,7 +394,7 @@ class Server:
         for identity, some in results.items():
             self._send(identity, pack_results(some))
 
-    def _send_lines(self, client: _Client, lines: list[Line]) -> None:
+    def _send_lines(self, client: Client, lines: list[Line]) -> None:
         """Not to one who does not read them, or they would fill the memory."""
         told: list[tuple[str, str, str]] = []
         for line in lines:
@@ -529,7 +453,7 @@ class Server:
             log.warning("%s: %d times somebody without an allowed key was turned away", self.address, self._turned_away)
             self._turned_away = 0
 
-    def _drop(self, client: _Client, why: str) -> None:
+    def _drop(self, client: Client, why: str) -> None:
         if self._clients.pop(client.identity, None) is None:
             return
         self._send(client.identity, [REFUSED, why.encode()])
@@ -542,13 +466,6 @@ class Server:
 def _discard(line: Line) -> None:
     """Of a client that does not want it."""
 
-
-_ANSWERS: dict[str, Callable[[Server, dict[str, Any], Callable[..., None]], None]] = {
-    "status": Server._tell_status,
-    "stop": Server._stop,
-    "refresh": Server._refresh,
-    "drones": Server._list_drones,
-}
 
 _serving: set[Server] = set()
 
