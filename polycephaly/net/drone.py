@@ -83,8 +83,8 @@ class RemoteDrone(Resident):
         self._ask("kill")
 
     def _ask(self, what: str) -> Any:
-        pool: Any = self._original
-        return pool._connection.ask(what, drone=self._berth.number).result()
+        connection: Any = self._crew
+        return connection.ask(what, drone=self._berth.number).result()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteDrone) and (other._crew, other._berth.number) == (self._crew, self._berth.number)
