@@ -692,7 +692,7 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
         frames.pack_numbers(frames.GIVE_UP, [1]),
         frames.pack_numbers(frames.WINDOW, [5]),
         frames.pack_numbers(frames.RETURNED, [1, 2]),
-        frames.pack_results([(1, 1, b"x")]),
+        frames.pack_results([(1, 1, b"x", "said")]),
         frames.pack_numbers(frames.CANCEL, [1, 2, 1 << 60]),
         [frames.PING],
         [frames.BYE],

@@ -98,6 +98,16 @@ def test_discarded_lines_go_nowhere(server, card, owners, capsys):
     assert not owners and capsys.readouterr().out == ""
 
 
+def test_each_promise_keeps_the_tail_of_what_its_work_printed(server, card):
+    with poly.connect(card, output="discard") as remote, poly.Pool(1) as far, join(far, card):
+        wait_for(lambda: len(remote.drones) == 2)
+        for drone in remote.drones:
+            promise = drone.promise("print('é' * 5000); print('end'); 1 / 0")
+            assert isinstance(promise.exception(SOON), ZeroDivisionError)
+            assert promise.output.endswith("é\nend\n") and 4000 < len(promise.output) <= 4096
+            assert drone.promise(abs, -1).result(SOON) == 1
+
+
 def test_an_output_callable_that_fails_disturbs_nothing(server, card, caplog):
     def fail(line):
         raise OSError("full")

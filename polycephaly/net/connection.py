@@ -329,10 +329,10 @@ class Connection:
         for frames in self._dealer.received():
             try:
                 if frames[0] == RESULTS:
-                    for number, status, payload in read_results(frames):
+                    for number, status, payload, tail in read_results(frames):
                         work = self._answered(number)
                         if work is not None:
-                            work.status, work.payload = status, payload
+                            work.status, work.payload, work.output = status, payload, tail
                             answered.append(work)
                 elif frames[0] == HELLO:
                     why, self.drones, who = read_hello(frames, "the server", "this client")

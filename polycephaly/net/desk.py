@@ -31,7 +31,7 @@ from ..wire.messages import (
     WITHDRAWN,
     Malformed,
 )
-from .frames import SHARES, Item, read_definition, read_shares
+from .frames import SHARES, Item, Result, read_definition, read_shares
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -139,12 +139,12 @@ def find(pool: Pool, number: int) -> Link:
     raise RuntimeError(f"the drone has ended: {pool._crew.plan.name} has none of number {number} any more")
 
 
-def outcome(promise: Promise[Any]) -> tuple[int, bytes]:
-    """Status and payload of what is settled."""
-    error = promise._exception
+def outcome(number: int, promise: Promise[Any]) -> Result:
+    """Of what is settled, under the number that its peer knows."""
+    error, tail = promise._exception, promise.output
     if promise._state == CANCELLED:
-        return WITHDRAWN, b""
+        return number, WITHDRAWN, b"", tail
     if error is None:
         status, payload = promise._result
-        return status, payload
-    return ERROR, pack_error(error)
+        return number, status, payload, tail
+    return number, ERROR, pack_error(error), tail

@@ -50,7 +50,7 @@ from ..wire.messages import Malformed
 
 __all__ = [
     "ASK", "BYE", "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED",
-    "RESULTS", "RETURNED", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW", "WORK", "Hello", "Item", "hello",
+    "RESULTS", "RETURNED", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW", "WORK", "Hello", "Item", "Result", "hello",
     "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_share", "pack_shares", "pack_work",
     "read_definition", "read_hello", "read_lines", "read_note", "read_numbers", "read_results", "read_share",
     "read_shares", "read_work",
@@ -77,11 +77,16 @@ _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiQ")
 """Number, definition, kind; the drone that is to do it (0: any); seconds that it may run (nan: as the pool says),
 retries (-1: as the pool says); bytes."""
-_RESULT = Struct("<QBQ")
-"""Number, status, bytes."""
+_RESULT = Struct("<QBHQ")
+"""Number, status; bytes of the tail of what it printed, bytes of that and of the payload before it."""
 _NUMBER = Struct("<Q")
 _COUNT = Struct("<H")
 _LABELS = Struct("<HH")
+
+
+Result = tuple[int, int, bytes, str]
+"""Number, status, payload, the tail of what was printed."""
+_TAIL_MOST = 1 << 15  # bytes
 
 
 class Item(NamedTuple):
@@ -226,14 +231,22 @@ def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
         yield Item(number, definition, kind, payload, target, *terms)
 
 
-def pack_results(results: Sequence[tuple[int, int, bytes]]) -> list[bytes]:
-    head = b"".join(_RESULT.pack(number, status, len(payload)) for number, status, payload in results)
-    return [RESULTS, head, *_pieces([payload for _, _, payload in results])]
+def pack_results(results: Sequence[Result]) -> list[bytes]:
+    tails = [tail.encode()[-_TAIL_MOST:] for _, _, _, tail in results]
+    head = b"".join(
+        _RESULT.pack(number, status, len(tail), len(payload) + len(tail))
+        for (number, status, payload, _), tail in zip(results, tails, strict=True)
+    )
+    parts = [part for result, tail in zip(results, tails, strict=True) for part in (result[2], tail)]
+    return [RESULTS, head, *_pieces(parts)]
 
 
-def read_results(frames: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    for (number, status, _), payload in _items(_RESULT, frames):
-        yield number, status, payload
+def read_results(frames: Sequence[bytes]) -> Iterator[Result]:
+    for (number, status, tail, size), both in _items(_RESULT, frames):
+        if tail > size:
+            raise Malformed("a tail that is longer than all of it")
+        end = size - tail
+        yield number, status, both[:end] if tail else both, both[end:].decode("utf-8", "replace") if tail else ""
 
 
 def _pieces(payloads: list[bytes]) -> list[bytes]:

@@ -314,7 +314,7 @@ class Joined:
             number, promise = self._outcomes.popleft()
             if self._desk.works.pop(number, None) is None:
                 continue
-            results.append((number, *outcome(promise)))
+            results.append(outcome(number, promise))
             self._follow(promise)
         if results:
             self._dealer.send(pack_results(results))

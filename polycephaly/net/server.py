@@ -66,6 +66,7 @@ from .frames import (
     SHARE,
     WORK,
     Item,
+    Result,
     hello,
     pack_note,
     pack_results,
@@ -378,7 +379,7 @@ class Server:
     # -- what goes back -------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
-        results: dict[bytes, list[tuple[int, int, bytes]]] = {}
+        results: dict[bytes, list[Result]] = {}
         printed: dict[Client, list[Line]] = {}
         for _ in range(len(self._outcomes)):
             client, number, settled = self._outcomes.popleft()
@@ -388,7 +389,7 @@ class Server:
             if client.desk.works.pop(number, None) is None:
                 continue  # nobody waits for it
             self._tasks_done += not settled.cancelled()
-            results.setdefault(client.identity, []).append((number, *outcome(settled)))
+            results.setdefault(client.identity, []).append(outcome(number, settled))
         for client, lines in printed.items():  # what work has printed is there before what came of it
             self._send_lines(client, lines)
         for identity, some in results.items():

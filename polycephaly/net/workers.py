@@ -48,6 +48,7 @@ from .frames import (
     TELL,
     WINDOW,
     Item,
+    Result,
     pack_definition,
     pack_note,
     pack_numbers,
@@ -231,12 +232,13 @@ class Workers:
         elif kind != PING:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
-    def _settle(self, worker: Worker, results: list[tuple[int, int, bytes]]) -> None:
+    def _settle(self, worker: Worker, results: list[Result]) -> None:
         settled = []
-        for number, status, payload in results:
+        for number, status, payload, tail in results:
             work = worker.flight.pop(number, None)
             if work is None:
                 continue
+            work.output = tail
             if status == WITHDRAWN:  # its pool was told to end
                 work.cancel()
             else:
