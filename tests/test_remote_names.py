@@ -211,6 +211,15 @@ def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch, tmp_path_factory):
+    """sudo may leave his in the environment."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    os.chown(runtime, 12345, 12345)
+    assert runtime not in places.folder().parents
+    assert os.listdir(runtime) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
     card = a_card("lab")
     places.claim(card)

@@ -46,7 +46,8 @@ def check_name(name: str) -> str:
 def folder() -> Path:
     """The directory, made if need be. Raises `PermissionError` where somebody else could write there, `OSError`."""
     for above in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
-        if os.path.isabs(above) and os.path.isdir(above) and os.access(above, os.W_OK):
+        # Not another's, as that of who has called sudo: he could not use what we make there.
+        if os.path.isabs(above) and os.path.isdir(above) and os.stat(above).st_uid == os.getuid():
             place = Path(above, "polycephaly")
             break
     else:
