@@ -28,6 +28,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from ..promises import callbacks
+
 __all__ = ["Workers"]
 
 log = logging.getLogger("polycephaly.green")
@@ -76,7 +78,7 @@ class Workers:
             try:
                 job()
             except BaseException:  # of a callback that was to be called at a thread's end, as sys.exit raises
-                log.exception("a callback of a green thread failed")
+                callbacks.exception("a callback of a green thread failed")
             del job  # nothing it holds is kept
             try:
                 job = self._queue.popleft()

@@ -221,7 +221,7 @@ class Scheduler:
             try:
                 told = base.run(self._loop, driver, base)
             except BaseException as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
-                log.error("a callback of a green thread failed", exc_info=error)
+                promises.callbacks.error("a callback of a green thread failed", exc_info=error)
                 continue
             if told is None:
                 break
