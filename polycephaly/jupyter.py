@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextvars
 import re
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
@@ -97,7 +99,7 @@ class Heads(Magics):
             raise
         return values if any(value is not None for value in values) else None
 
-    last_used: Doer | None = None
+    last_used: Callable[[], Doer | None] = staticmethod(lambda: None)
 
     def _pools(self) -> dict[str, Doer]:
         """What there is, by the names of the variables."""
@@ -153,8 +155,8 @@ class _Call:
 
     def doer(self, there: dict[str, Doer], magics: Heads) -> Doer:
         """Who is to do it."""
-        chosen = self._choose(there, magics.last_used)
-        magics.last_used = chosen
+        chosen = self._choose(there, magics.last_used())
+        magics.last_used = weakref.ref(chosen)  # a pool that nobody has any more ends
         if self.drone:
             drones = {each.name: each for each in getattr(chosen, "drones", ())}
             found = drones.get(self.drone)

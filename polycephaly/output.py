@@ -178,16 +178,14 @@ class Merge:
 
     def read(self, streams: list[Stream]) -> Heard:
         """Of stdout's and stderr's, those that are open."""
-        errors: Heard = []
-        for stream in streams[-1:]:
-            errors += (each for each in stream.read() if not isinstance(each, int))
-        numbers = [each.number for each in errors if isinstance(each, Record)]
-        self._seen = max([self._seen, *numbers])
+        came = streams[-1].read() if streams else []
         printed, kept = self._kept, len(self._kept)
         for stream in streams[:-1]:
             printed += stream.read()
-        if not printed:  # as nearly always
-            return errors
+        if not came and not printed:  # as nearly always
+            return []
+        errors = [each for each in came if not isinstance(each, int)]
+        self._seen = max([self._seen, *(each.number for each in errors if isinstance(each, Record))])
         self._kept = []
         heard: Heard = []
         rest = deque(errors)

@@ -249,7 +249,17 @@ def test_the_magics_work_in_plain_ipython():
         with poly.Pool(1, name="plain") as pool:
             shell.user_ns["mine"] = pool
             print(shell.run_cell_magic("doit", "mine", "x = 41\\nx + 1"), shell.run_line_magic("doit", "x"))
+            card = os.path.join(os.environ["TMPDIR"], "card")
+            with poly.serve(pool, file=card), poly.connect(card) as far:
+                shell.user_ns["far"] = far
+                print(shell.run_cell_magic("doit", "far", "x + 1"))
+            shell.run_cell_magic("doit", "mine", "1")
+        import gc, weakref
+        lost = weakref.ref(shell.user_ns.pop("mine"))
+        del pool
+        gc.collect()
+        print("the magics keep it" if lost() else "collected")
         shell.run_line_magic("unload_ext", "polycephaly")
         print(shell.find_cell_magic("doit"))
     """)
-    assert said == "42 41\nNone\n"
+    assert said == "42 41\n42\ncollected\nNone\n"
