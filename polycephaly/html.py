@@ -44,7 +44,7 @@ def promise_table(promise: Promise[Any]) -> str:
     rows: list[tuple[object, ...]] = [("work", definition.label)] if definition is not None else []
     if spans.drone is not None:
         rows.append(("drone", spans.drone))
-    return _table(repr(promise), (), rows, _bar(spans, promise.done()))
+    return _table(repr(promise), (), rows, _bar(spans, promise))
 
 
 def _row(link: Link) -> tuple[object, ...]:
@@ -71,12 +71,14 @@ def _runs(link: Link) -> str:
     return "" if work is None else work.definition.label
 
 
-def _bar(spans: Spans, done: bool) -> str:
+def _bar(spans: Spans, promise: Promise[Any]) -> str:
     """Its life as a bar: waited, on its way, ran, on its way back. Of what is under way, as far as it is."""
     times = [getattr(spans, name) for name, _, _ in _PHASES]
     if times[0] is None:
         return ""
-    if not done:
+    if promise.running():
+        times[2] = times[1]  # when it began its drone tells with the result
+    if not promise.done():
         times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
     reached = [each for each in times if each is not None]
     whole = max(reached[-1] - reached[0], 1e-9)
@@ -84,6 +86,8 @@ def _bar(spans: Spans, done: bool) -> str:
     for (_, colour, what), began, ended in zip(_PHASES, times, times[1:], strict=False):
         if began is None or ended is None:
             break
+        if began == ended:
+            continue
         width = round(_BAR * (ended - began) / whole)
         parts.append(f'<div style="width:{width}px;background:{colour}"></div>')
         told.append(f"{what} {_seconds(ended - began)}")
@@ -97,6 +101,6 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = "") -> str:
-    head = "".join(f"<th>{each}</th>" for each in columns)
+    head = f"<tr>{''.join(f'<th>{each}</th>' for each in columns)}</tr>" if columns else ""
     body = "".join("<tr>" + "".join(f"<td>{escape(str(each))}</td>" for each in row) + "</tr>" for row in rows)
-    return f"<div><code>{escape(title)}</code><table><tr>{head}</tr>{body}</table>{below}</div>"
+    return f"<div><code>{escape(title)}</code><table>{head}{body}</table>{below}</div>"

@@ -7,7 +7,10 @@ from queue import Empty
 
 import pytest
 from census import DEADLINE, MARKER, wait_until_gone
+from faults import hold_until, wait_for
 from scripts import output_of
+
+import polycephaly as poly
 
 jupyter_client = pytest.importorskip("jupyter_client")
 pytest.importorskip("ipykernel")
@@ -221,6 +224,21 @@ def test_pools_drones_and_promises_are_shown_as_tables(notebook):
         cell = notebook.run(name)
         assert cell.out.startswith("<") and "<table" in cell.html and wanted in cell.html, vars(cell)
         assert "<i>" not in cell.html
+
+
+def test_the_bar_tells_what_a_promise_has_been_through(tmp_path):
+    with poly.Pool(1) as pool:
+        p = pool.promise(hold_until, str(tmp_path / "go"), str(tmp_path / "begun"))
+        q = pool.promise(abs, -1)
+        wait_for((tmp_path / "begun").exists)
+        during, behind = p._repr_html_(), q._repr_html_()
+        (tmp_path / "go").touch()
+        p.result()
+        after = p._repr_html_()
+    assert "ran " in during and "on its way" not in during and "hold_until" in during
+    assert "waited" in behind and "ran " not in behind
+    assert "ran " in after and "on its way back" in after
+    assert "<small>" not in poly.Promise()._repr_html_()
 
 
 def test_a_kernel_that_is_killed_or_restarted_leaves_no_drones(tmp_path):
