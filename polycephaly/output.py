@@ -26,8 +26,6 @@ from .wire.records import unpack_record
 
 __all__ = ["Heard", "Line", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
 
-log = logging.getLogger(__name__)
-
 told_in: contextvars.Context | None = None
 """Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they appear under."""
 
@@ -140,8 +138,10 @@ class Stream:
                 heard.append(Record(int(number), unpack_record(record, self._drone), self._drone))
             elif kind == ORDER:
                 heard.append(int(body))
-        except (ValueError, TypeError, RecursionError):
-            log.warning("%s wrote what looks like a log record, and is none: %.200r", self._drone, body)
+            else:
+                raise ValueError("no such kind")
+        except (ValueError, TypeError, RecursionError):  # somebody has printed what looks like one of ours
+            self._split(f"\x1epoly:{kind};{body}\x1e".encode(), heard)
 
     def _split(self, new: bytes, heard: list[Line | Record | int], last: bool = False) -> None:
         if not self._size:
@@ -192,7 +192,7 @@ class Merge:
         for at, each in enumerate(printed):
             if not isinstance(each, int):
                 heard.append(each)
-            elif each > self._seen and at >= kept and len(streams) == 2:
+            elif each > self._seen and at >= kept and sum(stream.open for stream in streams) == 2:
                 self._kept = printed[at:]
                 break
             else:

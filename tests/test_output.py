@@ -220,6 +220,7 @@ def test_another_tag_ends_a_line_that_was_begun(pool, lines):
 
 def test_what_is_no_chunk_is_printed_as_it_is(pool, lines):
     junk = ["\x1e", "\x1epoly:", "\x1epoly:T;open", "\x1epoly:T;a\tb\x1e", "a\x1e\x1eb", "\x1epoly:t;x\x1e"]
+    junk += ["\x1epoly:L;7 {}\x1e", '\x1epoly:L;7 [["a"],{}]\x1e', "\x1epoly:O;z\x1e", "\x1epoly:X;y\x1e"]
     pool.doit("import sys\nfor each in junk_: print(each)".replace("junk_", repr(junk)))
     assert lines.of("stdout") == junk
 
@@ -228,6 +229,13 @@ def test_a_lone_mark_is_not_held_back_for_ever(lines):
     with poly.Pool(1, output=lines.append) as pool:
         pool.doit(print, "end \x1epoly:T;half", end="")
     assert lines.of("stdout") == ["end \x1epoly:T;half"]
+
+
+def test_a_made_up_mark_of_order_loses_nothing(lines):
+    with poly.Pool(1, output=lines.append) as pool:
+        pool.doit(print, "before \x1epoly:O;999\x1eafter")
+        pool.promise("import os; os.write(1, b'\\x1epoly:O;999\\x1elast'); os._exit(1)").exception()
+    assert lines.of("stdout") == ["before after", "last"]
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "line\nend", "é", "\x1e"])
