@@ -157,6 +157,15 @@ def test_a_second_pool_of_that_name_is_refused(lab: Shell) -> None:
     assert lab.complaint("start", "lab") == lab.complaint("start", "lab", "-d") == expected
 
 
+def test_of_two_that_start_at_once_one_is_refused(shell: Shell) -> None:
+    with shell.running("start", "lab", "-n", "1", "-d") as one, shell.running("start", "lab", "-n", "1", "-d") as other:
+        said = sorted((each.wait(), *each.communicate()) for each in (one, other))
+    card = shell.card()
+    end(card)
+    assert [status for status, _, _ in said] == [0, 1]
+    assert said[1][2] == f"Error: a pool named 'lab' is running already, as process {card.pid}: stop it first\n"
+
+
 def test_the_name_of_a_killed_pool_is_free_and_its_drones_are_gone(shell: Shell) -> None:
     with shell.pool("-n", "1") as card:
         drone = int(shell.say("doit", "lab", "import os; os.getpid()"))
@@ -252,6 +261,12 @@ def test_a_daemon_whose_shell_did_not_wait_ends(shell: Shell) -> None:
     open(shell.folder / "gate", "w").close()  # the census sees whether it ends
 
 
+def test_a_pool_that_can_keep_no_drone_ends_and_its_log_says_why(shell: Shell) -> None:
+    with shell.pool("-n", "1", "--max-memory", "1M") as card:
+        wait_for(lambda: not card.lives())
+        assert " ERROR lab ends: its drones have ended: " in shell.say("logs", "lab", "-n", "1")
+
+
 # -- doit -------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +352,20 @@ def test_what_it_prints_comes_while_it_runs_without_a_prefix(lab: Shell) -> None
         assert client.stderr.readline() == "err\n"
         open(lab.folder / "gate", "w").close()
         assert client.communicate() == ("end\n", "")
+
+
+def test_a_reader_that_is_slow_loses_nothing_and_one_that_leaves_is_no_error(lab: Shell) -> None:
+    code = "for i in range(30_000): print('line', i)\nopen('printed', 'w').close()"
+    with lab.running("doit", "lab", code) as client:
+        wait_for((lab.folder / "printed").exists)  # far more than a pipe holds, and nobody has read any
+        assert client.communicate() == ("".join(f"line {i}\n" for i in range(30_000)), "")
+    with lab.running("doit", "lab", "import time\nwhile True: print('more'); time.sleep(0.001)") as client:
+        assert client.stdout is not None
+        assert client.stderr is not None
+        client.stdout.readline()
+        client.stdout.close()
+        client.stdout = None
+        assert (client.stderr.read(), client.wait()) == ("", 1)
 
 
 def test_a_limit_of_time_interrupts_it(lab: Shell) -> None:

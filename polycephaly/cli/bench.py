@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from polycephaly.demos.comparison import Sizes
 
 MOST_WORKERS = 4
+MOST_RUNS = 5
+ENOUGH = 15  # seconds after which no other run is begun, unless it was asked for
 PATIENCE = 120  # seconds for one contender's figures
 
 ROWS = (
@@ -38,22 +41,24 @@ Run = dict[str, dict[str, float]]
 @click.command(
     epilog="""\b
 Examples:
-  polycephaly bench                  about half a minute
+  polycephaly bench                  less than half a minute
   polycephaly bench --runs 10 -n 8
   polycephaly bench --json
 
 \b
 The tasks do nothing: what is measured is what a pool adds to work. Medians of all runs, with the smallest and the
-largest; ratios are of the same run. loky is measured where it is installed, the array (sent to a worker, which reads a
-number of each page) where numpy is.
+largest; ratios are of the same run. Slow pools get fewer tasks. loky is measured where it is installed, and where numpy
+is, an array that is sent to a worker, which reads a number of each page.
 """
 )
-@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="How often each is measured.")
+@click.option(
+    "--runs", type=click.IntRange(1), help="How often each is measured.  [default: what 15 s allow, at most 5]"
+)
 @click.option("-n", "--workers", type=click.IntRange(1), help=f"[default: usable cores, at most {MOST_WORKERS}]")
 @click.option("--quick", is_flag=True, help="Tiny sizes: does it run at all?")
 @click.option("--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run.")
 @click.pass_context
-def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_json: bool) -> None:
+def bench(ctx: click.Context, runs: int | None, workers: int | None, quick: bool, in_json: bool) -> None:
     """Compare Pool with the alternatives, here.
 
     They are the standard library's multiprocessing.Pool and ProcessPoolExecutor, and loky.
@@ -67,8 +72,11 @@ def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_js
     names = [name for name, contender in CONTENDERS.items() if contender.installed]
     failed: dict[str, str] = {}
     taken: list[Run] = []
-    with click.progressbar(length=runs * len(names), file=sys.stderr, label="measuring") as progress:
-        for turn in range(runs):
+    began = monotonic()
+    with click.progressbar(length=(runs or MOST_RUNS) * len(names), file=sys.stderr, label="measuring") as progress:
+        for turn in range(runs or MOST_RUNS):
+            if runs is None and taken and monotonic() - began > ENOUGH:
+                break
             run: Run = {}
             first = turn % len(names)  # in each run another begins
             for name in names[first:] + names[:first]:
@@ -83,9 +91,8 @@ def bench(ctx: click.Context, runs: int, workers: int | None, quick: bool, in_js
     if in_json:
         as_json({"machine": about, "runs": taken, "failed": failed})
     else:
-        click.echo(
-            f"{runs} runs, {workers} workers, {cores} cores, CPython {about['python']}, Linux {about['kernel']}\n"
-        )
+        much = f"{len(taken)} run{'s' * (len(taken) != 1)}, {workers} worker{'s' * (workers != 1)}"
+        click.echo(f"{much}, {cores} cores, CPython {about['python']}, Linux {about['kernel']}\n")
         show(COLUMNS, _rows(taken, names))
     for name, why in failed.items():
         click.echo(f"{CONTENDERS[name].title} failed: {why}", err=True)
@@ -141,6 +148,8 @@ def _rows(taken: list[Run], names: list[str]) -> list[tuple[str, ...]]:
 def _spread(figures: list[float]) -> str:
     if not figures:
         return "?"
+    if len(figures) == 1:
+        return _number(figures[0])
     return f"{_number(statistics.median(figures))} ({_number(min(figures))} to {_number(max(figures))})"
 
 

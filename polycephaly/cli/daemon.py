@@ -89,8 +89,8 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
     status = 1
     try:
         status = serve(tell)
-    except (OSError, ValueError, RuntimeError) as error:
+    except BaseException as error:
+        if answer.closed or not isinstance(error, (OSError, ValueError, RuntimeError)):
+            traceback.print_exc()  # to the log, if it is there already
         tell(f"Error: {said(error)}", 1)
-    except BaseException:
-        tell(traceback.format_exc(), 1)
     os._exit(status)

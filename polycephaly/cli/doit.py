@@ -1,4 +1,10 @@
-"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's."""
+"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's.
+
+    pool ── lines, and a None for each piece of work that is done ──> queue ──> this thread ──> stdout, stderr
+
+The connection's thread only puts lines into the queue: a reader that makes us wait (`| less`) must not make the
+server think that we are gone.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,7 @@ from .reach import complete_pool, one_line, reached
 from .tables import as_json
 
 if TYPE_CHECKING:
+    from polycephaly.doer import Doer
     from polycephaly.output import Line
     from polycephaly.promises import Promise
 
@@ -44,64 +51,46 @@ def doit(
     What it prints comes here, line by line. The value of a last expression is printed as Python's prompt does, unless
     it is a file's. ARGS become sys.argv[1:].
     """
+    from queue import SimpleQueue
+
     from polycephaly.image.program import Program
 
     if file is not None:
         with one_line():
-            program = Program(file.read_text(encoding="utf-8"), str(file), [str(file), *code])
+            program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
     elif not code:
         raise click.UsageError("what is to be done? Give CODE, - (the standard input) or --file.")
     else:
         source = sys.stdin.read() if code[0] == "-" else code[0]
         program = Program(source, None, ["-" if code[0] == "-" else "-c", *code[1:]])
 
-    outcomes: list[Outcome] = []
-    printed = Printed(silent=in_json, prefixed=everywhere)
-    with one_line(), reached(name, printed) as pool:
-        giver = pool if timeout is None else pool.options(timeout=timeout)
-        if everywhere:
-            drones = pool.drones
-            names = [drone.name for drone in drones]
-            promises: list[Promise[Any]] = [
-                (drone if timeout is None else drone.options(timeout=timeout)).promise(program) for drone in drones
-            ]
-        else:
-            names, promises = [""], [giver.promise(program)]
-        for each, promise in zip(names, promises, strict=True):
-            outcome = Outcome(each, promise)
-            outcomes.append(outcome)
-            if not in_json:
-                outcome.show(with_value=file is None)
+    lines: SimpleQueue[Line | None] = SimpleQueue()
+    kept: list[Line] = []
+    with one_line(), reached(name, lines.put) as pool:
+        drones = pool.drones if everywhere else []
+        names = [drone.name for drone in drones] if everywhere else [""]
+        doers: list[Doer] = [*drones] if everywhere else [pool]
+        promises = [(each if timeout is None else each.options(timeout=timeout)).promise(program) for each in doers]
+        for promise in promises:
+            promise.add_done_callback(lambda _: lines.put(None))
+        for _ in promises:
+            while (line := lines.get()) is not None:
+                if in_json:
+                    kept.append(line)
+                else:
+                    click.echo(line if everywhere else line.text, err=line.stream == "stderr")
+        outcomes = [Outcome(drone, promise) for drone, promise in zip(names, promises, strict=True)]
     if in_json:
-        found = [outcome.plain() | printed.of(outcome.drone) for outcome in outcomes]
+        found = [outcome.plain(kept) for outcome in outcomes]
         as_json(found if everywhere else found[0])
+    else:
+        for outcome in outcomes:
+            outcome.show(with_value=file is None)
     sys.exit(max((outcome.status for outcome in outcomes), default=0))
 
 
-class Printed:
-    """What the work prints: to our own streams, or kept for the JSON."""
-
-    def __init__(self, silent: bool, prefixed: bool) -> None:
-        self._silent = silent
-        self._prefixed = prefixed
-        self._lines: list[Line] = []
-
-    def __call__(self, line: Line) -> None:
-        if self._silent:
-            self._lines.append(line)
-        else:
-            click.echo(str(line) if self._prefixed else line.text, err=line.stream == "stderr")
-
-    def of(self, drone: str) -> dict[str, str]:
-        lines = [line for line in self._lines if not drone or line.drone == drone]
-        return {
-            stream: "".join(f"{line.text}\n" for line in lines if line.stream == stream)
-            for stream in ("stdout", "stderr")
-        }
-
-
 class Outcome:
-    """Waits for what comes of it. `drone` is empty where only one was asked."""
+    """What has come of it. `drone` is empty where only one was asked."""
 
     def __init__(self, drone: str, promise: Promise[Any]) -> None:
         self.drone = drone
@@ -115,18 +104,10 @@ class Outcome:
             # As the interpreter takes it: nothing is 0, a number itself, anything else is printed, and 1.
             self.status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
             self.said = "" if end.code is None or isinstance(end.code, int) else str(end.code)
-        except KeyboardInterrupt as error:
-            if error.__cause__ is None:  # it is our own
-                promise.cancel()
-                raise
-            self._failed(error)
         except BaseException as error:
-            self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        self.error = error
-        self.status = 1
-        self.said = text_of(error)
+            self.error = error
+            self.status = 1
+            self.said = text_of(error)
 
     def show(self, with_value: bool) -> None:
         prefix = f"[{self.drone}] " if self.drone else ""
@@ -135,12 +116,18 @@ class Outcome:
         if self.said:
             click.echo(prefix + self.said, err=True)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, printed: list[Line]) -> dict[str, Any]:
+        """For JSON; of what was printed, its own."""
+        own = [line for line in printed if not self.drone or line.drone == self.drone]
+        streams = {
+            stream: "".join(f"{line.text}\n" for line in own if line.stream == stream)
+            for stream in ("stdout", "stderr")
+        }
         error = None
         if self.error is not None:
             error = {"type": type(self.error).__name__, "message": str(self.error), "traceback": self.said}
         drone = {"drone": self.drone} if self.drone else {}
-        return {**drone, "value": self.value, "status": self.status, "error": error}
+        return {**drone, "value": self.value, "status": self.status, "error": error, **streams}
 
 
 def text_of(error: BaseException) -> str:

@@ -45,7 +45,8 @@ def list_pools(in_json: bool) -> None:
     from polycephaly.net import places
 
     with one_line():
-        found = [(card, *_asked(card)) for card in places.running()]
+        asked = [(card, *_asked(card)) for card in places.running()]
+    found = [(card, status, error) for card, status, error in asked if status is not None or card.lives()]
     if in_json:
         as_json([status or _known(card) | {"error": error} for card, status, error in found])
     elif found:

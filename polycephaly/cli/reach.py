@@ -46,6 +46,8 @@ def one_line() -> Iterator[None]:
     """What cannot be reached, read or written is no bug of ours: one line, status 1."""
     try:
         yield
+    except BrokenPipeError:  # our reader has left: click ends quietly
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
         raise click.ClickException(said(error)) from error
 

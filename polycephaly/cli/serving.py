@@ -1,10 +1,11 @@
 """The process of a pool that was started by name: from its image to its end.
 
-clean __main__ ── modules, file ──> image ── fork ──> drones
-                                      └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
-                                                         the pool's own end
-asked to end:   no more work is taken, what runs is finished, its clients get it;  server, drones, this process end
-asked again, or to end at once:   what runs is cancelled
+    clean __main__ ── modules, file ──> image ── fork ──> drones
+                                          └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
+                                                             the pool's own end
+
+Asked to end, it takes no more work, finishes what runs, sees that its clients get it, and ends. Asked again, or to end
+at once, it does not wait for what runs: `AtOnce` is raised in the main thread, wherever that waits.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Serving:
                 pool,
                 serve(pool, self._address, name=self._name, on_stop=lambda now: ending.ask("stop", now)) as server,
             ):
-                pool._crew.ended._hook(lambda _: ending.ask("its drones have ended"))
+                pool._crew.ended._hook(lambda _: ending.ask(f"its drones have ended: {pool._crew.refusal}"))
                 tell(self._welcome(server))
                 log.info("%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address)
                 ending.wait()

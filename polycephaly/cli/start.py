@@ -99,7 +99,7 @@ def start(
 
     The other commands find it, and polycephaly.connect(NAME) in Python. Its drones are forked from this process after
     MODULEs and the file have been loaded, so they have them without loading anything. The current directory is theirs,
-    and on their sys.path. What they print while they work for somebody goes to him; anything else goes to the log (see
+    and on their sys.path. What they print goes to whoever gave them the work; anything else goes to the log (see
     `logs`), and to this terminal while it is in the foreground.
     """
     from . import daemon
