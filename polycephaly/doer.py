@@ -205,8 +205,9 @@ class Workforce(Doer, Executor):
 
         Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
         calls; from a served pool, 2,048), so they may be endless, and a slow consumer slows the drones down.
-        ``ordered=False`` gives results as they come. `timeout` seconds from this call, waiting raises `TimeoutError`. A call's error is
-        raised in its place; then, or when the iterator is closed, what is under way is cancelled.
+        ``ordered=False`` gives results as they come. `timeout` seconds from this call, waiting raises
+        `TimeoutError`. A call's error is raised in its place; then, or when the iterator is closed, what is under
+        way is cancelled.
         `chunksize` is accepted for the standard library's sake: there is nothing to tune. With `progress` a bar on
         stderr shows how many calls are done.
 

@@ -49,8 +49,8 @@ class Pool(Workforce):
         how many coroutine functions a drone runs at once, as green threads; everything else is done one by one
     ``output``
         "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable that is given each
-        line (a `str` with attributes ``text``, ``drone``, ``stream`` and ``tag``). What drones log is no output: it goes
-        to this process's loggers, each record with its ``drone``
+        line (a `str` with attributes ``text``, ``drone``, ``stream`` and ``tag``). What drones log is no output: it
+        goes to this process's loggers, each record with its ``drone``
     ``retries``
         how often work is run again whose drone died while running it
     ``max_tasks``
