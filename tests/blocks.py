@@ -30,11 +30,24 @@ PRINTED = re.compile(r"print\(.*\)  # (?P<line>.*)$", re.MULTILINE)
 SECONDS = re.compile(r"\b\d+\.\d+ (?=m?s\b)")
 
 NOTEBOOK = """
-import json, sys, nbclient, nbformat
-book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in json.load(sys.stdin)])
-nbclient.NotebookClient(book, timeout=60).execute()
-shown = [[out.get("text") or out["data"]["text/plain"] + "\\n" for out in cell.outputs] for cell in book.cells]
-json.dump(list(map("".join, shown)), sys.stdout)
+import json, sys
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel()
+shown = []
+def take(message):
+    kind, content = message["msg_type"], message["content"]
+    if kind == "stream":
+        shown[-1] += content["text"]
+    elif kind == "execute_result":
+        shown[-1] += content["data"]["text/plain"] + "\\n"
+    elif kind == "error":
+        shown[-1] += f"{content['ename']}: {content['evalue']}"
+for code in json.load(sys.stdin):
+    shown.append("")
+    client.execute_interactive(code, output_hook=take, allow_stdin=False, timeout=60)
+client.stop_channels()
+manager.shutdown_kernel()
+json.dump(shown, sys.stdout)
 """
 
 
@@ -90,7 +103,7 @@ def cells_of(page: str) -> list[tuple[str, str]]:
 
 def run_cells(codes: list[str], folder: Path) -> list[str]:
     """What a real kernel shows under each."""
-    for name in ("nbclient", "ipykernel"):
+    for name in ("jupyter_client", "ipykernel"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "XDG_RUNTIME_DIR"), str(folder))
