@@ -1,5 +1,7 @@
 """A served pool is used as one's own: single drones, what it is doing, its end."""
 
+import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -251,3 +253,84 @@ def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):
             remote.stop()
             closer.join()
             remote.shutdown()
+
+
+# -- streams of calls, asyncio, and what it has done ------------------------------------------------------------
+
+
+def fail_at_seven(n):
+    if n == 7:
+        raise ValueError(n)
+    return n
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_map_in_a_coroutine(remote, ordered):
+    async def main():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.001)
+
+        ticker = asyncio.create_task(tick())
+        values = [n async for n in remote.map(lambda n: time.sleep(0.02) or n, range(10), ordered=ordered)]
+        with pytest.raises(TimeoutError):
+            async for _ in remote.map(time.sleep, [60], timeout=0.1):
+                pass
+        with pytest.raises(ValueError, match="7"):
+            [n async for n in remote.map(fail_at_seven, itertools.count())]
+        ticker.cancel()
+        return values, ticks
+
+    values, ticks = asyncio.run(main())
+    assert sorted(values) == list(range(10)) and ticks > 20
+    if ordered:
+        assert values == list(range(10))
+    assert remote.doit(abs, -1) == 1
+
+
+def test_map_shows_its_progress(remote, capsys):
+    assert list(remote.map(abs, range(-50, 0), progress=True)) == list(range(50, 0, -1))
+    assert "50/50" in capsys.readouterr().err
+
+
+def test_an_error_of_the_input_comes_in_its_place(remote):
+    def rows():
+        yield from (1, 2)
+        raise LookupError("no third")
+
+    results = remote.map(abs, rows())
+    assert [next(results), next(results)] == [1, 2]
+    with pytest.raises(LookupError, match="no third"):
+        next(results)
+
+
+def test_async_with_leaves_when_the_work_is_done(pool, card):
+    async def main():
+        async with poly.connect(card) as remote:
+            late = remote.promise(time.sleep, 0.1)
+        with pytest.raises(RuntimeError):
+            remote.promise(abs, 1)
+        try:
+            async with poly.connect(card) as remote:
+                lost = remote.promise(block_for_ever)
+                raise LookupError("mine")
+        except LookupError:
+            pass
+        return late.done(), lost.cancelled()
+
+    with poly.serve(pool, file=card):
+        assert asyncio.run(main()) == (True, True)
+
+
+def test_its_timeline_is_that_of_the_pool(remote, pool, tmp_path):
+    list(remote.map(fail_at_seven, range(5)))
+    wait_for(lambda: len(remote.timeline.spans) == len(pool.timeline.spans))
+    timeline = remote.timeline
+    assert timeline.drones == pool.timeline.drones
+    assert sum(sums.calls for (_, name), sums in timeline.sums().items() if name == "fail_at_seven") == 5
+    assert "fail_at_seven" in str(timeline)
+    timeline.save(tmp_path / "run.json")

@@ -13,6 +13,8 @@ from ..image.relayed import NOTHING
 from ..output import Line
 from ..plan import check_output, check_timeout
 from ..source import OneByOne
+from ..timeline import Timeline
+from ..timeline.plain import unpack_timeline
 from ..wire.capture import pack_beside
 from . import places
 from .connection import AHEAD, Connection
@@ -63,6 +65,12 @@ class RemotePool(Workforce):
     def refresh(self) -> None:
         """Has the pool take a new snapshot of its image; for everybody who uses it. See `Pool.refresh`."""
         self._connection.ask("refresh").result()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the pool's drones have done so far, for whomever, and when, as its own process knows it: drones that
+        have joined are not in it. Times are of that machine's clock. See `Timeline`."""
+        return unpack_timeline(self._connection.ask("timeline").result())
 
     def status(self) -> dict[str, Any]:
         """What the pool is doing, as plain data that JSON can hold:

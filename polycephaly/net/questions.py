@@ -2,8 +2,8 @@
 
     ASK, SHARE ──> here ──> at once, or in a short-lived thread ── tell ──> TELL
 
-In a thread of its own is what may take long (a status looks at memory, a refresh forks, a large value is copied), and
-what is code of the pool's owner (`on_stop`). All else is done in the server's turn.
+In a thread of its own is what may take long (a status looks at memory, a timeline is long, a refresh forks, a large
+value is copied), and what is code of the pool's owner (`on_stop`). All else is done in the server's turn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..launch import safepoint
 from ..link import State
 from ..shared import Shared, hold
+from ..timeline.plain import pack_timeline
 from ..wire.messages import Malformed
 from .answers import OF_DRONES, Tell
 from .frames import TELL, pack_note
@@ -60,6 +61,8 @@ class Questions:
             elif what == "drones":
                 own = [known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING]
                 tell(value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()])
+            elif what == "timeline":
+                self._aside(tell, lambda: pack_timeline(self._pool.timeline))
             elif what == "refresh":
                 self._aside(tell, self._pool.refresh)
             elif what == "stop":
