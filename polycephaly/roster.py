@@ -371,18 +371,18 @@ class Roster:
             self._remove(link)
         if before <= State.RETIRING:
             link.death = error
-            self._unexpected(error, before)
+            self._unexpected(link, error, before)
         self.fill_up()
         self._crew.look_for_end = True
 
-    def _unexpected(self, error: DroneDied, before: State) -> None:
+    def _unexpected(self, link: Link, error: DroneDied, before: State) -> None:
         if self._plan.on_death == "break":
             self._crew.break_(error)
         elif before < State.READY and self._crew.wanted():
-            # Killed by somebody else, while others work: that says little of whether drones can start.
-            beside = error.exitcode == -signal.SIGKILL and any(each.state is State.READY for each in self.links)
+            # Killed by somebody else: that says little of whether drones can start.
+            killed = error.exitcode == -signal.SIGKILL and not link.verdict
             why = because(f"drones of {self._plan.name} die before they are ready", error)
-            self._start_failed(why, KILLED_TRIES if beside else START_TRIES)
+            self._start_failed(why, KILLED_TRIES if killed else START_TRIES)
         elif self._plan.on_death == "end":
             if self._crew.refusal is None:
                 self._crew.refusal = error

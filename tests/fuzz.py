@@ -496,7 +496,7 @@ class Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.strangers = self.dropped = 0
-        self.refused = 0  # lines of drones
+        self.refused = 0  # by drones
         self.bugs: list[Finding] = []
         self.lines: list[str] = []
         self.marks: set[str] = set()
@@ -526,6 +526,8 @@ class Heard(logging.Handler):
                 self.bugs.append(Finding(f"{record.getMessage()}: {error!r}", _frames_in(error)))
             elif "nobody's drone" in record.msg:
                 self.strangers += 1
+            elif record.getMessage().startswith("a malformed message was dropped"):  # a drone says so
+                self.refused += 1
             elif "was dropped" in record.msg:
                 self.dropped += 1
             self._news.notify_all()
@@ -534,8 +536,6 @@ class Heard(logging.Handler):
         with self._news:
             if line.text.startswith("mark "):
                 self.marks.add(line.text)
-            elif line.text.startswith("a malformed message was dropped"):
-                self.refused += 1
             else:
                 self.lines = [*self.lines[-40:], str(line)]
             self._news.notify_all()

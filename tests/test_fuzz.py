@@ -301,7 +301,7 @@ def ear_of_this_drone():
 
 
 @pytest.mark.parametrize("packet", FOR_DRONES.values(), ids=FOR_DRONES)
-def test_a_drone_drops_what_is_malformed_with_a_line_on_stderr_and_so_does_its_ear(packet, tmp_path):
+def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packet, tmp_path):
     go = tmp_path / "go"
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
