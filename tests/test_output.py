@@ -206,7 +206,7 @@ def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
 def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
     pool.doit(
         "import sys; from polycephaly.image.console import STDOUT, note\n"
-        "print('one', end=' '); sys.stdout.flush(); note(STDOUT, 'Z', 'body'); print('line')"
+        "print('one', end=' '); sys.stdout.flush(); note(STDOUT, 'O', '0'); print('line')"
     )
     assert lines.of("stdout") == ["one line"]
 
