@@ -135,7 +135,7 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
     made = "drone = poly.Drone()" if "drone" in ends else "pool = drone = poly.Pool(2)"
     end = "with pool: pass" if "with" in ends else ends
     with Script(f"""
-        import signal, sys, time
+        import signal, sys, threading, time, traceback
         import polycephaly as poly
         from polycephaly import crew
         from faults import append
@@ -150,10 +150,16 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
                     append(started, "interrupted")
 
         {made}
+        def tell_when_it_waits(main=threading.get_ident()):
+            while not any("wait_ended" in each.name for each in traceback.extract_stack(sys._current_frames()[main])):
+                time.sleep(0.01)
+            append(sys.argv[1], "waits")
+
         p = drone.promise(refuse_to_end, sys.argv[1])
+        threading.Thread(target=tell_when_it_waits).start()
         {end}
     """, up) as script:  # fmt: skip
-        wait_for(lambda: lines(up) == ["up"])
+        wait_for(lambda: sorted(lines(up)) == ["up", "waits"])
         script.signal(signal.SIGINT)
         wait_for(lambda: "interrupted" in lines(up))
         assert script.process.poll() is None
