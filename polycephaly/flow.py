@@ -128,8 +128,10 @@ class _Ordered:
         self._buffersize = buffersize
         self._end = end  # `time.monotonic`, after which nobody waits
         self._progress = progress
+        self._shown = 0.0  # when the bar was last looked at: what is under way is counted for that
         self._under_way = 0  # calls
         self._taken = 0
+        self._closed = False
         self._works: deque[Work] = deque()
         self._deadline: Promise[None] | None = None
         self._tick: Promise[None] | None = None
@@ -138,6 +140,8 @@ class _Ordered:
         """Has as many calls under way as there should be."""
         most = self._buffersize or self.source.ahead()
         works = self.source.works_ahead()
+        if self._closed:
+            return
         while self._under_way < most and len(self._works) < works and (not self._works or self.source.has_room()):
             best, room = self.source.best(), most - self._under_way
             if self._buffersize is not None:
@@ -173,6 +177,7 @@ class _Ordered:
         return self._works[0] if self._works else None
 
     def cancel(self) -> None:
+        self._closed = True
         self.show(last=True)
         _cancel(self._works)
         self.source.cancel()
@@ -192,6 +197,7 @@ class _Ordered:
 
     async def wait(self) -> None:
         """Until `take` would not wait. Who breaks this off cancels nothing by it."""
+        self.fill()  # here, not behind it: `take` would wait for what is sent only then
         news = self.news()
         while news is not None and not news.done() and not self.is_late():
             self.show()
@@ -210,7 +216,8 @@ class _Ordered:
         return self._end is not None and monotonic() >= self._end
 
     def show(self, *, last: bool = False) -> None:
-        if self._progress is not None:
+        if self._progress is not None and (last or monotonic() - self._shown >= REFRESH):
+            self._shown = monotonic()
             done = self._taken
             for work in self._works:
                 if work.done():
@@ -265,6 +272,8 @@ class _Unordered(_Ordered):
         return [work]
 
     def news(self) -> Promise[Any] | None:
+        if self._works and not self._arrived and self._news.done():  # it told of some that were taken without a wait
+            self._news = Promise()
         return self._news if self._works and not self._arrived else None
 
     def _add(self, work: Work) -> None:

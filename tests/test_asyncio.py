@@ -221,3 +221,28 @@ def test_the_same_in_green_threads():
 
     values, ticks = green.run(main)
     assert values == list(range(8)) and ticks > 20
+
+
+@pytest.mark.parametrize("kind", [{"ordered": False}, {"buffersize": 1}, {"ordered": False, "buffersize": 1}])
+def test_async_for_waits_for_no_result_in_the_loop(kind):
+    """Each call ends only when the loop has gone on since the result before it."""
+
+    async def main(pool, pipe):
+        seen = []
+        async for x in pool.map(read_one, [pipe[0]] * 6, timeout=20, **kind):
+            seen.append(x)
+            asyncio.get_running_loop().call_later(0.02, os.write, pipe[1], b"x")
+        return seen
+
+    pipe = os.pipe()
+    try:
+        os.write(pipe[1], b"x")
+        with poly.Pool(2) as pool:
+            assert asyncio.run(main(pool, pipe)) == [b"x"] * 6
+    finally:
+        for fd in pipe:
+            os.close(fd)
+
+
+def read_one(fd):
+    return os.read(fd, 1)
