@@ -1,6 +1,7 @@
 """What is logged in a drone reaches the controller's loggers, with the drone's name, once and in order."""
 
 import gc
+import json
 import logging
 import logging.config
 import os
@@ -14,6 +15,7 @@ from scripts import run_script
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.wire.chunks import LONGEST
 
 log = logging.getLogger("tests.drones")
 
@@ -343,3 +345,47 @@ def test_the_library_logs_to_its_own_loggers_and_prints_nothing():
         assert [type(h).__name__ for h in logging.getLogger("polycephaly").handlers] == ["NullHandler"]
     """)
     assert done.stdout == done.stderr == ""
+
+
+def test_long_records_of_many_threads_at_once_all_come(pool, records):
+    def work():
+        at_once = threading.Barrier(40)
+
+        def tell():
+            at_once.wait()
+            for _ in range(4):
+                log.warning("x" * 40_000)
+
+        threads = [threading.Thread(target=tell) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    pool.doit(work)
+    assert [len(each.msg) for each in records.records] == [40_000] * 160
+
+
+def test_records_about_as_long_as_can_be_sent_come(pool, records):
+    def work():
+        for size in range(LONGEST - 400, LONGEST, 20):
+            log.warning("y" * size)
+        log.warning("\x7f" * (LONGEST // 3))
+        try:
+            raise ValueError("\U0001f600" * LONGEST)
+        except ValueError:
+            log.warning("\U0001f600" * LONGEST, exc_info=True)
+
+    pool.doit(work)
+    assert len(records.records) == 22
+
+
+@pytest.mark.parametrize("forged", [(5, {}), (None, {"exc_text": 5}), (None, {"levelno": "x"})])
+def test_what_only_looks_like_a_record_of_ours_breaks_nothing(forged, capfd):
+    exc_text, rest = forged
+    values = ["n", 30, "WARNING", "m", "p", 1, "f", 1.0, 1.0, 1.0, 1, 1, "t", exc_text, None]
+    printed = f"\x1epoly:L;1 {json.dumps([values, rest])}\x1e\n".encode()
+    with poly.Pool(1, name="p") as pool:
+        pool.doit(os.write, 2, printed)
+        assert pool.doit("6 * 7") == 42
+    assert "[p.0] \x1epoly:L;1 [[" in capfd.readouterr().err

@@ -33,7 +33,7 @@ _OPENING = MARK + b"poly:"
 _CHUNK = re.compile(rb"\x1epoly:([A-Z])([0-9a-f.]*)([+;])([ -~]*)\x1e")
 _NOT_IN_ONE = re.compile(rb"[^ -~]")
 _PART = PIPE_BUF - 64  # bytes of a body that go into one write
-_SENDERS = 16  # whose unfinished chunks are kept
+_PARTS = 16 * (LONGEST // _PART)  # of unfinished chunks that are kept, of all senders
 
 _numbers = itertools.count()
 
@@ -64,6 +64,7 @@ class Sorter:
         self.held = b""
         """The end of what has come, if it may be the beginning of a chunk."""
         self._parts: dict[bytes, list[bytes]] = {}
+        self._kept = 0  # of these, all together
 
     def sort(self, new: bytes, last: bool) -> Iterator[bytes | Chunk]:
         """Text and chunks, in their order. With `last`, nothing is held back."""
@@ -91,14 +92,20 @@ class Sorter:
         if sender:
             parts = self._parts.setdefault(sender, [])
             parts.append(body)
+            self._kept += 1
             if len(parts) > LONGEST // _PART + 1:  # it is none of us
-                del self._parts[sender]
-            elif len(self._parts) > _SENDERS:  # somebody died in the middle of his
-                del self._parts[next(iter(self._parts))]
+                self._drop(sender)
+            elif self._kept > _PARTS:  # somebody died in the middle of his
+                self._drop(next(iter(self._parts)))
             if more == b"+":
                 return None
-            body = b"".join(self._parts.pop(sender, ()))
+            body = b"".join(self._drop(sender))
         return kind.decode(), body.decode()
+
+    def _drop(self, sender: bytes) -> list[bytes]:
+        parts = self._parts.pop(sender, [])
+        self._kept -= len(parts)
+        return parts
 
 
 def _may_become_one(text: bytes, at: int) -> bool:

@@ -23,7 +23,9 @@ _FIELDS = (
 )  # fmt: skip
 _TYPES = (str, int, str, str, str, int)  # of the first ones; a record cannot be without them
 _KNOWN = {*_FIELDS, "args", "exc_info", "filename", "module", "processName", "message"}
-_CUT = LONGEST // 32  # characters of each text in a record that would be too long: JSON may make six bytes of one
+_MOST = LONGEST - 32  # bytes: beside it stands a number
+_CUTS = LONGEST // 32, LONGEST // 128  # characters of each text in a record that would be too long, if need be fewer:
+# JSON may make twelve bytes of one
 
 _formatter = logging.Formatter()
 
@@ -40,9 +42,11 @@ def pack_record(record: logging.LogRecord) -> str:
         body = _encode((values, rest))
     except (TypeError, ValueError):  # keys that are no text; a circle
         body = _encode((values, {str(name): _plain(value) for name, value in rest.items()}))
-    if len(body) > LONGEST:
-        body = _encode((list(map(_cut, values)), {}))
-    return body.replace("\x7f", "\\u007f")  # all else that is no printable ASCII JSON has escaped
+    for most in _CUTS:
+        if len(body) <= _MOST:
+            break
+        body = _encode(([_cut(value, most) for value in values], {}))
+    return body
 
 
 def unpack_record(body: str, drone: str) -> logging.LogRecord:
@@ -51,6 +55,8 @@ def unpack_record(body: str, drone: str) -> logging.LogRecord:
     values, rest = json.loads(body)
     if len(values) != len(_FIELDS) or not all(map(isinstance, values, _TYPES)) or not isinstance(rest, dict):
         raise ValueError("this is no log record")
+    if not all(text is None or isinstance(text, str) for text in values[-2:]) or not _KNOWN.isdisjoint(rest):
+        raise ValueError("this is a log record with what no record has there")
     record = logging.LogRecord.__new__(logging.LogRecord)
     fields = record.__dict__
     fields.update(taskName=None)
@@ -74,10 +80,15 @@ def _text(value: object) -> str:
         return f"<a {type(value).__qualname__} whose str raises {type(error).__qualname__}>"
 
 
-def _cut(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > _CUT:
-        return f"{value[:_CUT]} ... ({len(value) - _CUT} more characters)"
+def _cut(value: Any, most: int) -> Any:
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[:most]} ... ({len(value) - most} more characters)"
     return value
 
 
-_encode = json.JSONEncoder(default=_text, separators=(",", ":")).encode
+_encoder = json.JSONEncoder(default=_text, separators=(",", ":"))
+
+
+def _encode(fields: object) -> str:
+    """Printable ASCII: what else there is JSON has escaped, but for one."""
+    return _encoder.encode(fields).replace("\x7f", "\\u007f")
