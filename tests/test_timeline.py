@@ -267,10 +267,11 @@ def test_this_images_green_threads_have_a_timeline():
     async def item(n):
         await green.sleep(0.001)
 
+    began = time.monotonic()
     green.run(main)
     green.spawn(nap, 0.01, name="native").result()
     green.map(item, [71, 72], width=1)
-    spans = green.timeline().spans
+    spans = [span for span in green.timeline().spans if span.started >= began]  # others have a `main`, too
     of_main = [span for span in spans if span.thread.startswith("main #")]
     assert [(span.name, span.note) for span in of_main if not span.whole] == [("nap", "0.05"), ("nap", "0.01")]
     assert [span.whole for span in of_main] == [False, False, True]
@@ -511,3 +512,19 @@ def test_the_trace_keeps_the_rules_of_its_format(tmp_path):
     assert [event["args"]["status"] for event in work if event["name"] == "fail"] == ["error"]
     counters = [event["args"]["pieces"] for event in events if event["ph"] == "C"]
     assert min(counters) == counters[-1] == 0
+
+
+def test_a_number_too_long_to_be_told_harms_nothing():
+    assert green.map(lambda n: time.sleep(0.001), [10**5000], width=1) == [None]
+
+
+def test_names_without_end_are_added_up_together(monkeypatch):
+    monkeypatch.setattr(record, "KEPT", 20)
+    monkeypatch.setattr(record, "CHAPTERS", 2)
+    monkeypatch.setattr(record, "NAMES_KEPT", 5)
+    with poly.Pool(1) as pool:
+        for n in range(60):
+            pool.doit(f"x = {n}")
+        (folded, _), sums = pool._crew.record.look(), pool.timeline.sums()
+    assert len(folded.sums) <= 6 and folded.spans > 6
+    assert sum(each.calls for each in sums.values()) == 60

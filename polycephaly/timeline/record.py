@@ -37,6 +37,9 @@ _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", 
 KEPT = 30_000
 """Spans, about: what is kept of a crew for its picture. Some 15 MB at most."""
 CHAPTERS = 100
+NAMES_KEPT = 1000
+"""Of functions on drones, in the sums; what has yet another name, as every code string may, is added up together."""
+OTHERS = "(others)"
 SHORT = 100e-6  # seconds
 THREADS_KEPT = 10_000
 CPU_KEPT = 1000
@@ -248,19 +251,22 @@ class Record:
 
 def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
     added: dict[tuple[str, str], list[Any]] = {}
+    known = folded.sums
     spans = folded.spans
     start, end = folded.start or chapter[0].queued[0], folded.end
     for entry in chapter:
         spans += len(entry.started)
         start, end = min(start, entry.queued[0]), max(end, entry.received)
         key = entry.drone, entry.name
+        if key not in known and key not in added and len(known) + len(added) >= NAMES_KEPT:
+            key = entry.drone, OTHERS
         if key in added:
             so_far = added[key]
             for place, number in enumerate(entry.sums()):
                 so_far[place] += number
         else:
             added[key] = list(entry.sums())
-    sums = dict(folded.sums)
+    sums = dict(known)
     for key, numbers in added.items():
         sums[key] = Sums(*numbers) + sums.get(key, Sums())
     return Folded(sums, spans, start, end)

@@ -190,7 +190,9 @@ def _name(fn: Any) -> str:
 
 
 def _note(arg: Any) -> str:
-    return repr(arg)[:NOTE] if type(arg) in (str, int, float) and (type(arg) is not str or len(arg) <= NOTE) else ""
+    if type(arg) is int:
+        return str(arg)[:NOTE] if arg.bit_length() <= 256 else ""  # of thousands of digits, Python refuses
+    return repr(arg)[:NOTE] if type(arg) is float or (type(arg) is str and len(arg) <= NOTE) else ""
 
 
 trail = Trail()
