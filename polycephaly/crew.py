@@ -582,6 +582,12 @@ class Crew:
                         self.hub.deliver(work.cancel)
         self.look_for_end = True
 
+    def cancel_own(self, link: Link) -> None:
+        """What only that drone may do."""
+        for work in [*link.pinned, *self._waiting, *link.flight.values()]:
+            if work.target is link:
+                self.hub.deliver(work.cancel)
+
     def _unfinished(self) -> bool:
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it waited

@@ -147,10 +147,15 @@ class Drone(Resident):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
+        if self._crew.plan.on_death == "end":
+            self._crew.finish(cancel=kind is not None)
+        else:  # one of a pool's, which goes on
+            if kind is not None:
+                self._cancel_own()
             self.release()
-        else:
-            self._crew.finish(cancel=True)
+
+    def _cancel_own(self) -> None:
+        self._crew.hub.post(lambda: self._crew.cancel_own(self._link))
 
     async def __aenter__(self) -> Self:
         return self
@@ -158,11 +163,13 @@ class Drone(Resident):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if kind is None and self._crew.plan.on_death != "end":  # one of a pool's
+        if self._crew.plan.on_death == "end":
+            await self._crew.finish_async(cancel=kind is not None)
+        else:
+            if kind is not None:
+                self._cancel_own()
             self.release(wait=False)
             await self._link.ended
-        else:
-            await self._crew.finish_async(cancel=kind is not None)
 
     # -- what it is -------------------------------------------------------------------------------
 

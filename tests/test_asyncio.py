@@ -246,3 +246,23 @@ def test_async_for_waits_for_no_result_in_the_loop(kind):
 
 def read_one(fd):
     return os.read(fd, 1)
+
+
+@pytest.mark.parametrize("in_asyncio", [False, True])
+def test_an_error_in_the_block_of_a_pools_drone_ends_that_drone_only(in_asyncio):
+    def plain(pool, given):
+        with pool.drones[0] as one:
+            given += [one.promise(time.sleep, 60), one.promise(time.sleep, 60)]
+            raise KeyError("mine")
+
+    async def awaited(pool, given):
+        async with pool.drones[0] as one:
+            given += [one.promise(time.sleep, 60), one.promise(time.sleep, 60)]
+            raise KeyError("mine")
+
+    given = []
+    with poly.Pool(2) as pool:
+        with pytest.raises(KeyError, match="mine"):
+            asyncio.run(awaited(pool, given)) if in_asyncio else plain(pool, given)
+        assert all(promise.cancelled() for promise in given)
+        assert pool.doit(double, 21) == 42
