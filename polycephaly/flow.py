@@ -27,6 +27,8 @@ from .work import Slice, Work
 
 __all__ = ["Results", "results"]
 
+LOOK = 1.0  # seconds: no clock is set for longer, as the hub keeps it when the map that set it is long over
+
 T = TypeVar("T")
 
 
@@ -227,10 +229,10 @@ class _Ordered:
                 self._progress.close()
 
     def _clocks(self) -> Iterator[Promise[None]]:
-        """Settled when it is time to look: that of the end is made once, that of the bar anew each time."""
+        """Settled when it is time to look whether it is the end, and at the bar."""
         if self._end is not None:
-            if self._deadline is None:
-                self._deadline = self._clock(self._end - monotonic())
+            if self._deadline is None or self._deadline.done():
+                self._deadline = self._clock(min(LOOK, self._end - monotonic()))
             yield self._deadline
         if self._progress is not None:
             if self._tick is None or self._tick.done():

@@ -266,3 +266,13 @@ def test_an_error_in_the_block_of_a_pools_drone_ends_that_drone_only(in_asyncio)
             asyncio.run(awaited(pool, given)) if in_asyncio else plain(pool, given)
         assert all(promise.cancelled() for promise in given)
         assert pool.doit(double, 21) == 42
+
+
+def test_a_map_that_is_over_leaves_no_timer_for_its_timeout():
+    async def main():
+        with poly.Pool(1) as pool:
+            for _ in range(20):
+                assert [x async for x in pool.map(double, [1, 2], timeout=3600)] == [2, 4]
+            wait_for(lambda: not pool._crew.hub._timers)
+
+    asyncio.run(main())
