@@ -155,6 +155,17 @@ def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, t
     assert remote.doit(abs, -1) == 1
 
 
+def test_who_leaves_keeps_the_calls_of_its_own_clients(far, card, server, tmp_path):
+    gate, runs, own = (str(tmp_path / name) for name in ("gate", "runs", "own.json"))
+    with poly.serve(far, file=own), poly.connect(own) as remote:
+        with join(far, card):
+            promises = [remote.promise(note_and_hold, runs, i, gate) for i in range(6)]
+            wait_for(lambda: lines(runs) and remote.status()["queued"] > 0)
+        append(gate, "")
+        assert [promise.result(SOON) for promise in promises] == list(range(6))
+        assert Counter(lines(runs)) == Counter(map(str, range(6)))
+
+
 def test_who_leaves_at_once_has_what_it_runs_rejected(remote, joined, tmp_path):
     started = str(tmp_path / "started")
     promises = [remote.promise(block_for_ever, started) for _ in range(2)]

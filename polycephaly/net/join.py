@@ -288,8 +288,9 @@ class Joined:
         self._crew.hub.post(partial(self._find_some, most))
 
     def _find_some(self, most: int) -> None:
-        """In a turn of the hub."""
-        works = self._crew.lend(most, lambda work: work.relays is not None)
+        """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work for others too."""
+        ours = set(map(id, list(self._desk.works.values())))
+        works = self._crew.lend(most, lambda work: id(work) in ours)
         self._crew.settled_elsewhere(works)
         self._post(partial(self._return, works))
 
