@@ -140,6 +140,14 @@ def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descript
         assert stat.S_IMODE(log.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_daemon_comes_up_where_streams_are_closed(shell: Shell, closed: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "start", "lab", "-n", "1", "--daemonize"]
+    assert subprocess.run(command, env=shell.env, cwd=shell.folder, timeout=60).returncode == 0
+    assert shell.say("doit", "lab", "6 * 7") == "42\n"
+    assert shell.run("stop", "lab").returncode == 0
+
+
 def test_work_has_the_umask_and_the_directory_of_the_shell(lab: Shell) -> None:
     assert lab.say("doit", "lab", "import os; old = os.umask(0); os.umask(old); (old, os.getcwd())") == (
         f"{(_umask(), str(lab.folder))!r}\n"
@@ -229,6 +237,21 @@ def test_a_pool_asked_to_end_finishes_what_runs_and_its_client_gets_it(shell: Sh
             (shell.folder / "go").touch()
             assert client.communicate() == ("'done'\n", "")
         assert server.wait() == 0
+
+
+def test_a_hangup_that_it_was_told_to_ignore_does_not_end_a_pool(shell: Shell) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = subprocess.Popen([*COMMAND, "start", "lab", "-n", "1"], env=shell.env, cwd=shell.folder)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        wait_for(lambda: shell.run("doit", "lab", "0").returncode == 0, 30)
+        os.kill(process.pid, signal.SIGHUP)
+        assert shell.say("doit", "lab", "6 * 7") == "42\n"
+    finally:
+        process.terminate()
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize("how", ["twice", "stop --now"])

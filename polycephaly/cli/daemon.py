@@ -41,8 +41,12 @@ def here(serve: Callable[[Tell], int]) -> int:
 
 def detached(serve: Callable[[Tell], int]) -> int:
     """In a daemon. Returns here when that has told how it went; the daemon itself never returns."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed before we began
+            stream.flush()
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # the pipe is not to get the number of a closed one
+        pass
+    os.close(fd)
     reading, writing = os.pipe()
     leader = os.fork()
     if not leader:

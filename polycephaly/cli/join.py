@@ -52,7 +52,8 @@ def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path 
             size = len(pool.drones)
             click.echo(f"{size} drone{'s' * (size != 1)} of this host work for {joined.name} at {joined.address}")
             for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.default_int_handler)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    signal.signal(number, signal.default_int_handler)
             try:
                 joined.run()
             except KeyboardInterrupt:

@@ -58,7 +58,8 @@ class Ending:
     def wait(self) -> None:
         """Raises `AtOnce`, now or during what follows, if that is wanted."""
         for number in _SIGNALS:
-            signal.signal(number, self._hear)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it is to outlive that
+                signal.signal(number, self._hear)
         self._asked.wait()
         if self._at_once:
             raise AtOnce
