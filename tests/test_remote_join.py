@@ -185,6 +185,16 @@ def test_a_pool_that_ends_leaves(remote, joined, far, tmp_path):
     assert [p.result(SOON) for p in [remote.promise(abs, -i) for i in range(100)]] == list(range(100))
 
 
+def test_calls_that_come_while_a_pool_ends_are_given_back(remote, server, card):
+    for turn in range(8):
+        with poly.Pool(1, name="far") as far, join(far, card):
+            warm_up(remote)
+            promises = [remote.promise(abs, -i) for i in range(3000)]
+            promises[200 * turn].result(SOON)
+            far.shutdown()
+            assert [promise.result(SOON) for promise in promises] == list(range(3000))
+
+
 def test_the_servers_end_is_told(far, card, tmp_path):
     with poly.Pool(1) as pool:
         server = poly.serve(pool, file=card)

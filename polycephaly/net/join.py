@@ -274,10 +274,15 @@ class Joined:
     def _take(self, items: list[Item]) -> None:
         back = []
         for item in items:
-            if self._leaving and item.kind >= CALL and not item.target:
+            given_to_any = item.kind >= CALL and not item.target
+            if self._leaving and given_to_any:
                 back.append(item.number)
-            else:
-                self._desk.take(item)
+                continue
+            self._desk.take(item)
+            if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Work):
+                del self._desk.works[item.number]  # our pool was shut down just now, and did not take it
+                back.append(item.number)
+                self._leaving = True
         if back:
             self._dealer.send(pack_numbers(RETURNED, back))
 
