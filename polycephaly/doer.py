@@ -10,7 +10,7 @@ from .crew import Crew
 from .flow import Results, results
 from .image import namespace
 from .link import Link
-from .plan import Terms, check_at_least, check_timeout, check_work
+from .plan import Terms, check_at_least, check_seconds, check_timeout, check_work
 from .progress import total_of
 from .promises import Promise
 from .source import OneByOne
@@ -222,6 +222,7 @@ class Workforce(Doer, Executor):
         ...     list(itertools.islice(squares, 4))
         [0, 1, 4, 9]
         """
+        check_seconds("timeout", timeout)
         if chunksize is not None:
             check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:

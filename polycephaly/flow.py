@@ -46,6 +46,9 @@ class Results(chain[T]):
         """Cancels what is under way. Twice is no error."""
         self._flow.close()
 
+    def __repr__(self) -> str:
+        return f"<Results of {self._stream.source.label}: to be iterated, by `for` or `async for`>"
+
     def __aiter__(self) -> AsyncIterator[T]:
         return _Steps(self)
 

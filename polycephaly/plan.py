@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from .launch.launcher import START_METHODS, default_start_method
@@ -20,6 +21,7 @@ __all__ = [
     "check_initializer",
     "check_memory",
     "check_output",
+    "check_seconds",
     "check_start",
     "check_timeout",
     "check_work",
@@ -76,14 +78,20 @@ def check_start(start: str | None) -> str:
     return start
 
 
+def check_seconds(name: str, seconds: float | None) -> float | None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real)):
+        raise TypeError(f"{name} is a number of seconds, not {seconds!r}")
+    return seconds
+
+
 def check_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and not timeout > 0:
+    if check_seconds("timeout", timeout) is not None and not timeout > 0:  # type: ignore[operator]  # it is a number
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return timeout
 
 
 def check_hang_timeout(seconds: float | None) -> float | None:
-    if seconds is not None and not seconds >= SHORTEST_HANG:
+    if check_seconds("hang_timeout", seconds) is not None and not seconds >= SHORTEST_HANG:  # type: ignore[operator]
         raise ValueError(
             f"hang_timeout must be at least {SHORTEST_HANG} seconds, not {seconds!r}: "
             "a drone shows every tenth of a second that it lives"
@@ -118,7 +126,7 @@ def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
 
 def check_initializer(initializer: Any) -> Any:
     if initializer is not None and not callable(initializer):
-        raise TypeError("initializer must be a callable")
+        raise TypeError(f"initializer must be a callable, not {initializer!r}")
     return initializer
 
 

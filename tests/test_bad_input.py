@@ -165,3 +165,20 @@ def test_limits_of_this_process_are_untouched():
 def test_map_takes_no_code_string():
     with poly.Pool(1) as pool, pytest.raises(TypeError, match="code string"):
         pool.map("x", [1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.options(timeout="3"),
+        lambda pool: pool.map(abs, [1], timeout="3"),
+        lambda pool: poly.Pool(1, timeout="3"),
+        lambda pool: poly.Pool(1, hang_timeout="3"),
+        lambda pool: poly.Pool(1, initializer="3"),
+        lambda pool: poly.serve("3"),
+        lambda pool: poly.connect(3),
+    ],
+)
+def test_what_is_of_the_wrong_type_is_named(call):
+    with poly.Pool(1) as pool, pytest.raises(TypeError, match=r"not (by )?'?3"):
+        call(pool)

@@ -32,6 +32,9 @@ class RemotePool(Workforce):
     Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions run in drones of the
     server's image. What is `__main__` here travels by value. When the connection is lost, what was not answered is
     rejected with `ConnectionError`. It is closed when nobody has it any more.
+
+    Callbacks of its promises, and `output`, are called in the thread that speaks with the server: one that does not
+    come back for 15 seconds is taken for the end of this client.
     """
 
     def __init__(self, connection: Connection) -> None:

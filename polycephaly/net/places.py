@@ -99,6 +99,8 @@ def card_of(
     where: str | os.PathLike[str], server_key: str | None = None, keys: tuple[str, str] | None = None
 ) -> Card:
     """The card of the pool that `connect` and `join` were told of. Raises as `connect` does."""
+    if not isinstance(where, (str, os.PathLike)):
+        raise TypeError(f"a pool is found by its name, a connection file or an address, not by {where!r}")
     if server_key is None and keys is None:
         if os.fspath(where).startswith("tcp://"):
             raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")

@@ -498,6 +498,10 @@ def serve(
     ...     remote.doit(lambda x: x + 1, 41)
     42
     """
+    from ..pool import Pool
+
+    if not isinstance(pool, Pool):
+        raise TypeError(f"serve takes a pool of this process, not {pool!r}")
     pool._crew.check_open()
     if name is not None:
         places.check_free(name)
