@@ -168,7 +168,11 @@ function drawSpan(i, x, y, wide, high) {
   const dim = chosen >= 0 && name[i] !== chosen ? 0.15 : 1;
   pen.fillStyle = data.names[name[i]].colour;
   if (cpu[i] === null) {
-    pen.globalAlpha = dim;
+    pen.globalAlpha = 1;
+    pen.fillStyle = theme.paper;  // over the lines
+    pen.fillRect(x, y, wide, high);
+    pen.fillStyle = data.names[name[i]].colour;
+    pen.globalAlpha = 0.75 * dim;
     pen.fillRect(x, y, wide, high);
   } else {
     const solid = high * Math.min(1, cpu[i] / Math.max(1, finished[i] - started[i]));

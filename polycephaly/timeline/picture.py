@@ -37,6 +37,7 @@ MARGIN = 24.0
 DRONE, THREAD = 24.0, 14.0  # heights of rows
 CHARACTER = 6.6  # the width of one, about, in the small size
 PALE = 0.45  # opacity of what waits
+BETWEEN = 0.75  # and where that is not known
 
 
 class Bar(NamedTuple):
@@ -197,11 +198,11 @@ def _bar(span: Span, x: float, y: float, wide: float, high: float, palette: dict
     """Filled as far as it computed, where that is known; pale above."""
     colour = palette.get(span.name, OTHERS)
     title = told(span)
+    yield Box(x, y, wide, high, "paper")  # over the lines
     if span.cpu is None:
-        yield Box(x, y, wide, high, colour, title=title)
+        yield Box(x, y, wide, high, colour, BETWEEN, title=title)
     else:
         solid = high * min(1.0, span.cpu / max(span.seconds, 1e-9))
-        yield Box(x, y, wide, high, "paper")  # over the lines
         yield Box(x, y, wide, high, colour, PALE, title=title)
         yield Box(x, y + high - solid, wide, solid, colour)
     if span.status not in (DONE, RUNNING):
@@ -233,7 +234,10 @@ def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
         drawing.add(Box(x, y - 10, 12, 12, colour), Words(x + 18, y, name, 12))
         x += wide
     y += 20
-    key = "Pale: waiting; solid: computing, or not measured. A red edge: it failed. A thin line: on its way, or parked."
+    key = (
+        "Pale: waiting; solid: computing; between: not measured. A red edge: it failed. "
+        "A thin line: on its way, or parked."
+    )
     drawing.add(Words(MARGIN, y, key, 11, colour="soft"))
     drawing.height = y
 
