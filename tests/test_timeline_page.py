@@ -88,10 +88,12 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
     rows = page.evaluate("rows.map(row => [row.drone, row.thread !== '', row.top + AXIS + row.height / 2])")
     assert sum(thread for _, thread, _ in rows) == FUND_THREADS
     [height] = [top for drone, thread, top in rows if drone == "funds" and not thread]
-    middle = page.evaluate("xOf(data.length / 2)")
+    funds = "[...Array(count).keys()].find(i => data.names[spans.name[i]].name === 'load_funds')"
+    moment = page.evaluate(f"(spans.started[{funds}] + spans.finished[{funds}]) / 2")
+    middle = page.evaluate("moment => xOf(moment)", moment)
     page.mouse.move(chart["x"] + middle, chart["y"] + height)
+    page.wait_for_function("document.querySelector('#tip').innerText.startsWith('load_funds\\n')")
     told = page.locator("#tip").inner_text()
-    assert told.startswith("load_funds\n")
     assert "funds" in told and "of that on a processor" in told and " kB" in told
 
     whole = seen(page)
@@ -99,16 +101,17 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
         page.mouse.wheel(0, -200)
     page.wait_for_function("view.to - view.from < data.length / 5")
     narrow = seen(page)
-    assert whole[0] < narrow[0] < sum(whole) / 2 < narrow[1] < whole[1]  # what was under the pointer still is
+    assert whole[0] < narrow[0] < moment < narrow[1] < whole[1]  # what was under the pointer still is
 
     thread = next(top for drone, thread, top in rows if thread)
     [item] = page.evaluate(
         "[...Array(count).keys()].filter(i => rows[spans.row[i]].thread).slice(0, 1)"
         ".map(i => { show(spans.started[i], spans.finished[i]); return label(i); })"
     )
-    page.mouse.move(chart["x"] + middle + 3, chart["y"] + thread)
+    assert item.startswith("Site.load_letter('")
+    page.mouse.move(chart["x"] + chart["width"] * 0.6, chart["y"] + thread)
+    page.wait_for_function("item => document.querySelector('#tip').innerText.startsWith(item)", arg=item)
     told = page.locator("#tip").inner_text()
-    assert told.startswith(item) and item.startswith("Site.load_letter('")
     assert "green thread" in told
 
     page.mouse.down()
