@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
 IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
 START_TRIES = 3
-KILLED_TRIES = 30
+KILLED_TRIES = 100  # in a row, by somebody else
 SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is IN_TRANSIT
 TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are there
 

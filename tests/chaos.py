@@ -348,7 +348,8 @@ class Samples:
     def _live(self) -> None:
         moved, last = time.monotonic(), -1
         while not self._over.wait(1.0):
-            self.taken.append((own_memory(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+            if self._phases and self._phases[-1].settled:  # before that its pool is not up
+                self.taken.append((own_memory(), len(os.listdir("/proc/self/fd")), threading.active_count()))
             settled = sum(each.settled for each in self._phases)
             if settled != last:
                 moved, last = time.monotonic(), settled
@@ -360,6 +361,8 @@ class Samples:
     def quarters(self, since: int) -> Iterator[tuple[str, float, float, float]]:
         """Of each thing: its name, the medians of the first and last quarters, and what the last may be."""
         taken = self.taken[since:]
+        if not taken:
+            return
         quarter = max(1, len(taken) // 4)
         names = ("own memory, MiB", "descriptors", "threads")
         warming = 16 if len(taken) >= 120 else 64  # a short run has warmed up in its last quarter only
