@@ -130,8 +130,7 @@ class Connection:
             self.welcome.result(timeout)
         except TimeoutError:
             self.close(cancel="all")
-            why = f": {self._dealer.trouble}" if self._dealer.trouble else ""
-            raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{why}") from None
+            raise self._dealer.no_answer(timeout) from None
         except BaseException:
             self.close(cancel="all")
             raise

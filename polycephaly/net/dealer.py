@@ -34,6 +34,7 @@ class Dealer:
     _ended = ""
 
     def __init__(self, card: Card) -> None:
+        self._address = card.address
         self.welcomed = False  # the server has said hello
         self._peer: Peer | None = None
         with ExitStack() as undo:
@@ -83,6 +84,11 @@ class Dealer:
                     self.lost = self.trouble
             elif kind == zmq.EVENT_DISCONNECTED and self.welcomed:
                 self._ended = "the server has ended, or cannot be reached"
+
+    def no_answer(self, timeout: float) -> ConnectionError:
+        """For whoever has waited so many seconds for the server's hello."""
+        why = f": {self.trouble}" if self.trouble else ""
+        return ConnectionError(f"nobody answered at {self._address} within {timeout:g} s{why}")
 
     def close(self) -> None:
         """Says good-bye, if anybody is there to hear it."""

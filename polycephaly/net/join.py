@@ -117,8 +117,7 @@ class Joined:
             self._welcome.result(timeout)
         except TimeoutError:
             self.leave(now=True)
-            why = f": {self._dealer.trouble}" if self._dealer.trouble else ""
-            raise ConnectionError(f"nobody answered at {self.address} within {timeout:g} s{why}") from None
+            raise self._dealer.no_answer(timeout) from None
         except BaseException:
             self.leave(now=True)
             raise

@@ -152,29 +152,13 @@ def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool
 
 def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
     """A pickle, and the large buffers that go beside it: views of what `value` holds. Raises as `capture` does."""
-    buffers: list[memoryview] = []
-    try:
-        pieces, _alive = _with(_Plain, value, snapshot, buffers)
-        plain = not any(map(_may_name_main, pieces))
-    except Exception:
-        plain = False
-    if not plain:
-        buffers = []
-        pieces, _alive = _with(_Capture, value, snapshot, buffers)
+    pieces, buffers, _alive = _in_pieces(value, snapshot)
     return b"".join(pieces), buffers
 
 
 def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Parcel:
     """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but once."""
-    buffers: list[memoryview] = []
-    try:
-        pieces, _alive = _with(_Plain, value, snapshot, buffers)
-        plain = not any(map(_may_name_main, pieces))
-    except Exception:
-        plain = False
-    if not plain:
-        buffers = []
-        pieces, _alive = _with(_Capture, value, snapshot, buffers)
+    pieces, buffers, _alive = _in_pieces(value, snapshot)
     views = _as_they_are(pieces)
     if views is None:
         return _put([capture(value, snapshot)], [], store)
@@ -228,6 +212,20 @@ def _with(
     pickler = maker(pieces, snapshot, beside)
     pickler.dump(value)
     return pieces, pickler
+
+
+def _in_pieces(value: object, snapshot: MainSnapshot) -> tuple[list[bytes], list[memoryview], object]:
+    """The pieces of `value`'s pickle, the large buffers beside it, and what has to live as long as the pieces."""
+    buffers: list[memoryview] = []
+    try:
+        pieces, alive = _with(_Plain, value, snapshot, buffers)
+        if not any(map(_may_name_main, pieces)):
+            return pieces, buffers, alive
+    except Exception:  # as in `capture`
+        pass
+    buffers = []
+    pieces, alive = _with(_Capture, value, snapshot, buffers)
+    return pieces, buffers, alive
 
 
 class _Pieces(list[bytes]):
