@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["available", "descendants", "pss", "pss_of_all"]
+__all__ = ["available", "descendants", "private", "pss", "pss_of_all"]
 
 
 def _field(path: str, name: str) -> int:
@@ -23,6 +23,11 @@ def available() -> int:
 
 def pss(pid: int) -> int:
     return _field(f"/proc/{pid}/smaps_rollup", "Pss")
+
+
+def private(pid: int) -> int:
+    """What is shared with nobody."""
+    return sum(_field(f"/proc/{pid}/smaps_rollup", name) for name in ("Private_Clean", "Private_Dirty"))
 
 
 def descendants(pid: int) -> list[int]:

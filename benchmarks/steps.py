@@ -24,6 +24,7 @@ import click
 import polycephaly as poly
 from polycephaly import crew as crews
 from polycephaly import hearing, hub, link
+from polycephaly.local.link import LocalLink
 
 TASKS = 20_000
 CALLS = 100_000
@@ -105,7 +106,7 @@ def main(runs: int) -> None:
     clock = Clock()
     clock.watch_method(crews.Crew, "dispatch", "  choosing a drone")
     clock.watch_method(link.Link, "load_batch", "  packing")
-    clock.watch_method(hub.Hub, "send", "  sending")
+    clock.watch_method(LocalLink, "send", "  sending")
     clock.watch(hub, "hear", "  unpacking")
     clock.watch(hearing, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)

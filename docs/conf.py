@@ -39,7 +39,7 @@ add_module_names = False
 # a name in lower case is most often a parameter.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(asyncio|collections|concurrent|multiprocessing|os|time|types|typing|zmq)\..*"),
+    ("py:.*", r"(asyncio|collections|concurrent|contextlib|multiprocessing|numpy|os|time|types|typing|zmq)\..*"),
     ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
     ("py:obj", r"Parallel"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
@@ -56,9 +56,11 @@ MADE_ELSEWHERE = {
     "Guard",
     "Line",
     "ListOrAwaitable",
+    "Receiver",
     "RemoteDrone",
     "RemotePool",
     "Results",
+    "Sender",
     "Server",
     "Shared",
 }

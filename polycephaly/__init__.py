@@ -15,7 +15,13 @@ __all__ = [
     "Deadlock",
     "Drone",
     "DroneDied",
+    "Graph",
+    "ItemLost",
+    "Kept",
+    "Lost",
     "Pool",
+    "Pore",
+    "PoreClosed",
     "Promise",
     "RemoteError",
     "Shared",
@@ -23,6 +29,7 @@ __all__ = [
     "as_completed",
     "connect",
     "doit",
+    "flow",
     "gather",
     "green",
     "promise",
@@ -33,11 +40,15 @@ __all__ = [
 if TYPE_CHECKING:
     from . import green
     from . import joblib as joblib
+    from .dataflow import flow
     from .drone import Drone, doit, promise
-    from .errors import ChannelClosed, Deadlock, DroneDied, RemoteError
+    from .errors import ChannelClosed, Deadlock, DroneDied, ItemLost, Lost, PoreClosed, RemoteError
+    from .graph import Graph
+    from .kept import Kept
     from .net.client import connect
     from .net.server import serve
     from .pool import Pool
+    from .pores import Pore
     from .promises import Promise, as_completed, gather, race
     from .shared import Shared
     from .timeline import Timeline
@@ -47,7 +58,13 @@ _HOMES = {
     "Deadlock": "errors",
     "Drone": "drone",
     "DroneDied": "errors",
+    "Graph": "graph",
+    "ItemLost": "errors",
+    "Kept": "kept",
+    "Lost": "errors",
     "Pool": "pool",
+    "Pore": "pores",
+    "PoreClosed": "errors",
     "Promise": "promises",
     "RemoteError": "errors",
     "Shared": "shared",
@@ -55,6 +72,7 @@ _HOMES = {
     "as_completed": "promises",
     "connect": "net.client",
     "doit": "drone",
+    "flow": "dataflow",
     "gather": "promises",
     "green": "green",
     "joblib": "joblib",

@@ -21,39 +21,43 @@ and then empties the queue. Whoever pops an entry rejects it, so none is left an
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from time import monotonic
 from typing import Any
 
-from .errors import another
+from .errors import Lost, another
+from .favours import Favours
+from .halts import Halts
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
-from .limits import check_descriptors
 from .link import BUDGET, Link, State, drained
 from .output import Listener
 from .plan import Plan, Terms
-from .promises import CANCELLED, FINISHED, Milestone, Promise, race
+from .promises import CANCELLED, FINISHED, PENDING, Milestone, Promise, race
 from .rooms import Rooms
 from .roster import Roster, because
 from .timeline.record import Record
+from .vault import Vault
 from .watch import Watch
 from .wire.capture import main_namespace
 from .wire.definitions import Book
-from .wire.messages import CANCEL, RECALL, pack_numbers
+from .wire.loans import Parcel
+from .wire.messages import CANCEL, FETCH, RECALL, WorkBatch, pack_numbers
 from .wire.slices import FAILED, RUNNING, SMALL
-from .work import Slice, Work
+from .wire.tickets import Taking
+from .work import KeptWork, Slice, Work
 
 __all__ = ["Crew"]
 
 log = logging.getLogger(__name__)
 
 DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
-GRACE = 1.0  # seconds between an interrupt and a kill
+STUCK = 5.0  # seconds after which work that somebody waits for, and which waits for promises, is looked at
 _BATCH = 2048
 _PASSED_MOST = 1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
 CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
@@ -69,9 +73,9 @@ class Crew:
         self.terms = plan.terms
         self._own_terms = plan.terms if plan.terms != (None, 0) else None
         self.queue: deque[Work] = deque()
+        self._backlog = _Backlog(self)
         self.hungry = False  # a drone is idle: whoever adds work sees to it
         self.pinned_waiting = False
-        self.refusal: BaseException | None = None  # why no more work is taken
         self.over = False
         self.closing = False
         self.look_for_end = False
@@ -79,13 +83,20 @@ class Crew:
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
+        self.vault = Vault(self)
+        self.favours = Favours(self)
+        self.halts = Halts(self)
         self.rooms: Rooms | None = None  # where queues have a limit
+        self.careful = self._own_terms is not None or plan.max_queued is not None  # each call has more to look at
         self.record = Record()
-        self._waiting: set[Work] = set()  # for promises among their arguments
+        self._waiting: set[Work] = set()  # for promises among their arguments; any thread adds, and takes out
+        self._held: set[Work] = set()  # for what they take, or lent to another process; in turns only
+        self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
+        self._looks = False  # whether it is stuck
         self.watch = Watch(self)
-        check_descriptors(plan.size)
+        plan.machine.check(plan.size)
         try:
             with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
                 self.hub: Hub = lease_hub()
@@ -101,6 +112,16 @@ class Crew:
             if hasattr(self, "roster"):
                 self.kill()
             raise
+
+    @property
+    def refusal(self) -> BaseException | None:
+        """Why no more work is taken."""
+        return self._refusal
+
+    @refusal.setter
+    def refusal(self, why: BaseException) -> None:
+        self._refusal = why
+        self.careful = True
 
     @property
     def links(self) -> list[Link]:
@@ -119,24 +140,23 @@ class Crew:
         kwargs: dict[str, Any],
         target: Link | None = None,
         terms: Terms | None = None,
+        keep: bool = False,
     ) -> Work:
-        """Takes one piece of work. Raises `RuntimeError` (or `BrokenProcessPool`) when closed (broken)."""
-        if self.rooms is not None:
+        """Takes one piece of work; with `keep`, its value stays in its drone. Raises `RuntimeError` (or
+        `BrokenProcessPool`) when closed (broken)."""
+        if self.careful:
             self._wait_for_room(target)
-        if self.refusal is not None:
             self.check_open()
+            terms = terms or self._own_terms
         if target is not None and (target.state >= State.RETIRING or target.retires):
             raise target.farewell()
-        work = Work(self)
-        terms = terms or self._own_terms
+        work = KeptWork(self) if keep else Work(self)
         if terms is not None:
             work.timeout, work.retries = terms
-        if target is not None:
-            work.target = target
+        inputs: Sequence[Promise[Any]] = ()
         try:
             book = self.roster.book
             definition = book.define(what)
-            inputs: Sequence[Promise[Any]] = ()
             for arg in args:
                 if type(arg) not in SMALL:
                     inputs = work.capture(definition, args, kwargs, book)
@@ -146,23 +166,31 @@ class Crew:
                     inputs = work.capture(definition, args, kwargs, book)
                 else:  # what `capture` would find out, without the call
                     work.definition, work.args = definition, args
+            if definition.captures:
+                work.take(definition.kept)
+                definition.kept = {}
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work
         try:
-            if inputs:
-                self._waiting.add(work)
-                work.when_filled(inputs, self._filled)
-            elif target is not None:
-                self._pin(work, target)
-            else:  # `_enqueue`, without the call
+            if target is None and work.args is not None and not inputs:  # `_enqueue`, without the call
                 self.queue.append(work)
                 if self.hungry:
                     self.hub.serve(self)
                 elif not work.number & CATCH_UP:
                     self.hub.catch_up()
                 if self.over:
-                    self._reject_all(self.queue, self.refusal)
+                    self.reject_all(self.queue)
+            else:
+                if target is not None:
+                    work.target = target
+                if inputs:
+                    self._waiting.add(work)
+                    work.wait_for(inputs)
+                    if self.over:
+                        self._reject_waiting()
+                else:
+                    self._enqueue(work)
         except BaseException:  # Ctrl-C: nobody will have its promise
             work.cancel()
             raise
@@ -170,7 +198,7 @@ class Crew:
 
     def _wait_for_room(self, target: Link | None) -> None:
         if self.rooms is not None:
-            self.rooms.wait(self.queue if target is None else target.pinned, lambda: self.refusal is not None)
+            self.rooms.wait(self._backlog if target is None else target.pinned, lambda: self.refusal is not None)
 
     def close_without(self, holder: object) -> None:
         """Is closed when nobody has `holder` any more."""
@@ -184,7 +212,7 @@ class Crew:
         self._enqueue(work)
 
     def has_room(self) -> bool:
-        return self.rooms is None or self.rooms.has(self.queue)
+        return self.rooms is None or self.rooms.has(self._backlog)
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -195,27 +223,40 @@ class Crew:
         if target is not None:
             self._pin(work, target)
             return
+        payload = work.payload  # one look: a turn may take it away, where it is cancelled
+        if type(payload) is Taking:
+            work.prefers, work.burden = self.vault.home(payload.deposits.values())
+        if work.prefers is not None and work.prefers.state < State.RETIRING:
+            self.favours.add(work, work.prefers)
+            return
         self.queue.append(work)
+        self.see_to(work)
+        if self.over:
+            self.reject_all(self.queue)
+
+    def see_to(self, work: Work) -> None:
+        """It was put into a queue."""
         if self.hungry:
             self.hub.serve(self)
         elif not work.number & CATCH_UP:
             self.hub.catch_up()
-        if self.over:
-            self._reject_all(self.queue, self.refusal)
 
     def _pin(self, work: Work, target: Link) -> None:
         target.pinned.append(work)
         self.pinned_waiting = True
         self.hub.wake()
         if target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
-            self._reject_all(target.pinned, target.farewell())
+            self.reject_all(target.pinned, target.farewell())
 
-    def _filled(self, work: Work) -> None:
-        if not work.done():
+    def filled(self, work: Work) -> None:
+        """All for which it waited is there; or it is settled."""
+        if work._state == PENDING:
             self._enqueue(work)
         self._waiting.discard(work)
         if self.closing:
             self.hub.post(self._ask_for_end)
+        if work.target is not None and work.target.state is State.RETIRING:
+            self.hub.post(partial(self.roster.stop_if_retired, work.target))
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """No more work; ends when what there is has been done. Takes no lock, so finalizers may call it."""
@@ -234,11 +275,11 @@ class Crew:
         self.check_open()
         renewed: Promise[None] = Promise()
         with Shield():
-            launcher = self.roster.launch()
-            self.hub.post(partial(self.roster.renew, launcher, renewed))
+            snapshot = self.roster.engine.snapshot()
+            self.hub.post(partial(self.roster.renew, snapshot, renewed))
         race(renewed, self.ended).result()
         if not renewed.done():  # it was closed in the meantime
-            launcher.end()
+            self.roster.engine.discard(snapshot)
             raise another(self.refusal or RuntimeError(f"{self.plan.name} has ended"))
 
     def wait_ended(self) -> None:
@@ -250,8 +291,8 @@ class Crew:
             self.hub.thread.join()
 
     def finish(self, *, cancel: bool = False) -> None:
-        """Closes it and waits for its end. A Ctrl-C meanwhile cancels all that it has, which takes `GRACE` at most; a
-        second one kills all. (Or whatever else a signal's handler raises.)"""
+        """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler raises, cancels all
+        that it has, which takes `GRACE` (halts.py) at most; a second one kills all."""
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
@@ -281,7 +322,13 @@ class Crew:
         self.wait_ended()
 
     def pending(self) -> int:
-        return len(self.queue) + len(self._waiting) + sum(len(each.flight) + len(each.pinned) for each in self.links)
+        of_links = sum(len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links)
+        return len(self.queue) + len(self._waiting) + len(self._held) + of_links
+
+    def somebody_waits(self, work: Work) -> None:
+        """For that one, which itself waits for promises."""
+        if not self._looks:
+            self.hub.post(self.look_later)
 
     # -- in turns: sending --------------------------------------------------------------------------
 
@@ -294,12 +341,16 @@ class Crew:
             self.pinned_waiting = False
             for link in self.links:
                 if link.pinned and link.takes(pinned=True):
-                    self._send(link, link.pinned, len(link.pinned), now)
+                    self.send(link, link.pinned, len(link.pinned), now)
+                if link.favoured and link.takes():
+                    self.send(link, link.favoured, len(link.favoured), now)
+            if self.favours:
+                self.favours.look()
         queue = self.queue
         if len(queue) == 1:
             for link in self.links:
                 if not link.flight and link.takes():
-                    self._send(link, queue, 1, now)
+                    self.send(link, queue, 1, now)
                     return
         while queue:
             roomy = [link for link in self.links if link.takes()]
@@ -307,44 +358,19 @@ class Crew:
                 return
             roomy.sort(key=_load)
             share = -(-len(queue) // len(roomy))
-            if not sum(self._send(link, queue, share, now) for link in roomy):
+            if not sum(self.send(link, queue, share, now) for link in roomy):
                 return
 
-    def _send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
+    def send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
         most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
         batch, frames = link.load_batch(queue, most, now)
         if batch:
-            self.hub.send(link, frames, batch)
+            link.send(frames, batch)
             self.watch.begin()
             if link.overlapping or batch[0].timeout is not None:
-                if not link.overlapping:  # it has gone alone, to an idle drone
-                    link.deadlines.clear()
-                for work in batch:
-                    if work.timeout is not None:
-                        link.deadlines[work.number] = now + work.timeout
-                self._set_timer(link)
+                self.halts.sent(link, batch, now)
         return len(batch)
-
-    def _set_timer(self, link: Link) -> None:
-        """For the first of what has a time limit, unless one is set that comes before; that one sets the next."""
-        first = min(link.deadlines.values(), default=inf)
-        if first < link.timer_at:
-            link.timer_at = first
-            self.hub.after(first - monotonic(), partial(self._look_at_times, link, first))
-
-    def _look_at_times(self, link: Link, at: float) -> None:
-        if link.timer_at == at:
-            link.timer_at = inf
-        now = monotonic()
-        for number, deadline in list(link.deadlines.items()):
-            work = link.flight.get(number)
-            if work is None or work.done():
-                del link.deadlines[number]
-            elif deadline <= now:
-                del link.deadlines[number]
-                self._timed_out(link, work)
-        self._set_timer(link)
 
     def after_turn(self) -> None:
         """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
@@ -359,6 +385,8 @@ class Crew:
                 break
         self.hungry = idle or (self.plan.width > 1 and self._could_overlap())
         if idle and not self.queue:
+            if self.favours:
+                self.favours.share(monotonic())
             for link in self.links:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
@@ -376,7 +404,7 @@ class Crew:
         link.recalled = False
         if link.state is State.READY and len(link.flight) > 1 and link.last_heard == last_heard and not self.queue:
             link.recalled = True  # until it answers
-            self.hub.send(link, pack_numbers(RECALL))
+            link.send(pack_numbers(RECALL))
 
     def returned(self, link: Link, given_back: tuple[int, ...]) -> None:
         link.recalled = False
@@ -416,20 +444,81 @@ class Crew:
             return
         for work in reversed(works):
             work.sending = None
-            if work.target is None:
-                self.queue.appendleft(work)
-            else:
+            if work.target is not None:
                 work.target.pinned.appendleft(work)
                 self.pinned_waiting = True
+            elif work.prefers is not None and work.prefers.state < State.RETIRING:
+                self.favours.put_back(work, work.prefers)
+            else:
+                self.queue.appendleft(work)
 
     def answered(self, link: Link) -> None:
         """Something of its flight was answered."""
-        if link.pinned:
+        if link.pinned or self.favours:
             self.pinned_waiting = True
-        if link.state is State.READY and link.tasks_left(self.plan.max_tasks) <= 0:
-            self.roster.retire(link)
+        if link.state is State.READY and link.tasks_left(self.plan.max_tasks) <= 0 and len(link.flight) <= 1:
+            self.roster.retire(link)  # not with more in flight: it would give back what it may still do
         self.roster.stop_if_retired(link)
         self.look_for_end = True
+
+    # -- in turns: work that takes kept values --------------------------------------------------------
+
+    def hold(self, work: Work) -> None:
+        """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has just put it into a
+        queue, in `filled`, may not have taken it from `_waiting` yet.)"""
+        self._held.add(work)
+
+    def waits_for(self, link: Link) -> bool:
+        """Is there work only for that drone, which itself waits for promises, or for what it takes?"""
+        return any(work.target is link and not work.done() for work in self._not_queued())
+
+    def _not_queued(self) -> list[Work]:
+        return [*self._waiting, *self._held]
+
+    def go_on(self, work: Work) -> None:
+        self._held.discard(work)
+        if work.done():
+            self._nothing_waits(work.target)
+        elif self._abandoned:
+            self.hub.deliver(work.cancel)
+        elif work.target is not None and work.target.state is State.DEAD:
+            self.reject(work, work.target.farewell)
+        else:
+            self._enqueue(work)
+
+    def reject(self, work: Work, why: Callable[[], BaseException]) -> None:
+        work.payload = b""
+        self.hub.deliver(lambda: work._settle(FINISHED, None, why()))
+        self.hub.post(partial(self._nothing_waits, work.target))
+
+    def _nothing_waits(self, target: Link | None) -> None:
+        """For that drone, or for any."""
+        self.look_for_end = True
+        if target is not None:
+            self.roster.stop_if_retired(target)
+
+    def fill_again(self, works: list[Work], lost: Lost) -> None:
+        """They were sent, and not begun, since what one of them takes is lost: a value that lay elsewhere, or else what
+        lay beside the arguments themselves."""
+        far = [work for work in works if work.unfilled is not None]
+        losers = [] if far else [work for work in works if isinstance(work.payload, Parcel)] or works
+        self.lose(losers, lost, again=False)
+        self.requeue([work for work in works if work not in far and work not in losers and not work.done()])
+        for work in far:
+            if not work.done():
+                self._waiting.add(work)
+                try:
+                    work.fill_again(lost)
+                except BaseException as error:
+                    self._waiting.discard(work)
+                    self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
+        self.look_for_end = True
+
+    def fetch_from(self, link: Link, number: int) -> None:
+        """Has `link` pack a value that it keeps."""
+        message = WorkBatch()
+        message.add(number, FETCH, 0, b"")
+        link.send(message.frames())
 
     # -- in turns: what another process runs (net/workers.py) -----------------------------------------
 
@@ -446,14 +535,14 @@ class Crew:
         self.queue.extendleft(reversed(passed))
         for work in taken:
             work.lent = True
-        self._waiting.update(taken)
+        self._held.update(taken)
         return taken
 
     def come_back(self, works: list[Work]) -> None:
         """They were lent, and not begun."""
         for work in works:
             work.lent = False
-        self._waiting.difference_update(works)
+        self._held.difference_update(works)
         if self.over:
             self.lose(works, self.refusal or RuntimeError(f"{self.plan.name} has ended"), again=False)
         else:
@@ -464,12 +553,12 @@ class Crew:
         """They were lent, and perhaps begun: nobody knows what became of them."""
         for work in works:
             work.lent = False
-        self._waiting.difference_update(works)
+        self._held.difference_update(works)
         self.lose(works, error, again=not self.over)
         self.look_for_end = True
 
     def settled_elsewhere(self, works: list[Work]) -> None:
-        self._waiting.difference_update(works)
+        self._held.difference_update(works)
         self.look_for_end |= self.closing
 
     # -- in turns: stopping what runs -----------------------------------------------------------------
@@ -477,38 +566,23 @@ class Crew:
     def withdraw(self, work: Work) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
         self._waiting.discard(work)
-        link = work.link
+        self._held.discard(work)
+        link, target = work.link, work.target
         if link is not None and work.number in link.flight and link.alive:
-            self._interrupt(link, work)
+            self.halts.interrupt(link, work)
         else:
             work.payload = b""
-            self.look_for_end |= self.closing
+            self._nothing_waits(target)
             if self.rooms is not None:  # it takes no room
-                with suppress(ValueError):
-                    (self.queue if work.target is None else work.target.pinned).remove(work)
-
-    def _interrupt(self, link: Link, work: Work) -> None:
-        self.hub.send(link, pack_numbers(CANCEL, (work.number,)))
-        self.hub.after(GRACE, partial(self._kill_if_still, link, work))
+                favoured = [each.favoured for each in self.links]
+                for queue in [self.queue, *favoured] if target is None else [target.pinned]:
+                    with suppress(ValueError):
+                        queue.remove(work)
 
     def interrupt(self, link: Link) -> None:
         """Interrupts whatever `link` runs."""
         if link.alive:
-            self.hub.send(link, pack_numbers(CANCEL, (0,)))
-
-    def _kill_if_still(self, link: Link, work: Work) -> None:
-        # Behind other work in the same drone it is not what holds the drone up.
-        if work.number in link.flight and link.alive and link.runs(work.number):
-            if all(other.done() for other in link.flight.values()) or not link.overlapping:
-                link.launcher.kill(link.number)
-            else:  # beside it others run, for which somebody waits, and which would die too: they finish first
-                link.hung = True
-                self.hub.after(GRACE, partial(self._kill_if_still, link, work))
-
-    def _timed_out(self, link: Link, work: Work) -> None:
-        error = TimeoutError(f"{work.definition.label} ran for more than {work.timeout} s on {link.name}")
-        self.hub.deliver(partial(work._settle, FINISHED, None, error))
-        self._interrupt(link, work)
+            link.send(pack_numbers(CANCEL, (0,)))
 
     # -- in turns: what goes wrong ----------------------------------------------------------------------
 
@@ -536,8 +610,8 @@ class Crew:
         link.doubted = False
         if not link.flight or not link.alive:
             return
-        page, now = link.launcher.page, next(iter(link.flight))
-        if now == head and (page.sent(link.slot) == head or page.started(link.slot) != head) and not link.overlapping:
+        now = next(iter(link.flight))
+        if now == head and (link.sent() == head or link.started() != head) and not link.overlapping:
             link.kill("it has sent what is no message, and owes an answer")
         else:
             self.doubt(link)
@@ -558,6 +632,7 @@ class Crew:
         for link in self.links:
             self.lose(list(link.flight.values()), error, again=False)
             self.lose(drained(link.pinned), error, again=False)
+        self.lose(self.favours.drained(), error, again=False)
         self.lose(drained(self.queue), error, again=False)
         self.abandon()
 
@@ -574,9 +649,11 @@ class Crew:
     def _close(self, cancel: bool, running: bool) -> None:
         self.closing = self.pinned_waiting = True  # a Ctrl-C may have left pinned work unannounced
         if cancel:
-            for work in [*self.queue, *self._waiting, *(work for link in self.links for work in list(link.pinned))]:
+            for work in [*self.queue, *self._not_queued()]:
                 self.hub.deliver(work.cancel)
             for link in self.links:
+                for work in [*link.pinned, *link.favoured]:
+                    self.hub.deliver(work.cancel)
                 for work in link.flight.values():
                     if running or not link.runs(work.number):
                         self.hub.deliver(work.cancel)
@@ -584,16 +661,20 @@ class Crew:
 
     def cancel_own(self, link: Link) -> None:
         """What only that drone may do."""
-        for work in [*link.pinned, *self._waiting, *link.flight.values()]:
+        for work in [*link.pinned, *self._not_queued(), *link.flight.values()]:
             if work.target is link:
                 self.hub.deliver(work.cancel)
 
     def _unfinished(self) -> bool:
+        if self._abandoned:  # what is added by who had looked at `refusal` before is rejected when it is over
+            return False
+        if self._waiting or self._held:  # first: what waits no more is in a queue by then
+            return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it waited
                 self.queue.popleft()
             return True
-        return bool(self._waiting or any(link.flight or link.owes() for link in self.links))
+        return any(link.flight or link.owes() for link in self.links)
 
     def _ask_for_end(self) -> None:
         self.look_for_end = True
@@ -602,21 +683,48 @@ class Crew:
         """Once a turn, however many things in it may have been the last."""
         self.look_for_end = False
         if not self.closing or self._unfinished():
+            if self.closing and self._waiting:
+                self.look_later()
             return
         for link in list(self.links):
             if link.state is State.READY:
                 self.roster.stop(link)
             elif link.state < State.READY:
                 self.roster.retire(link)
+            else:  # what it waited for may have been cancelled
+                self.roster.stop_if_retired(link)
         if not self.links and not self.over:
             self._end()
+
+    def look_later(self) -> None:
+        """Somebody waits for work that waits for promises. If nothing goes on by then, it is said for which."""
+        if not self._looks:
+            self._looks = True
+            self.hub.after(STUCK, self._look_if_stuck)
+
+    def _look_if_stuck(self) -> None:
+        self._looks = False
+        if self.queue or any(link.flight or link.pinned or link.favoured for link in self.links):
+            if self._waiting:
+                self.look_later()
+            return
+        for work in [*self._waiting]:  # others add some meanwhile
+            by_hand = _by_hand(work)
+            if by_hand is not None:
+                more = f", and {len(self._waiting) - 1} more wait" if len(self._waiting) > 1 else ""
+                said = f"{self.plan.name} has nothing to run: {work._named()} waits for {by_hand!r}{more}"
+                cure = "somebody has to settle that by hand. If it is this work that should, it waits for itself"
+                self._looks = True  # it is said once
+                self.hub.deliver(partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2))
+                return
 
     def abandon(self) -> None:
         """Kills every drone now; their work is lost."""
         self.closing = self._abandoned = True
-        for work in [*self.queue, *self._waiting]:
+        for work in [*self.queue, *self._not_queued()]:
             self.hub.deliver(work.cancel)
         self._waiting.clear()
+        self._held.clear()
         self.roster.kill_all()
         self.look_for_end = True
 
@@ -624,21 +732,31 @@ class Crew:
         self.over = True
         self.refusal = self.refusal or RuntimeError(f"{self.plan.name} has ended")
         self.roster.end()
+        self.vault.close()
         self.hub.crews.remove(self)
         self.hub.deliver(self._finish)
 
     def _finish(self) -> None:
         if self.finalizer is not None:
             self.finalizer.detach()
-        self._reject_all(self.queue, self.refusal)
+        self.reject_all(self.queue)
+        self._reject_waiting()
         self.hub.ending.append(self.ended)
         self.hub.give_back()
 
-    def _reject_all(self, queue: deque[Work], error: BaseException | None) -> None:
+    def reject_all(self, queue: deque[Work], error: BaseException | None = None) -> None:
         """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
+        error = error or self.refusal
         with suppress(IndexError):
             while True:
                 queue.popleft()._settle(FINISHED, None, error and another(error))
+
+    def _reject_waiting(self) -> None:
+        """As `reject_all`: those that were added when it had been abandoned."""
+        for work in [*self._waiting]:
+            work._settle(FINISHED, None, self.refusal and another(self.refusal))
+            work.let_go()
+            self._waiting.discard(work)
 
     def tell(self, promise: Promise[None]) -> None:
         if not promise.done():
@@ -650,11 +768,41 @@ class Crew:
             return
         name = error.name
         if name and name in main_namespace() and not self.book.snapshot.has(name):
+            left_out = self.roster.engine.left_out(name)
+            if left_out:
+                error.args = (f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",)
+                return
             cure = "start a new Drone" if self.plan.on_death == "end" else "pool.refresh() takes a new one"
             error.args = (
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",
             )
+
+
+def _by_hand(work: Work) -> Promise[Any] | None:
+    """A promise that nobody but the program settles, for which it waits in the end."""
+    seen: set[Any] = set()
+    todo: list[Any] = [work]
+    while todo:
+        each = todo.pop()
+        if each not in seen and isinstance(each, Promise) and not each.done():
+            seen.add(each)
+            needed = list(each._waits_for())
+            if not needed and type(each) is Promise:
+                return each
+            todo += needed
+    return None
+
+
+class _Backlog:
+    """Work that any drone may run."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def __len__(self) -> int:
+        crew = self._crew
+        return len(crew.queue) + len(crew.favours)
 
 
 def _load(link: Link) -> float:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, NoReturn, Self, TypeVar, overload
+from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 
 from .crew import Crew
-from .flow import Results, results
 from .image import namespace
+from .kept import Kept
 from .link import Link
-from .plan import Terms, check_at_least, check_seconds, check_timeout, check_work
+from .plan import Terms, check_at_least, check_keep, check_seconds, check_timeout, check_work
 from .progress import total_of
 from .promises import Promise
 from .source import OneByOne
+from .stream import Results, results
 
 __all__ = ["Doer", "Resident", "Workforce", "wait_for"]
 
@@ -27,19 +28,35 @@ class Doer:
     _original: Doer | None = None  # whose options these are: it lives as long
 
     @overload
+    def promise(self, work: str, /, *, keep: Literal[True]) -> Promise[Kept[Any]]: ...
+    @overload
     def promise(self, work: str, /) -> Promise[Any]: ...
     @overload
-    def promise(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    def promise(
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, keep: Literal[True], **kwargs: Any
+    ) -> Promise[Kept[T]]: ...
     @overload
-    def promise(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    def promise(
+        self, work: Callable[..., T], /, *args: Any, keep: Literal[True], **kwargs: Any
+    ) -> Promise[Kept[T]]: ...
+    @overload
+    def promise(
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, keep: bool = False, **kwargs: Any
+    ) -> Promise[T]: ...
+    @overload
+    def promise(self, work: Callable[..., T], /, *args: Any, keep: bool = False, **kwargs: Any) -> Promise[T]: ...
 
-    def promise(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
+    def promise(self, work: str | Callable[..., Any], /, *args: Any, keep: bool = False, **kwargs: Any) -> Promise[Any]:
         """Has `work` done, after what was given before; a promise of its value.
 
         `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
-        the result), or a callable with arguments, or a coroutine function. Promises among the arguments are
-        waited for first. Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with
-        the work itself, its pickling included, rejects the promise.
+        the result), or a callable with arguments, or a coroutine function. Promises among the arguments, also in
+        lists, tuples and values of dicts there, are waited for first and arrive as their values. With ``keep=True`` the
+        value stays in its drone, and the promise is of a handle of it: see `Kept`. (A function that has a parameter of
+        that name gets it by ``functools.partial``.)
+
+        Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with the work itself,
+        its pickling included, rejects the promise.
 
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
@@ -49,6 +66,14 @@ class Doer:
         """
         if not callable(work):
             check_work(work, args, kwargs)
+        if keep is not False:
+            check_keep(keep)
+            return self._crew.submit(work, args, kwargs, self._link, self._terms, True)
+        return self._crew.submit(work, args, kwargs, self._link, self._terms)
+
+    def _give(self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Promise[Any]:
+        """`promise`, where all keywords are the work's own."""
+        check_work(work, args, kwargs)
         return self._crew.submit(work, args, kwargs, self._link, self._terms)
 
     @overload
@@ -60,7 +85,7 @@ class Doer:
 
     def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
-        return wait_for(self.promise(work, *args, **kwargs))
+        return wait_for(self._give(work, args, kwargs))
 
     def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
         """The same drone or pool on other terms, for single pieces of work; what is not named stays.
@@ -158,7 +183,7 @@ class Workforce(Doer, Executor):
         made = []
         for drone in self._drones():
             try:
-                made.append(drone.promise(work, *args, **kwargs))
+                made.append(drone._give(work, args, kwargs))
             except RuntimeError as error:  # it has died since it was listed
                 lost: Promise[Any] = Promise()
                 lost.set_exception(error)

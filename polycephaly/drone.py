@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, overload
 
 from .crew import Crew
 from .doer import Resident, wait_for
+from .engine import machine
 from .link import Link, State
 from .output import forward
 from .plan import (
@@ -50,7 +51,7 @@ class Drone(Resident):
 
     It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
     it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
-    methods may be called from any thread.
+    methods may be called from any thread. See `Pool` for `engine` and its options.
 
     Raises `ValueError` for a start method that there is not, and `OSError` where no process can be started.
 
@@ -76,6 +77,8 @@ class Drone(Resident):
         hang_timeout: float | None = None,
         max_memory: int | None = None,
         detached: bool = False,
+        engine: str = "local",
+        **options: Any,
     ) -> None:
         name = name or f"drone-{next(_names)}"
         plan = Plan(
@@ -94,6 +97,7 @@ class Drone(Resident):
             max_memory=check_memory(max_memory),
             max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
+            machine=machine(engine, options),
             on_death="end",
         )
         self._own(Crew(plan), detached)
@@ -129,7 +133,7 @@ class Drone(Resident):
 
     def kill(self) -> None:
         """SIGKILL: what it runs is rejected with `DroneDied`. Returns once it is dead."""
-        self._crew.hub.post(lambda: self._link.launcher.kill(self._link.number))
+        self._crew.hub.post(self._link.kill)
         self._link.ended.result()
 
     def release(self, wait: bool = True) -> None:
@@ -251,7 +255,7 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
     """
     check_work(work, args, kwargs)
     drone = Drone()
-    made: Promise[Any] = drone.promise(work, *args, **kwargs)
+    made = drone._give(work, args, kwargs)
     drone.release(wait=False)
     return made
 

@@ -9,7 +9,7 @@ import copy
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "RemoteError", "another"]
+__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "PoreClosed", "RemoteError", "another"]
 
 
 class RemoteError(Exception):
@@ -64,6 +64,21 @@ class DroneDied(BrokenProcessPool):
         return type(self), self.args, self.__dict__
 
 
+class Lost(DroneDied):
+    """The drone that kept a value ended, and the value with it; see `Kept`.
+
+    Attributes as of `DroneDied`, where it died.
+
+    >>> import os, polycephaly as poly
+    >>> with poly.Pool(1) as pool:
+    ...     kept = pool.promise(list, range(3), keep=True).value
+    ...     died = pool.promise(os._exit, 3).exception()
+    ...     kept.value
+    Traceback (most recent call last):
+    polycephaly.errors.Lost: ...
+    """
+
+
 class ChannelClosed(Exception):
     """The channel was closed: nothing can be sent any more, and there is nothing left to receive.
 
@@ -76,6 +91,29 @@ class ChannelClosed(Exception):
     >>> channel.get()
     Traceback (most recent call last):
     polycephaly.errors.ChannelClosed: ...
+    """
+
+
+class PoreClosed(Exception):
+    """The pore was closed, or its owner has ended: nothing can be told, and it cannot be mapped any more.
+
+    Attributes: ``pore`` (its name), ``owner`` (the process that owned it) and ``ended`` (whether that has ended).
+    """
+
+    def __init__(self, message: str, *, pore: str = "", owner: int = 0, ended: bool = False) -> None:
+        super().__init__(message)
+        self.pore = pore
+        self.owner = owner
+        self.ended = ended
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
+
+
+class ItemLost(Exception):
+    """An item was given to another image, which ended before it said that it had it: whether it had is not known.
+
+    Raised by `Channel.send`. Nobody else will get the item: send it again if twice is better than never.
     """
 
 

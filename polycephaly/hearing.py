@@ -22,9 +22,12 @@ from .wire.exceptions import unpack_exception
 from .wire.loans import Arrived
 from .wire.messages import (
     ERROR,
+    GIVEN,
     HELLO,
     LARGE_FROM,
     LOAN_OVER,
+    NOT_PACKED,
+    PACKED,
     PROTOCOL,
     RESULTS,
     RETURNED,
@@ -41,8 +44,8 @@ from .wire.messages import (
     unpack_outcomes,
     unpack_together,
 )
-from .wire.slices import RUNNING, unpack_split
-from .work import Answer, AnswersTogether, Slice, Work
+from .wire.slices import RUNNING, Answers, unpack_split
+from .work import Answer, AnswersTogether, KeptWork, Slice, Work
 
 if TYPE_CHECKING:
     from .link import Link
@@ -110,6 +113,15 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 if status == TRAIL:
                     _hear_trail(link, payload)
                     continue
+                if status & ~SHARED == PACKED:
+                    crew.vault.packed(link, number, link.ledger.arrived(payload) if status & SHARED else payload)
+                    continue
+                if status == NOT_PACKED:
+                    crew.vault.not_packed(link, number, payload)
+                    continue
+                if status == GIVEN:
+                    crew.vault.given(link, link.flight.get(number), payload)
+                    continue
                 work, status, payload, done = _hear_special(link, number, status, payload)
             else:
                 work = link.answered(number)
@@ -123,8 +135,13 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
                 continue
             if work.place > link.begun:
                 link.begun = work.place
+            started, finished = started - link.ahead, finished - link.ahead
             work.answer = Answer(started, finished, now, len(work.payload), len(payload))
             work.status = status
+            if work.retries and isinstance(payload, Arrived) and payload.is_far():
+                work.recipe = work.payload
+            if status == VALUE and isinstance(work, KeptWork):
+                payload = crew.vault.add(link, work, payload)
             work.payload = payload
             if output:
                 work.output = output
@@ -153,6 +170,8 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
         seconds = sum(finished) - sum(started)
     except TypeError:
         raise Malformed("times that are none") from None
+    if link.ahead:
+        started, finished = ([at - link.ahead for at in times] for times in (started, finished))
     works = link.answered_all(numbers)
     definitions = {work.definition for work in works if work is not None}
     alike = len(definitions) == 1
@@ -170,7 +189,7 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
 
 def _hear_trail(link: Link, payload: Any) -> None:
     try:
-        link.crew.record.hear_trail(link.name, bytes(payload))
+        link.crew.record.hear_trail(link.name, bytes(payload), link.ahead)
     except ValueError as wrong:  # a picture lacks something: nobody waits for that
         log.warning("%s: %s", link.name, wrong)
 
@@ -182,7 +201,7 @@ def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[W
     if status == SPLIT:
         done, rest, state, payload = unpack_split(payload)
     if shared:
-        payload = Arrived(payload, link.ledger)
+        payload = link.ledger.arrived(payload)
     if status != SPLIT:
         work = link.answered(number)
         return work, status, payload, 1 if work is None else work.count
@@ -222,11 +241,17 @@ def finish(work: Work, state: str, value: Any, error: BaseException | None) -> N
 def _open(work: Work) -> tuple[Any, BaseException | None]:
     """Value and error of its answer."""
     payload, work.payload = work.payload, b""
-    if work.status == VALUE:
-        return work.read(payload) if payload else None, None  # no bytes at all stand for None
-    error = unpack_exception(bytes(payload))
-    work.crew.explain(error)
-    return None, error
+    try:
+        if work.status == VALUE:
+            value = work.open(payload) if payload else None  # no bytes at all stand for None
+            if isinstance(value, Answers):  # which are opened one by one
+                value.given = work.given
+            return value, None
+        error = unpack_exception(bytes(payload))
+        work.crew.explain(error)
+        return None, error
+    finally:
+        work.given = None  # held until its handles were unpickled
 
 
 def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
@@ -249,7 +274,7 @@ def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersT
                     continue
                 work._result = value
                 work._state = FINISHED
-                if work._hooks is not None:
+                if work._hooks:
                     work._run_hooks()
             else:
                 work._settle(FINISHED, value, None)

@@ -67,7 +67,7 @@ def _runs(link: Link) -> str:
         return ""
     if link.overlapping:
         return f"{link.overlapping} at once"
-    work = link.flight.get(link.launcher.page.started(link.slot))
+    work = link.flight.get(link.started())
     return "" if work is None else work.definition.label
 
 

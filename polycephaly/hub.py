@@ -44,7 +44,7 @@ import sys
 import threading
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic
@@ -56,7 +56,6 @@ from . import promises
 from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
-from .link import Link
 from .promises import FINISHED, LOOK_UP, Promise, callbacks, settlers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.messages import Malformed
@@ -64,7 +63,7 @@ from .wire.messages import Malformed
 if TYPE_CHECKING:
     from .crew import Crew
     from .launch.launcher import Launcher
-    from .work import Work
+    from .local.link import LocalLink
 
 __all__ = ["Hub", "lease_hub"]
 
@@ -72,6 +71,7 @@ log = logging.getLogger(__name__)
 
 BULK_MOST = 100  # messages read in one turn: a stranger may send without end, and is not to keep all others waiting
 LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
+TOGETHER = 32  # pieces of work that a delivery makes ready: fewer wait for its end, to be sent as one message
 TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
 
 _hub: Hub | None = None
@@ -136,12 +136,14 @@ class Hub:
         self._inbox: deque[Callable[[], object]] = deque()
         self._errands: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, LocalLink] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_numbers = itertools.count()
         self._delivering = False
+        self._deliverer: int | None = None  # the thread that does, if any
         self._driver = threading.Lock()
+        self._driving = 0  # the thread that has it
         self._lent = False
         self._drives = self._drives_seen = 0
         self._next_tick = 0.0
@@ -150,7 +152,7 @@ class Hub:
         self._epoll = lifeline.own(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._lanes = lifeline.own(select.epoll())
-        self._lane_links: dict[int, Link] = {}
+        self._lane_links: dict[int, LocalLink] = {}
         self._nudging = threading.RLock()
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lanes.register(self._nudge_fd, select.EPOLLIN)
@@ -193,11 +195,13 @@ class Hub:
 
     def serve(self, crew: Crew) -> None:
         """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
+        if get_ident() == self._deliverer and len(crew.queue) < TOGETHER:
+            return  # it looks at the queues when it has delivered
         if self._turn.is_mine() or not can_be_raised():
             self.wake()
             return
         with Shield():
-            while crew.hungry and crew.queue:
+            while crew.hungry and (crew.queue or crew.pinned_waiting):
                 if not self._turn.acquire(blocking=False):
                     self.wake()
                     return
@@ -231,8 +235,10 @@ class Hub:
         if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
         with Shield(self._nudge) as shield:
-            if not self._driver.acquire(blocking=False):
+            again = self._driving == get_ident()  # a finalizer in a drive of this thread: nobody else would drive
+            if not again and not self._driver.acquire(blocking=False):
                 return
+            self._driving = get_ident()
             hook = self._nudge_driver
             try:
                 self._drives += 1
@@ -244,7 +250,9 @@ class Hub:
                 self._drive(promise, end, shield)
             finally:
                 promise._unhook(hook)
-                self._driver.release()
+                if not again:
+                    self._driving = 0
+                    self._driver.release()
 
     def can_be_waited_for(self) -> bool:
         """Would what settles promises go on while this thread waits?"""
@@ -266,7 +274,8 @@ class Hub:
     def _drive(self, promise: Promise[Any], end: float | None, shield: Shield) -> None:
         news: list[tuple[int, int]] = []
         while not (promise.done() or shield.tripped or self.gone):
-            if not any(crew.hungry and crew.queue for crew in self.crews):
+            waits = not any(crew.hungry and crew.queue for crew in self.crews)
+            if waits and not promise.done():  # a finalizer may just have driven, and heard the answer
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     return
@@ -291,17 +300,17 @@ class Hub:
 
     # -- in a turn: what crews use --------------------------------------------------------------------
 
-    def add_link(self, link: Link) -> None:
+    def add_link(self, link: LocalLink) -> None:
         self._links[link.identity] = link
         if link.lane is not None:
             self._lane_links[link.lane.fileno()] = link
             self._lanes.register(link.lane.fileno(), select.EPOLLIN)
 
-    def remove_link(self, link: Link) -> None:
+    def remove_link(self, link: LocalLink) -> None:
         self._links.pop(link.identity, None)
         self._unwatch_lane(link)
 
-    def _unwatch_lane(self, link: Link) -> None:
+    def _unwatch_lane(self, link: LocalLink) -> None:
         if link.lane is not None and self._lane_links.pop(link.lane.fileno(), None) is not None:
             self._lanes.unregister(link.lane.fileno())
 
@@ -318,14 +327,10 @@ class Hub:
         heapq.heappush(self._timers, (monotonic() + seconds, next(self._timer_numbers), act))
         self.wake()  # if it sleeps, it does not know of this one
 
-    def send(self, link: Link, frames: list[bytes], works: Sequence[Work] = ()) -> None:
-        assert self._router is not None  # a crew opens the endpoint before it has a link
-        link.send(frames, self._router, works)
-        self._ask_to_open(link)
-
-    def _ask_to_open(self, link: Link) -> None:
-        if not link.ask_to_open():  # its lane is full: it is busy, and will read it
-            self.after(TICK, partial(self._ask_to_open, link))
+    @property
+    def router(self) -> zmq.Socket[bytes]:
+        assert self._router is not None  # the local engine opens the endpoint before it has a link
+        return self._router
 
     def deliver(self, act: Callable[[], object]) -> None:
         """After the turn: `act` may run code of users. In the order of the calls."""
@@ -336,7 +341,7 @@ class Hub:
         self._errands.append(act)
         self.wake()
 
-    def receive_by_lane(self, link: Link, *, all_of_it: bool = False) -> None:
+    def receive_by_lane(self, link: LocalLink, *, all_of_it: bool = False) -> None:
         """Reads one message (the lane's descriptor tells if there are more), or all that there are."""
         while link.lane is not None:
             try:
@@ -451,6 +456,7 @@ class Hub:
         me = get_ident()
         settlers.add(me)
         while batch is not None:
+            self._deliverer = me
             for act in batch:
                 try:
                     act()
@@ -458,7 +464,9 @@ class Hub:
                     callbacks.exception("a callback failed")
             del act
             with self._turn:
-                self._delivering = False
+                self._delivering, self._deliverer = False, None
+                if self._could_send():
+                    self._serve_crews(monotonic())
                 batch = self._take_deliveries()
         settlers.discard(me)
 
@@ -483,7 +491,9 @@ class Hub:
         try:
             del self._bell
         except AttributeError:  # somebody has taken it: he rings now, if he has not yet, and not later
-            select.select([self._wake_fd], [], [])
+            ring = select.poll()  # not select(), which takes no descriptor from 1024 on
+            ring.register(self._wake_fd, select.POLLIN)
+            ring.poll()
             os.eventfd_read(self._wake_fd)
         if news:
             with self._turn:

@@ -1,16 +1,16 @@
-"""The hub's end of one drone: what it was sent, what it prints, how it is.
+"""One drone, as its crew sees it: what it was sent, how long that takes, how it is.
 
     Starting ──HELLO──> Preparing (initializer) ──> Ready ──> Retiring (no new work) ──> Stopping ──> dead
                                                                                 any state ──exited──> dead
 
-Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`.
+Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`. How messages get to the
+drone, and what is known of it from outside, is its engine's business: see engine.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from math import inf
@@ -18,30 +18,28 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
 from .errors import another
-from .launch import lifeline
-from .launch.launcher import Launcher
-from .output import Heard, Line, Merge, Record, Stream
+from .output import Heard, Record
 from .promises import PENDING, Milestone
-from .wire.lane import Lane
-from .wire.loans import Ledger, Parcel
-from .wire.messages import CAME_BACK, FORGET, OPEN, SHARED, WorkBatch, pack_numbers
+from .wire.loans import Arrived, Ledger, Parcel
+from .wire.messages import BRING, CAME_BACK, DROP, FORGET, KEEP, SHARED, WorkBatch, unpack_work
+from .wire.tickets import Taking
 from .work import Sending, Work
 
 if TYPE_CHECKING:
-    import zmq
-
     from .crew import Crew
+    from .launch.launcher import Launcher
+    from .vault import Deposit
     from .wire.definitions import Definition
 
-__all__ = ["BUDGET", "Line", "Link", "State", "Stream"]
+__all__ = ["BUDGET", "Link", "State", "drained"]
 
 BUDGET = 0.005
 """Seconds of work that a drone may hold ahead: enough to hide the way there and back, little to wait behind."""
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
-PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
 TELL_AFTER = 0.02  # seconds
+PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
 _TAIL_LINES = 20
 _STACK_LINES = 200
 
@@ -53,13 +51,15 @@ class State(IntEnum):
 class Link:
     """One drone, as the hub sees it."""
 
-    def __init__(self, crew: Crew, number: int, slot: int, name: str, launcher: Launcher) -> None:
+    ledger: Ledger
+    """What lies beside messages, there and back."""
+    keeper: Launcher | None = None
+    """The process that starts it and tells of its end, where that is one of ours."""
+
+    def __init__(self, crew: Crew, number: int, name: str) -> None:
         self.crew = crew
         self.number = number
-        self.slot = slot
         self.name = name
-        self.launcher = launcher
-        self.identity = b"\x01" + os.urandom(16)
         self.state = State.STARTING
         self.pid: int | None = None
         self.exitcode: int | None = None
@@ -68,47 +68,89 @@ class Link:
         self.ended: Milestone[None] = Milestone()
         self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
         self.pinned: deque[Work] = deque()  # work that only this drone may run
+        self.favoured: deque[Work] = deque()  # work that it should run, as it has what that takes
+        self.packing: set[int] = set()  # kept values that it was asked for
+        self._dropped: deque[tuple[int, int]] = deque()  # kept values that nobody has any more
         self.load = 0.0  # seconds of work in flight, as estimated
         self.unknown = 0  # how many in flight have no estimate
         self.overlapping = 0  # how many in flight are run beside each other; then all are
+        self.bulk_unanswered = 0  # how many in flight were sent by bulk: a local drone's
         self.doubted = False  # it has sent what is no message, and is looked after
-        self.hung = False  # something that nobody waits for any more does not come back: it is to run dry
+        self.hung: set[int] = set()  # what nobody waits for any more, and does not come back: it is to run dry
         self.places = 0  # how many of these it was sent, all told
         self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
         self.retires = False  # as soon as it is ready
         self.tasks_done = 0
         self.last_heard = 0.0
         self.recalled = False
-        self.streams: list[Stream] = []
-        self._merge = Merge()
-        self.lane: Lane | None = None
-        self.bulk_open = False
-        self._bulk_waiting: list[list[bytes]] = []
-        self._bulk_unanswered = 0
-        self._asked = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: deque[str] = deque(maxlen=_STACK_LINES)
-        self.ledger = Ledger(launcher.arena, number, self._ring)
         self._ringing = False
         self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
         self._defined_bytes = 0
         self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
         self.timer_at = inf  # when these are looked at
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
+        self.ahead = 0.0  # seconds that its clock is ahead of ours
         self.verdict = ""  # why we have killed it
+        self.fate = ""  # how it ended, where that is no exit status
+
+    # -- what each engine's links do in their own way -------------------------------------------------
+
+    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        """A message (wire/messages.py), and the works that it brings. Never waits."""
+        raise NotImplementedError
+
+    def is_up(self) -> bool:
+        """Whether there is somebody to send anything to."""
+        raise NotImplementedError
+
+    def kill(self, verdict: str = "") -> None:
+        """At once, with whatever it runs. Its death tells the `verdict`."""
+        raise NotImplementedError
+
+    def started(self) -> int:
+        """The number of the work that it has begun last, as far as is known; from any thread. 0: none."""
+        raise NotImplementedError
+
+    def sent(self) -> int:
+        """The number of the last work of which the answer was sent. 0: none."""
+        raise NotImplementedError
+
+    def pulse(self) -> tuple[object, dict[str, tuple[float, float]]]:
+        """What changes while it lives; and of each thread the seconds that it has run, and had to wait for that."""
+        raise NotImplementedError
+
+    def why_quiet(self) -> str:
+        """Why it has no pulse."""
+        raise NotImplementedError
+
+    def memory(self, enough: int) -> int:
+        """Bytes that it and what it has started hold for themselves; exact where it is more than `enough`."""
+        raise NotImplementedError
+
+    def printed(self) -> Heard:
+        """Takes what has come of its output."""
+        raise NotImplementedError
+
+    def last_words(self) -> None:
+        """It has died: hears what it had sent, and what it had done and perhaps not sent."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It has died, and nothing more is heard of it."""
+        raise NotImplementedError
+
+    # -- how it is --------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         return self.state is not State.DEAD
 
-    def kill(self, verdict: str = "") -> None:
-        """SIGKILL. Its death tells the `verdict`."""
-        self.verdict = verdict
-        self.launcher.kill(self.number)
-
     def owes(self) -> bool:
-        """Is there work that only it may do?"""
-        return any(not work.done() for work in list(self.pinned))
+        """Is there work that waits for it? Also that which itself waits for what it takes; which is pinned before it
+        is no longer found there (`Crew.filled`), so that is looked at first."""
+        return self.crew.waits_for(self) or any(not work.done() for work in [*self.pinned, *self.favoured])
 
     def farewell(self) -> BaseException:
         """Why it takes no more work."""
@@ -117,10 +159,10 @@ class Link:
         return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode})")
 
     def runs(self, number: int) -> bool:
-        """Has that work been begun? From any thread; the page says what the drone says."""
+        """Has that work been begun? From any thread; an engine tells what the drone tells."""
         if not self.alive:
             return False
-        return self.launcher.page.started(self.slot) == number or (self.overlapping > 0 and number in self.flight)
+        return self.started() == number or (self.overlapping > 0 and number in self.flight)
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -134,8 +176,9 @@ class Link:
         return not self.flight or (not self.unknown and self.load < BUDGET / 2)
 
     def tasks_left(self, most: int | None) -> int:
-        """How many more pieces of work it may be sent before it has had its `most`."""
-        return 1 << 30 if most is None else most - self.tasks_done - len(self.flight)
+        """How many more pieces of work it may be sent before it has had its `most`; what only it may do it does
+        anyhow."""
+        return 1 << 30 if most is None or self.state is State.RETIRING else most - self.tasks_done - len(self.flight)
 
     def load_batch(self, queue: deque[Work], most: int, now: float) -> tuple[list[Work], list[bytes]]:
         """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts it in flight,
@@ -159,6 +202,8 @@ class Link:
             except IndexError:
                 break
             if work._state != PENDING:
+                continue
+            if work.args is None and type(work.payload) is Taking and not self.crew.vault.fits(work, self):
                 continue
             if work.definition is not definition:
                 if numbers:
@@ -201,7 +246,7 @@ class Link:
             number = work.number
             flight[number] = work
             batch.append(work)
-            if work.args is not None and not overlaps:
+            if work.args is not None and not overlaps and not work.keeps:
                 numbers.append(number)
                 calls.append(work.args)
                 size += work.weight
@@ -226,19 +271,58 @@ class Link:
             message.add_calls(definition.number, numbers, calls)
         self.load = load
         self.last_heard = now
-        if batch and self.ledger.returned:
+        if batch and (self.ledger.returned or self._dropped):
             self._add_returned(message)
         return batch, message.frames()
 
     def _add(self, work: Work, message: WorkBatch) -> int:
         """Work that goes by itself. Its size in the message."""
         payload, kind = work.payload, work.kind
+        if work.keeps:
+            kind |= KEEP
+        if type(payload) is Taking:
+            self._bring(payload.deposits.values(), message)
+            payload = payload.payload
         if work.args is not None:
             payload = dumps(work.args, 5) if work.args else b""
         elif isinstance(payload, Parcel):
             payload, kind = payload.waybill(self.ledger), kind | SHARED
         message.add(work.number, kind, work.definition.number, payload)
+        if work.definition.captures:  # or the drone would hold what it has captured
+            self._defined_bytes -= self._defined.pop(work.definition.number)
+            message.add(work.definition.number, FORGET, 0, b"")
         return len(payload)
+
+    def _bring(self, deposits: Iterable[Deposit], message: WorkBatch) -> None:
+        """Kept values that it has not got."""
+        for each in deposits:
+            if self not in each.holders:
+                each.holders[self] = 1
+                if isinstance(each.packed, Arrived):
+                    message.add(each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ledger))
+                else:
+                    assert each.packed is not None  # or it would not fit
+                    message.add(each.number, BRING, 0, each.packed)
+
+    def _ring(self) -> None:
+        """In any thread: a result of its is not looked at any more, or need not be kept, and it is to be told. Soon:
+        the next work will bring it along, and if there is none, a message of its own."""
+        if not self._ringing:
+            self._ringing = True
+            hub = self.crew.hub
+            hub.post(lambda: hub.after(TELL_AFTER, self._tell_returned))
+
+    def _tell_returned(self) -> None:
+        self._ringing = False
+        if (self.ledger.returned or self._dropped) and self.is_up():
+            message = WorkBatch()
+            self._add_returned(message)
+            self.send(message.frames())
+
+    def drop(self, number: int, claims: int) -> None:
+        """In any thread, in the middle of anything: nobody has that kept value any more."""
+        self._dropped.append((number, claims))
+        self._ring()
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
         defined, size = self._defined, len(definition.payload)
@@ -254,53 +338,23 @@ class Link:
         else:
             message.add(definition.number, definition.kind, 0, payload)
 
-    # -- shared memory that it has lent to this image -------------------------------------------------
-
-    def _ring(self) -> None:
-        """In any thread: a result of its is not looked at any more, and it is to be told. Soon: the next work will
-        bring it along, and if there is none, a message of its own."""
-        if not self._ringing:
-            self._ringing = True
-            hub = self.crew.hub
-            hub.post(lambda: hub.after(TELL_AFTER, self._tell_returned))
-
-    def _tell_returned(self) -> None:
-        self._ringing = False
-        if self.ledger.returned and self.alive and self.lane is not None:
-            message = WorkBatch()
-            self._add_returned(message)
-            self.crew.hub.send(self, message.frames())
-
     def _add_returned(self, message: WorkBatch) -> None:
         for number in self.ledger.take_returned():
             message.add(number, CAME_BACK, 0, b"")
+        while self._dropped:
+            number, claims = self._dropped.popleft()
+            message.add(number, DROP, claims, b"")
 
-    def send(self, frames: list[bytes], router: zmq.Socket[bytes], works: Sequence[Work] = ()) -> None:
-        """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""
-        if not self._bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
-            return
-        for work in works:
-            if work.sending is not None:
-                work.sending.by_bulk = True
-        self._bulk_unanswered += len(works)
-        if self.bulk_open:
-            router.send_multipart([self.identity, *frames])
-        else:
-            self._bulk_waiting.append(frames)
-
-    def ask_to_open(self) -> bool:
-        """Something waits for bulk: has the drone been asked to open it, as far as that is needed?"""
-        if not self._bulk_waiting or self._asked or self.lane is None:
-            return True
-        self._asked = self.lane.send(pack_numbers(OPEN))
-        return self._asked
-
-    def open_bulk(self, router: zmq.Socket[bytes]) -> None:
-        """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
-        self.bulk_open = True
-        for frames in self._bulk_waiting:
-            router.send_multipart([self.identity, *frames])
-        self._bulk_waiting.clear()
+    def unheard(self, frames: Sequence[bytes]) -> None:
+        """In a turn: a message of work did not arrive. So the drone has neither the definitions in it nor what was
+        brought, and what it is to drop is to be said once more."""
+        self._defined.clear()
+        self._defined_bytes = 0
+        for number, kind, claims, _ in unpack_work(frames):
+            if kind & ~SHARED == BRING:
+                self.crew.vault.not_brought(self, number)
+            elif kind == DROP:
+                self.drop(number, claims)
 
     def hand_over(self, work: Work, part: Work) -> None:
         """`part`, all that is left of `work` here, takes its place and number. How long it takes is not known."""
@@ -315,7 +369,7 @@ class Link:
 
     def answered_all(self, numbers: list[int]) -> list[Work | None]:
         """The same for many."""
-        if self._bulk_unanswered or self.overlapping:
+        if self.bulk_unanswered or self.overlapping:
             return [self.answered(number) for number in numbers]
         flight = self.flight
         works = [flight.pop(number, None) for number in numbers]
@@ -338,11 +392,12 @@ class Link:
             sending = work.sending
             assert sending is not None
             if sending.by_bulk:
-                self._bulk_unanswered -= 1
+                self.bulk_unanswered -= 1
             if work.timeout is not None:
                 self.deadlines.pop(number, None)
             if work.definition.overlaps:
                 self.overlapping -= 1
+                self.hung.discard(number)
             elif sending.estimate < 0:
                 self.unknown -= 1
             else:
@@ -353,9 +408,8 @@ class Link:
 
     # -- what it prints ---------------------------------------------------------------------------
 
-    def printed(self) -> Heard:
-        """Takes what has come through its pipes, and remembers the end of what it wrote to stderr and logged."""
-        heard = self._merge.read([stream for stream in self.streams if stream.open])
+    def remember(self, heard: Heard) -> None:
+        """The end of what it wrote to stderr and logged."""
         for each in heard:
             if isinstance(each, Record):
                 self.stderr.append(each.text)
@@ -363,18 +417,6 @@ class Link:
                 if self.stack or each.text.startswith("Fatal Python error"):
                     self.stack.append(each.text)
                 self.stderr.append(each.text)
-        return heard
-
-    def close(self, unwatch: Callable[[int], None]) -> None:
-        ends: list[Stream | Lane] = [*self.streams]
-        if self.lane is not None:
-            ends.append(self.lane)
-        for end in ends:
-            with suppress(ValueError, OSError):
-                unwatch(end.fileno())
-            lifeline.close(end)
-        self.streams.clear()
-        self.lane = None
 
 
 def drained(queue: deque[Work]) -> list[Work]:
@@ -387,15 +429,17 @@ def drained(queue: deque[Work]) -> list[Work]:
 
 
 def _more_of(definition: Definition, queue: deque[Work], most: int) -> list[Work]:
-    """Takes from the head of `queue` what goes with calls of `definition` that travel together."""
+    """Takes from the head of `queue` what goes with calls of `definition` that travel together: at most so many."""
     more: list[Work] = []
+    weight, take = Work.weight, queue.popleft
     with suppress(IndexError):
-        while len(more) < most:
-            work = queue.popleft()
-            if work._state == PENDING:
-                alike = work.definition is definition and work.args is not None and work.weight == Work.weight
-                if not alike or work.timeout is not None:
-                    queue.appendleft(work)
-                    break
+        for _ in range(most):
+            work = take()
+            if work._state != PENDING:
+                continue
+            if work.definition is definition and work.args is not None and work.weight == weight and not work.timeout:
                 more.append(work)
+            else:
+                queue.appendleft(work)
+                break
     return more

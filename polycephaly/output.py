@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
 
@@ -24,7 +24,7 @@ from .promises import callbacks
 from .wire.chunks import LOG, MARK, ORDER, TAG, Sorter
 from .wire.records import unpack_record
 
-__all__ = ["Heard", "Line", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
+__all__ = ["Heard", "Line", "Lines", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
 
 told_in: contextvars.Context | None = None
 """Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they appear under."""
@@ -82,12 +82,10 @@ Heard = list[Line | Record]
 Listener = Callable[[Line], object]
 
 
-class Stream:
-    """The reading end of one of a drone's output pipes; gives whole lines, and what came between them."""
+class Lines:
+    """Makes of a drone's output whole lines, and what came between them."""
 
-    def __init__(self, fd: int, drone: str, name: str) -> None:
-        os.set_blocking(fd, False)
-        self._file = lifeline.own(FileIO(fd, "r"))
+    def __init__(self, drone: str, name: str) -> None:
         self._drone = drone
         self._name = name
         self._rest: list[bytes] = []  # read, and not yet a whole line
@@ -96,23 +94,13 @@ class Stream:
         self._tag = self._rests_tag = ""
         self.open = True
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def read(self) -> list[Line | Record | int]:
         """What has come since the last call; a number: what follows was printed after the record of that number.
-        `open` turns False at end-of-file."""
-        first = self._file.read(_CHUNK)
-        if first is None:  # nothing, as nearly always when it is asked before a result
-            return []
-        pieces = [first]
-        while pieces[-1] and len(pieces) < _READS:
-            piece = self._file.read(_CHUNK)
-            if piece is None:
-                break
-            pieces.append(piece)
-        self.open = bool(pieces[-1])
-        new = b"".join(pieces)
+        `open` turns False at the end."""
+        raise NotImplementedError
+
+    def _sort(self, new: bytes) -> list[Line | Record | int]:
+        """What is `new`; the last of it, if `open` is False."""
         heard: list[Line | Record | int] = []
         if MARK in new or self._sorter.held or not self.open:
             for each in self._sorter.sort(new, last=not self.open):
@@ -159,6 +147,31 @@ class Stream:
             self._rests_tag = self._tag
         self._rest, self._size = [rest], len(rest)
 
+
+class Stream(Lines):
+    """The reading end of one of a drone's output pipes."""
+
+    def __init__(self, fd: int, drone: str, name: str) -> None:
+        super().__init__(drone, name)
+        os.set_blocking(fd, False)
+        self._file = lifeline.own(FileIO(fd, "r"))
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def read(self) -> list[Line | Record | int]:
+        first = self._file.read(_CHUNK)
+        if first is None:  # nothing, as nearly always when it is asked before a result
+            return []
+        pieces = [first]
+        while pieces[-1] and len(pieces) < _READS:
+            piece = self._file.read(_CHUNK)
+            if piece is None:
+                break
+            pieces.append(piece)
+        self.open = bool(pieces[-1])
+        return self._sort(b"".join(pieces))
+
     def close(self) -> None:
         self.open = False
         lifeline.close(self._file)
@@ -176,7 +189,7 @@ class Merge:
         self._seen = 0  # the last record's number
         self._kept: list[Line | Record | int] = []
 
-    def read(self, streams: list[Stream]) -> Heard:
+    def read(self, streams: Sequence[Lines]) -> Heard:
         """Of stdout's and stderr's, those that are open."""
         came = streams[-1].read() if streams else []
         printed, kept = self._kept, len(self._kept)

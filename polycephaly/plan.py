@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
+from .engine import Machine
 from .launch.launcher import START_METHODS, default_start_method
 from .output import Line, forward
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_env",
     "check_hang_timeout",
     "check_initializer",
+    "check_keep",
     "check_memory",
     "check_output",
     "check_seconds",
@@ -57,6 +59,7 @@ class Plan:
     max_memory: int | None  # bytes
     max_queued: int | None
     hang_timeout: float | None
+    machine: Machine  # what runs its drones
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
 
@@ -138,6 +141,14 @@ def check_output(output: Any) -> Callable[[Line], object] | None:
     if callable(output):
         return output  # type: ignore[no-any-return]
     raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")
+
+
+def check_keep(keep: Any) -> None:
+    if keep is not True:
+        raise TypeError(
+            f"keep is True or False, not {keep!r}: it says whether the value stays in its drone; "
+            "a function that has a parameter of that name gets it by functools.partial"
+        )
 
 
 def check_at_least(what: str, number: int, least: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 from .crew import Crew
 from .doer import Workforce
 from .drone import Drone
+from .engine import machine
 from .link import State
 from .output import Line
 from .plan import (
@@ -26,10 +27,11 @@ from .plan import (
     check_start,
     check_timeout,
 )
-from .shared import Shared, share
+from .shared import Shared
 from .source import Source
 from .timeline import Timeline
 from .timeline.taking import take
+from .within import entered, left
 
 __all__ = ["Pool"]
 
@@ -59,19 +61,25 @@ class Pool(Workforce):
         bytes that a drone and what it started may hold for themselves. A drone that comes near is replaced between
         two pieces of work; one that holds more is killed
     ``max_queued``
-        how many pieces of work may wait for a drone: a call that gives one more waits for room
+        how many pieces of work may wait for a drone: a call that gives one more waits for room. (Threads that find
+        room at the same moment may each give one.)
     ``hang_timeout``
         a drone that shows no sign of life for so many seconds, although it should work, is killed; one that computes
         or sleeps is alive. See `Drone.unresponsive`
     ``on_death``
         "replace" the drone, or "break" the pool, as the standard library's executor does
+    ``engine``
+        "local", or "ray": drones are Ray actors, with copies of what `__main__` holds, on any node of the cluster at
+        ``address`` (Ray's own meaning: "auto", "HOST:PORT", or None). Then ``num_cpus``, ``num_gpus``, ``resources``,
+        ``memory``, ``runtime_env``, ``scheduling_strategy`` and the like are given to Ray with each drone
 
     A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An ``async with`` block,
     in asyncio or in green threads, does so too and holds up nobody else while it waits. A pool to
     which no reference is left finishes its work and ends. All methods may be called from any thread.
 
-    Raises `ValueError` for numbers and names that make no sense, and `OSError` where the machine's limits
-    do not allow so many drones; those already started are ended then.
+    Raises `ValueError` for numbers and names that make no sense and for resources that the cluster has not, `OSError`
+    where the machine's limits do not allow so many drones (those already started are ended then) or no cluster is
+    reached, and `ImportError` for an engine that is not installed.
 
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool:
@@ -98,10 +106,11 @@ class Pool(Workforce):
         max_memory: int | None = None,
         max_queued: int | None = None,
         on_death: str = "replace",
+        engine: str = "local",
+        **options: Any,
     ) -> None:
-        if drones is None:
-            drones = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        size = check_at_least("drones", drones, 1)
+        where = machine(engine, options)
+        size = check_at_least("drones", where.usual() if drones is None else drones, 1)
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
@@ -121,6 +130,7 @@ class Pool(Workforce):
             max_memory=check_memory(max_memory),
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
             hang_timeout=check_hang_timeout(hang_timeout),
+            machine=where,
             on_death=on_death,
         )
         self._crew = Crew(plan)
@@ -150,9 +160,8 @@ class Pool(Workforce):
         1
         """
         self._crew.check_open()
-        book = self._crew.book
-        assert book.store is not None
-        return share(obj, book.snapshot, book.store)
+        shared: Shared[T] = self._crew.roster.engine.share(obj)
+        return shared
 
     # -- the pool itself --------------------------------------------------------------------------
 
@@ -188,17 +197,21 @@ class Pool(Workforce):
             self._crew.finish()
 
     def __enter__(self) -> Self:
+        entered(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        left(self)
         self._crew.finish(cancel=kind is not None)
 
     async def __aenter__(self) -> Self:
+        entered(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        left(self)
         await self._crew.finish_async(cancel=kind is not None)
 
     def __repr__(self) -> str:

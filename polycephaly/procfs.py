@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-__all__ = ["birth_of", "descendants", "memory_of", "processor_time", "state_of"]
+__all__ = [
+    "birth_of", "boot_of_this_machine", "descendants", "memory_of", "processor_times", "state_of", "threads_of",
+]  # fmt: skip
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,20 +34,35 @@ def birth_of(pid: int) -> str:
     fields = _stat(str(pid))
     if not fields or fields[0] in "ZX":
         return ""
+    boot = boot_of_this_machine()
+    return f"{boot}:{fields[19]}" if boot else fields[19]
+
+
+def boot_of_this_machine() -> str:
+    """What tells it from all other machines, and from itself before."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
-            return f"{boot.read().strip()}:{fields[19]}"
+            return boot.read().strip()
     except OSError:
-        return fields[19]
+        return ""
 
 
-def processor_time(pid: int) -> tuple[float, float]:
-    """Seconds that its main thread has used, and all of its threads; in steps of a hundredth, mostly."""
-    return _used(f"{pid}/task/{pid}"), _used(str(pid))
+def threads_of(pid: int) -> list[str]:
+    """Their numbers; the main thread's is `pid`."""
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
 
 
-def _used(what: str) -> float:
-    return sum(int(ticks) for ticks in _stat(what)[11:13]) / _TICKS
+def processor_times(pid: int, thread: str) -> tuple[float, float]:
+    """Seconds that a thread has run, and that it was ready to but had to wait for a processor."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat") as told:
+            ran, waited, _ = map(int, told.read().split())
+        return ran / 1e9, waited / 1e9
+    except (OSError, ValueError):  # it has ended, or the kernel does not count what waits
+        return sum(int(ticks) for ticks in _stat(f"{pid}/task/{thread}")[11:13]) / _TICKS, 0.0
 
 
 def descendants(pid: int) -> list[int]:

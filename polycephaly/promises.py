@@ -17,6 +17,11 @@ before W2, and the waiter finds the promise settled and pops the hook itself.
 S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
 at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state.
 
+CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an instance's `__dict__` out of
+what the instance holds inline. What the collection runs may be at the same promise, or let another thread be, and make
+a `__dict__` of the same values, which are then freed twice: the interpreter crashed of it, minutes later. So there a
+promise has its `__dict__` from its birth (`DICT_AT_BIRTH`), when nobody else knows it.
+
 This module knows nothing of drones. Whoever works on a promise makes it of a class of its own, which says how it is
 withdrawn (`_withdraw`), whether it runs (`running`), and how a waiting thread can help (`_help`): see work.py.
 """
@@ -26,6 +31,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 from _thread import allocate_lock, get_ident
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -49,8 +55,13 @@ RUNNING = "RUNNING"
 CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
 FINISHED = "FINISHED"
 
+DICT_AT_BIRTH = sys.version_info < (3, 12)
+
 LOOK_UP = 0.5  # seconds: a signal that came just before a wait, too late to break it off, is seen after these
 LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks may leave these uncalled
+
+_STEPS_SHOWN = 10
+"""Of a circle of promises, in a message."""
 
 logging.getLogger("polycephaly").addHandler(logging.NullHandler())  # the library's own loggers are below it
 callbacks = logging.getLogger("concurrent.futures")
@@ -68,6 +79,15 @@ asked_to_end: Callable[[int, bool], bool] | None = None
 in_turn: Callable[[], bool] | None = None
 """Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer there."""
 
+
+
+class _Pickling(threading.local):
+    stand_in: Callable[[Promise[Any]], tuple[Any, ...]] | None = None
+
+
+pickling = _Pickling()
+"""Where a thread pickles a call's arguments: what goes in place of a promise, as `__reduce__` gives it."""
+
 settlers: set[int] = set()
 """Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
 
@@ -76,8 +96,9 @@ settlers: set[int] = set()
 class Spans:
     """The life of one piece of work. Times are ``time.monotonic`` seconds, None while not reached.
 
-    ``queued`` (the call), ``sent`` (by the hub), ``started`` and ``finished`` (on the drone), ``received``
-    (by the hub); ``bytes_sent`` and ``bytes_received`` count the pickles; ``drone`` is the drone's name.
+    ``queued`` (the call; or when the last promise among its arguments had its value), ``sent`` (by the hub),
+    ``started`` and ``finished`` (on the drone), ``received`` (by the hub); ``bytes_sent`` and ``bytes_received`` count
+    the pickles; ``drone`` is the drone's name.
     """
 
     queued: float | None = None
@@ -111,6 +132,8 @@ class Promise(Future[T], Generic[T]):
     def __init__(self) -> None:
         # Future.__init__ is left out on purpose: it makes a lock and a condition.
         self._open = None
+        if DICT_AT_BIRTH:
+            self.__dict__  # noqa: B018 - looking makes it
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -180,6 +203,9 @@ class Promise(Future[T], Generic[T]):
     _cancels_with_waiter = True
     """Whether a green thread or asyncio task that is cancelled while it waits for it cancels it."""
 
+    _may_be_anywhere = False
+    """Whether it may also be found in objects among the arguments of a call: it is of a handle, not a user's."""
+
     from_outside = True
     """Whether something else than green threads of this image may settle it."""
 
@@ -191,6 +217,21 @@ class Promise(Future[T], Generic[T]):
 
     _stands_for: tuple[Future[Any], ...] = ()
     """Of which it tells, while it is not settled."""
+
+    def _waits_for(self) -> Iterable[Future[Any]]:
+        """What is to be settled before it can be, as far as is known."""
+        return self._stands_for
+
+    _lies = False
+    """Whether its value lies somewhere, and is opened only when somebody asks for it here."""
+
+    def _is_far(self) -> bool:
+        """Whether its value lies on another machine, perhaps, with which it may be lost."""
+        return False
+
+    def _part(self, book: Any) -> Any:
+        """Such a value as a part of arguments (a `Parcel`), if it can go there as it is."""
+        return None
 
     def _break_off(self) -> None:
         """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to stop."""
@@ -207,7 +248,9 @@ class Promise(Future[T], Generic[T]):
     def then(self, fn: Callable[[T], Any]) -> Promise[Any]:
         """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
 
-        `fn` is called in the thread that settles this promise, so it must not wait.
+        `fn` is called in the thread that settles this promise, so it must not wait. Where `fn` is another promise's
+        ``set_result`` for which this one waits, or gives a promise that waits for the one given here, nobody would
+        ever settle them: that raises `Deadlock`, or is what the promise is rejected with.
 
         >>> from polycephaly import Promise
         >>> price = Promise()
@@ -218,6 +261,10 @@ class Promise(Future[T], Generic[T]):
         """
         after: Promise[Any] = Promise()
         after._stands_for = (self,)
+        receiver = getattr(fn, "__self__", None)  # of a promise's `set_result`
+        if isinstance(receiver, Promise) and not self.done():
+            _check_no_cycle(self, receiver)
+            receiver._stands_for = (self,)
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
@@ -225,6 +272,8 @@ class Promise(Future[T], Generic[T]):
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()
+            if isinstance(receiver, Promise):
+                receiver._stands_for = ()
             if done._state == CANCELLED:
                 after._settle(CANCELLED, None, None)
                 return
@@ -237,6 +286,11 @@ class Promise(Future[T], Generic[T]):
                 after._settle(FINISHED, None, error)
                 return
             if isinstance(value, Promise):
+                try:
+                    _check_no_cycle(value, after)
+                except RuntimeError as error:
+                    after._settle(FINISHED, None, error)
+                    return
                 after._stands_for = (value,)
                 value._hook(follow)
             else:
@@ -293,7 +347,7 @@ class Promise(Future[T], Generic[T]):
         self._result = result
         self._exception = exception
         self._state = state
-        if self._hooks is not None:
+        if self._hooks:
             self._run_hooks()
         return True
 
@@ -320,12 +374,19 @@ class Promise(Future[T], Generic[T]):
                 else:
                     waiter.add_result(self)
             condition.notify_all()
-        if self._hooks is not None:
+        if self._hooks:
             self._run_hooks()
         return True
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        self.__dict__.setdefault("_hooks", []).append(hook)
+        hooks = self._hooks
+        if hooks is None:
+            hooks = []
+            if self._hooks is None:  # straight-line code up to here: no other thread comes between
+                self._hooks = hooks
+            else:
+                hooks = self._hooks
+        hooks.append(hook)
         if self.done():
             self._run_hooks()
 
@@ -449,8 +510,16 @@ class Promise(Future[T], Generic[T]):
             condition = self.__dict__.setdefault("_made_condition", Condition())
         return condition
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a promise cannot be pickled: give it as an argument by itself, not inside another value")
+    def __reduce__(self) -> tuple[Any, ...]:
+        if pickling.stand_in is None:
+            raise TypeError(
+                "a promise cannot be pickled: give it as an argument, or in lists, tuples and values of dicts that are"
+            )
+        return pickling.stand_in(self)
+
+    def _named(self) -> str:
+        """How it is called in messages."""
+        return repr(self)
 
     def __repr__(self) -> str:
         if self._state == CANCELLED:
@@ -506,7 +575,12 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
         else:
             waiting_for.pop()  # atomic; which one does not matter, only how many are left
             if not waiting_for:
-                everyone._settle(FINISHED, [p.result() for p in promises], None)
+                try:
+                    values = [p.result() for p in promises]
+                except BaseException as lost:  # a value that lay elsewhere
+                    everyone._settle(FINISHED, None, lost)
+                else:
+                    everyone._settle(FINISHED, values, None)
 
     if not promises:
         everyone._settle(FINISHED, [], None)
@@ -630,11 +704,38 @@ class _Gathered(Promise[list[Any]]):
         for each in self._promises:
             each.cancel()
 
+    def _waits_for(self) -> Iterable[Future[Any]]:
+        return self._promises
+
     def _break_off(self) -> None:
         self.cancel()
 
     def running(self) -> bool:
         return any(each.running() for each in self._promises)
+
+
+def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
+    """`goal` is to wait for `waiting`. Raises `Deadlock` where that one waits for it, by whatever steps."""
+    came_from: dict[Future[Any], Future[Any] | None] = {waiting: None}
+    todo: list[Future[Any]] = [waiting]
+    while todo:
+        step: Future[Any] | None = todo.pop()
+        if step is goal:
+            path = []
+            while isinstance(step, Promise):
+                path.append(step._named())
+                step = came_from[step]
+            path = [*path[::-1], path[-1]]
+            if len(path) > _STEPS_SHOWN:
+                path[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"({len(path) - _STEPS_SHOWN} more)"]
+            from .errors import Deadlock
+
+            raise Deadlock(f"promises would wait for each other in a circle: {' -> '.join(path)}")
+        if isinstance(step, Promise) and not step.done():
+            for each in step._waits_for():
+                if each not in came_from:
+                    came_from[each] = step
+                    todo.append(each)
 
 
 def _break_off_all(promises: Iterable[Future[Any]]) -> None:

@@ -8,9 +8,9 @@ there is room for, in their order; each looks again, since others may have come 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .promises import FINISHED, Milestone
 
@@ -32,10 +32,10 @@ class Rooms:
         """Does anybody wait?"""
         return bool(self._waiting)
 
-    def has(self, queue: deque[Any]) -> bool:
+    def has(self, queue: Sized) -> bool:
         return len(queue) < self._limit
 
-    def wait(self, queue: deque[Any], closed: Callable[[], bool]) -> None:
+    def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
         """Until there is room in it, or it is `closed`. Not where this very thread would have to make the room."""
         while not (self.has(queue) or closed()) and self._hub.can_be_waited_for():
             room = _Room(self._hub, queue)
@@ -64,7 +64,7 @@ class Rooms:
 class _Room(Milestone[None]):
     """There may be room in `queue`."""
 
-    def __init__(self, hub: Hub, queue: deque[Any]) -> None:
+    def __init__(self, hub: Hub, queue: Sized) -> None:
         super().__init__()
         self.queue = queue
         self._hub = hub

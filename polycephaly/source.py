@@ -17,6 +17,7 @@ from operator import length_hint
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
+from .kept import Kept
 from .promises import Promise
 from .shared import Shared
 from .wire.capture import BULKY, capture
@@ -173,7 +174,7 @@ class Source(OneByOne):
 
     def best(self) -> int:
         seconds = self._definition.seconds
-        if seconds is None or self._one_by_one or self._definition.overlaps:
+        if seconds is None or self._one_by_one or self._definition.overlaps or self._definition.captures:
             return 1
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
         left = length_hint(self._length, 0) if self._range is None else _length(self._range)
@@ -234,7 +235,7 @@ class Source(OneByOne):
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
         """A call's arguments, unless it has to go by itself."""
         for arg in args:
-            if isinstance(arg, (Promise, Shared)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
+            if isinstance(arg, (Promise, Shared, Kept)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
                 return None
         try:
             pickled = capture(args, self._crew.book.snapshot, small=True)

@@ -7,9 +7,9 @@
 A drone with work shows that it lives without a message: while a task runs its ear writes a *beat* into the page ten
 times a second, for which it needs the interpreter for an instant. So code that sleeps, waits or computes in Python
 has a pulse. C code that keeps the interpreter has one as long as it computes: in the main thread, at all, or else in
-all threads for a tenth of the time. What has none is stopped by a signal, waits for a disk or for memory that was
-swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses are normal, so it is told
-after QUIET seconds, and only `hang_timeout` makes it a death.
+a thread for a tenth of the time that other processes leave it. What has none is stopped by a signal, waits for a disk
+or for memory that was swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses
+are normal, so it is told after QUIET seconds, and only `hang_timeout` makes it a death.
 
 Where this process itself did not run for a while, all counting begins anew: it would blame others for its own sleep.
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from .launch.launcher import Launcher
 from .link import Link, State
-from .procfs import memory_of, processor_time, state_of
+from .procfs import state_of
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -38,36 +38,34 @@ LOOK = 0.5  # seconds between two looks
 LOOK_AT_MEMORY = 0.2
 QUIET = 2.0  # seconds without a pulse after which it is told
 BUSY = 0.1
-"""Of a processor, by all threads together. Threads that wait for the interpreter look up every few milliseconds."""
+"""Of the time in which a thread had not to wait for a processor. One that waits for the interpreter looks up every few
+milliseconds, which is less than a hundredth."""
 NEAR = 0.9  # of max_memory
-
-_WHY = {
-    "T": "it is stopped by a signal",
-    "t": "it is stopped by a debugger",
-    "D": "it waits for a disk, or for memory that was swapped out",
-    "Z": "it has ended, and its zygote does not say so",
-}
-_IDLE = "it holds its interpreter and does nothing"
 
 
 class _Patient:
     """Whose pulse is felt."""
 
-    __slots__ = ("_pulse", "_since", "_used", "told")
+    __slots__ = ("_pulse", "_since", "_threads", "told")
 
     def __init__(self, now: float) -> None:
         self._pulse: object = None
-        self._used = 0.0
+        self._threads: dict[str, tuple[float, float]] = {}
         self._since = now
         self.told = False
 
-    def quiet_for(self, now: float, pulse: object, used: float = 0.0) -> float:
-        """Seconds since `pulse` has changed, or a notable share of a processor was `used`."""
-        if pulse != self._pulse or used - self._used > BUSY * (now - self._since):
+    def quiet_for(self, now: float, pulse: object, threads: dict[str, tuple[float, float]]) -> float:
+        """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they ran and had to wait
+        for a processor, has computed."""
+        if pulse != self._pulse or any(self._computes(now, thread, *threads[thread]) for thread in threads):
             self._pulse = pulse
-            self._used = used
+            self._threads = threads
             self._since = now
         return now - self._since
+
+    def _computes(self, now: float, thread: str, ran: float, waited: float) -> bool:
+        ran_before, waited_before = self._threads.get(thread, (0.0, 0.0))
+        return ran - ran_before > BUSY * max(0.0, now - self._since - (waited - waited_before))
 
 
 class Watch:
@@ -104,14 +102,14 @@ class Watch:
         for link in [each for each in self._crew.links if each.alive]:
             if self._memory is not None and link.pid is not None:
                 self._look_at_memory(link, self._memory)
-            if link.pid is None or link.verdict or link.state is State.STOPPING:
-                awaited.add(link.launcher)  # it is the zygote that starts it, and tells of its end
+            if link.keeper is not None and (link.pid is None or link.verdict or link.state is State.STOPPING):
+                awaited.add(link.keeper)  # it is the zygote that starts it, and tells of its end
             if link.pid is not None and (link.flight or link.state < State.READY):
                 awaited.add(link)
         for gone in self._patients.keys() - awaited:
             del self._patients[gone]
             if isinstance(gone, Link):
-                gone.unresponsive = None
+                self._responds(gone)
         for one in awaited:
             patient = self._patients.setdefault(one, _Patient(now))
             if isinstance(one, Link):
@@ -128,25 +126,27 @@ class Watch:
     # -- signs of life --------------------------------------------------------------------------------
 
     def _feel(self, link: Link, patient: _Patient, now: float) -> None:
-        page, slot, pid = link.launcher.page, link.slot, link.pid
-        assert pid is not None
-        main, everyone = processor_time(pid)
-        quiet = patient.quiet_for(now, (page.started(slot), page.sent(slot), page.beat(slot), main), everyone)
+        quiet = patient.quiet_for(now, *link.pulse())
         if quiet < self._quiet:
             if link.unresponsive is not None:
-                link.unresponsive = None
-                log.info("drone %s (pid %s) responds again", link.name, pid)
+                self._responds(link)
+                log.info("drone %s (pid %s) responds again", link.name, link.pid)
             return
         if link.unresponsive is None:
-            link.unresponsive = _WHY.get(state_of(pid), _IDLE)
-            log.warning("drone %s (pid %s) does not respond: %s%s", link.name, pid, link.unresponsive, _while(link))
+            why = link.unresponsive = link.why_quiet()
+            log.warning("drone %s (pid %s) does not respond: %s%s", link.name, link.pid, why, _while(link))
         if self._hang is not None and quiet >= self._hang and not link.verdict:
             link.kill(f"it did not respond for {quiet:.1f} s: {link.unresponsive}")
+
+    def _responds(self, link: Link) -> None:
+        """What only it may do may have waited for that."""
+        link.unresponsive = None
+        self._crew.pinned_waiting = True
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
         """It waits most of the time, so only that it is stopped tells anything."""
         stopped = state_of(launcher.pid) in ("T", "t")
-        quiet = patient.quiet_for(now, stopped)
+        quiet = patient.quiet_for(now, stopped, {})
         if not stopped or quiet < self._quiet:
             return
         if not patient.told:
@@ -158,8 +158,7 @@ class Watch:
     # -- memory ---------------------------------------------------------------------------------------
 
     def _look_at_memory(self, link: Link, most: int) -> None:
-        assert link.pid is not None
-        held = memory_of(link.pid, int(most * NEAR))
+        held = link.memory(int(most * NEAR))
         if held < most * NEAR or link.verdict:
             if link.state is State.READY:
                 self._crew.roster.too_large_so_far = 0
@@ -175,5 +174,5 @@ class Watch:
 
 
 def _while(link: Link) -> str:
-    running = link.flight.get(link.launcher.page.started(link.slot))
+    running = link.flight.get(link.started())
     return f"; it was running {running.definition.label}" if running is not None else ""

@@ -2,35 +2,40 @@
 
     call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
 
-Arguments are pickled when the call is made. Where one of them is a promise, a *hole* is pickled in its place;
-a synchronization counter (CEFOS) counts the promises still open, and the work is queued as it reaches zero.
+Arguments are pickled when the call is made. Where there is a promise among them, a *hole* is pickled in its place (see
+inputs.py); a synchronization counter (CEFOS) counts the promises still open, and the work is queued as it reaches zero.
+A call of nothing but promises and what is small and immutable is not pickled before that: nobody can see that.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .image.definitions import Hole
-from .promises import CANCELLED, FINISHED, PENDING, Promise, Spans
+from .errors import Lost
+from .graph import note_failure
+from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall
+from .kept import Kept
+from .promises import DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans
 from .shared import Shared
 from .wire.capture import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from .wire.definitions import Book, Definition
-from .wire.loans import Parcel, load, load_beside
+from .wire.loans import Arrived, Parcel, load, load_beside
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from .wire.slices import SHORT, SMALL, Answers, part_of
 from .wire.store import pristine_view
+from .wire.tickets import meeting, taking, untaken
 
 if TYPE_CHECKING:
     from .crew import Crew
     from .link import Link
+    from .vault import Deposit
 
-__all__ = ["Answer", "AnswersTogether", "Sending", "Slice", "Work"]
+__all__ = ["Answer", "AnswersTogether", "KeptWork", "Sending", "Slice", "Work"]
 
 _numbers = itertools.count(1)
 
@@ -40,9 +45,14 @@ class Work(Promise[Any]):
 
     _can_be_interrupted = True
     target: Link | None = None  # the only drone it may run on, if there is one
+    prefers: Link | None = None  # the drone that has most of what it takes, if one is known
+    burden = 0  # bytes that would have to be moved for any other
+    favoured = 0.0  # since when it waits for that one
+    keeps = False  # its value stays where it is computed
     sending: Sending | None = None  # with which it was sent
     kind = CALL
-    args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others
+    args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others;
+    # while it waits for them, promises too
     weight = 16  # bytes of these, about
     payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
@@ -54,10 +64,20 @@ class Work(Promise[Any]):
     retries = 0  # how often it is run again when its drone dies
     relays: Any = None  # what of another process's it is, where it is such (net/desk.py)
     leases: Any = None  # of a remote pool's shared values (net/shared.py), until it is sent
+    given: list[Deposit] | None = None  # of which handles are in what came back, until that is opened
     lent = False  # another process has it, and may be running it
+    inputs: Sequence[Any] = ()  # while it waits: the promises for which it does; and what else is in `args`
+    recipe: Any = None  # its pickled arguments, where its value lies with a node that may be lost, and `retries` allow
+    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None  # the arguments without what lies so, and the promises
+    _lying: Any = None
+    needed: tuple[int, ...] = ()  # the numbers of works whose values it waited for
+    is_node = False  # of a graph (dataflow.py): cancelling it goes upstream
+    _filling: Iterator[int]  # as many steps as there are inputs but one: the synchronization counter
 
     def __init__(self, crew: Crew) -> None:
         self._open = None  # as Promise.__init__ does
+        if DICT_AT_BIRTH:
+            self.__dict__  # noqa: B018
         self.number = next(_numbers)
         self.crew = crew
         self.queued = monotonic()
@@ -67,11 +87,14 @@ class Work(Promise[Any]):
     ) -> Sequence[Promise[Any]]:
         """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
         self.definition = definition
-        inputs: Sequence[Promise[Any]] = ()
-        together, bulky, shared = not kwargs, False, False
+        inputs: list[Promise[Any]] = []
+        together, bulky, shared, nested = not kwargs, False, False, False
         for arg in (*args, *kwargs.values()) if kwargs else args:
             kind = type(arg)
             if kind in SMALL:
+                continue
+            if kind is Work:
+                inputs.append(arg)
                 continue
             if kind is str or kind is bytes:
                 size = len(arg)
@@ -79,9 +102,14 @@ class Work(Promise[Any]):
                 together = together and size < SHORT
                 bulky = bulky or size >= LARGE_BUFFER
                 continue
-            together = False
             if isinstance(arg, Promise):
-                inputs = [*inputs, arg]
+                inputs.append(arg)
+                continue
+            together = False
+            if kind in CONTAINERS:
+                nested = True
+            elif isinstance(arg, StandIn):
+                shared = nested = True
             elif kind is Shared:
                 shared = True
             elif kind is bytearray:
@@ -89,18 +117,47 @@ class Work(Promise[Any]):
         if together:
             self.args = args
             return inputs
-        if inputs or shared:
+        if shared:
             args, kwargs = _with_stand_ins(args, kwargs, book.snapshot)
-        try:
-            if kwargs or inputs:
-                self.kind = CALL_KEYWORDS
-                self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
-            elif args:
-                self.payload = pack(args, book.snapshot, book.store, bulky)
-        except Exception as error:
-            error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
-            raise
+        if inputs or nested:
+            return self._capture_with_holes(args, kwargs, book, bulky)
+        with meeting(book.vault) as pickling:
+            try:
+                if kwargs:
+                    self.kind = CALL_KEYWORDS
+                    self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                elif args:
+                    self.payload = pack(args, book.snapshot, book.store, bulky)
+            except Exception as error:
+                error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
+                raise
+        if pickling.met:
+            self.take(pickling.met)
         return inputs
+
+    def _capture_with_holes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book, bulky: bool
+    ) -> Sequence[Promise[Any]]:
+        self.kind = CALL_KEYWORDS
+        with Holes() as holes, meeting(book.vault) as pickling:
+            try:
+                self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                if holes.inputs:
+                    holes.check(args, kwargs)
+            except Exception as error:
+                error.add_note(
+                    f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, book)}"
+                )
+                raise
+        if pickling.met:
+            self.take(pickling.met)
+        return holes.inputs
+
+    def take(self, deposits: dict[int, Deposit]) -> None:
+        """It needs these kept values."""
+        if self.args is not None:
+            self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
+        self.payload = taking(self.payload, deposits)
 
     def captured(self) -> tuple[Any, ...]:
         """Once more the arguments of a call without keywords and promises."""
@@ -114,46 +171,128 @@ class Work(Promise[Any]):
             args = loads(payload) if payload else ()
         return args
 
-    def when_filled(self, inputs: Sequence[Promise[Any]], go: Callable[[Work], None]) -> None:
-        """Calls `go` once, when all `inputs` have values; rejects this work when one is rejected."""
-        turn = itertools.count(1)
-
-        def one_settled(settled: Promise[Any]) -> None:
-            if settled._state == CANCELLED:
-                self._settle(FINISHED, None, CancelledError("a promise among the arguments was cancelled"))
-            elif settled._exception is not None:
-                self._settle(FINISHED, None, settled._exception)
-            else:
-                if next(turn) < len(inputs):  # the synchronization counter: one step, which also tells who is the last
-                    return
-                self._fill([p._result for p in inputs])
-            go(self)
-
+    def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
+        """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and this work is
+        rejected too."""
+        self.inputs = inputs if self.args is None else self.args
+        self.needed = tuple([each.number for each in inputs if isinstance(each, Work)])
+        self._filling = iter(range(1, len(inputs)))
+        settled = self._one_settled
         for each in inputs:
-            each._hook(one_settled)
+            hooks = each._hooks
+            if each._state == FINISHED:
+                settled(each)
+            elif hooks is None:
+                each._hook(settled)
+            else:  # the same, without the call
+                hooks.append(settled)
+                if each._state != PENDING and each.done():
+                    each._run_hooks()
 
-    def _fill(self, values: list[Any]) -> None:
+    def _one_settled(self, settled: Promise[Any]) -> None:
+        if self._state == PENDING:
+            if settled._exception is not None or settled._state != FINISHED:
+                fall(self, settled)
+            elif next(self._filling, None) is None:  # the counter: one step, which also tells who is the last
+                self._fill()
+
+    def _fill(self) -> None:
+        self.queued = monotonic()
+        args, inputs = self.args, self.inputs
+        if args is not None:
+            values = [arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args]
+            if SMALL.issuperset(map(type, values)):
+                self.args = tuple(values)
+                self.inputs = ()
+                self.crew.filled(self)
+                return
         try:
             book = self.crew.book
-            packed = pack(values, book.snapshot, book.store)
-            self.payload = join(None, (self.payload, packed), book.store)
-            self.kind = CALL_FILLED
+            if args is not None:
+                self.args, self.weight = None, type(self).weight
+                if any(isinstance(value, Promise) for value in values):
+                    inputs = self._capture_with_holes(tuple(values), {}, book, True)
+                else:
+                    inputs = self.capture(self.definition, tuple(values), {}, book)
+                if not all(each._lies for each in inputs):
+                    raise TypeError("the value of a promise is, or has in it, another promise")
+            if self.kind == CALL_KEYWORDS and inputs:
+                parts = {index: part for index, each in enumerate(inputs) if (part := each._part(book)) is not None}
+                results = [None if index in parts else each._result for index, each in enumerate(inputs)]
+                with meeting(book.vault) as pickling:
+                    packed = pack(results, book.snapshot, book.store)
+                inner = pickling.met or {}
+                if any(each._is_far() for each in inputs):
+                    self.unfilled = self.payload, inputs
+                outer, deposits = untaken(self.payload)
+                joined = join([*parts], (outer, packed, *parts.values()), book.store)
+                self.payload = taking(joined, deposits | inner)
+                self.kind = CALL_FILLED
+            self.inputs = ()
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
             self._settle(FINISHED, None, error)
+            self.let_go()
+        self.crew.filled(self)
 
     read: Callable[[Any], Any] = staticmethod(load)
     """From what came back to its value. Raises what unpickling raises."""
 
+    def open(self, payload: Any) -> Any:
+        """The value, or what stands for it until somebody asks. What has handles in it is opened: they are written for
+        this image."""
+        if isinstance(payload, Arrived) and not self.given and (self.is_node or payload.is_far()):
+            self.__class__ = LyingWork
+            self._lying = payload
+            return None
+        return self.read(payload)
+
     # -- what it says of itself as a promise ----------------------------------------------------------
 
+    def cancel(self, running: bool = True) -> bool:
+        """As any promise; of a node of a graph, what only led to it is cancelled too: see `flow`."""
+        inputs = self.inputs
+        cancelled = super().cancel(running)
+        if cancelled and inputs and self.is_node:
+            cancel_upstream(inputs, running)
+        return cancelled
+
+    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool:
+        settled = super()._settle(state, result, exception)
+        if self.is_node and settled and (exception is not None or state != FINISHED):
+            note_failure(self, state)
+        return settled
+
+    def fill_again(self, lost: Lost) -> None:
+        """In a turn. It was not begun, as what it takes was lost: that is computed once more. Raises `lost` as
+        `computed_again` does."""
+        if self.unfilled is None:
+            raise lost
+        (self.payload, inputs), self.unfilled = self.unfilled, None
+        self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
+        far = [each if isinstance(each, LyingWork) and each._is_far() else None for each in inputs]
+        self.wait_for([it if each is None else each.computed_again(lost) for each, it in zip(far, inputs, strict=True)])
+
+    def let_go(self) -> None:
+        """It is settled: it keeps nothing for which it waited."""
+        if self.inputs:
+            self.inputs = ()
+            if self.args is not None:
+                self.args = ()
+
     def _withdraw(self) -> None:
+        self.let_go()
         self.crew.hub.post(partial(self.crew.withdraw, self))
 
     def _break_off(self) -> None:
         self.cancel()
 
+    def _waits_for(self) -> Sequence[Promise[Any]]:
+        return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
+
     def _help(self, end: float | None) -> None:
+        if self.inputs and end is None:
+            self.crew.somebody_waits(self)
         self.crew.hub.drive(self, end)
 
     @property
@@ -161,6 +300,15 @@ class Work(Promise[Any]):
         """The drone it was sent to."""
         sending = self.sending  # a turn in another thread may take it away
         return sending.link if sending is not None else None
+
+    @property
+    def label(self) -> str:
+        """What it does, in a word. (Where that could not be pickled, it has no definition.)"""
+        definition = getattr(self, "definition", None)
+        return "a call" if definition is None else str(definition.label)
+
+    def _named(self) -> str:
+        return f"{self.label} #{self.number}"
 
     def running(self) -> bool:
         link = self.link
@@ -181,6 +329,58 @@ class Work(Promise[Any]):
     def answered_with(self) -> Answer | None:
         answer = self.answer
         return answer.of(self.number) if isinstance(answer, AnswersTogether) else answer
+
+
+class LyingWork(Work):
+    """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes from there, and is
+    opened here only when somebody asks. For a node of a graph that is shared memory; for all work of a cluster's, a
+    node of that."""
+
+    _lies = True
+    _opened: tuple[Any] | None = None
+    _again: Work | None = None
+
+    @property
+    def _result(self) -> Any:
+        if self._opened is None:
+            try:
+                self._opened = (load(self._lying),)
+            except Lost as lost:
+                self._opened = (self.computed_again(lost).result(),)
+        return self._opened[0]
+
+    @_result.setter
+    def _result(self, value: Any) -> None:
+        """It is settled."""
+
+    def computed_again(self, lost: Lost) -> Work:
+        """The same work once more, on its way; the same again for who else asks. Raises `lost` where `retries` do not
+        allow it."""
+        if self._again is not None:
+            return self._again
+        if not self.retries or self.recipe is None:
+            raise lost
+        again = self._again = Work(self.crew)
+        again.definition, again.kind, again.args, again.payload = self.definition, self.kind, self.args, self.recipe
+        again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
+        self.crew.start(again)
+        return again
+
+    def _is_far(self) -> bool:
+        return self._opened is None and bool(self._lying.is_far())
+
+    def _part(self, book: Book) -> Parcel | None:
+        return self._lying.parcel() if self._lying.lies_in(book.store) else None
+
+
+class KeptWork(Work):
+    """Its value is a handle: what it computes stays in the drone."""
+
+    keeps = True
+    weight = Work.weight + 1  # so that it does not go in a run of others
+    deposit: Deposit | None = None  # where it computes once more what was lost
+
+    read: Callable[[Any], Any] = staticmethod(Kept.of)
 
 
 class Sending:
@@ -236,6 +436,10 @@ class Slice(Work):
 
     read = staticmethod(Answers)
 
+    def open(self, payload: Any) -> Answers:
+        """Wherever they lie: who takes them wants one after the other."""
+        return Answers(payload)
+
     def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
         """In a turn. Its first calls are `done`: the one that is being run, if there is one, and the `rest`."""
         begun = self.count - rest
@@ -244,17 +448,16 @@ class Slice(Work):
             for start, stop in ((done, begun), (begun, self.count))
         )
         running.retries = later.retries = self.retries
+        running.given = self.given
         return running, later
 
 
 def _with_stand_ins(
     args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    places = itertools.count()
-
     def stand_in(arg: Any) -> Any:
-        if isinstance(arg, Promise):
-            return Hole(next(places))
+        if isinstance(arg, StandIn):
+            return arg.stands_for()
         return arg.stand_in(snapshot) if type(arg) is Shared else arg
 
     return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
@@ -264,7 +467,9 @@ def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: Book) -> str:
     """Which argument it was that does not pickle."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
-            capture(arg, book.snapshot)
+            with Holes() as holes:
+                capture(arg, book.snapshot)
+            holes.check(arg)
         except Exception:
             return f"{name}, a {type(arg).__qualname__}"
     return "all of them together"

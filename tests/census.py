@@ -4,13 +4,24 @@ How a process of ours is known, whoever its parent is by now:
     exec'd from here    its environment at exec carries `MARKER`   (/proc/PID/environ)
     forked from here    it holds our marker file on `MARKER_FD`    (a fork keeps descriptors)
 so an orphan that init has adopted is found as well.
+
+Several workers test side by side (see conftest.py), and each counts what is its own. Processes carry the marker of
+their worker; threads and descriptors are those of this process; TMPDIR is a folder for each worker. Files in /dev/shm
+do not tell whose they are: so each worker sees a /dev/shm of its own, where it may mount one (`own_shared_memory`).
+Where it may not, those files are counted once, before and after the whole run.
+
+A Ray that runs for the tests (`engines.py`) is not counted: its daemons, its workers that are nobody's actor yet, its
+sockets, what it maps. Its actors are, and what they start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
+import re
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +33,7 @@ MARKER_FD = 700
 DEADLINE = 2.0  # seconds: DESIGN's bound for everything to be gone
 
 _marker_file: str | None = None
+_shared_memory_is_ours = True
 
 
 def mark_this_process() -> None:
@@ -31,6 +43,21 @@ def mark_this_process() -> None:
     with tempfile.NamedTemporaryFile(prefix="marker-", delete=False) as file:
         _marker_file = file.name
         os.dup2(file.fileno(), MARKER_FD, inheritable=True)
+
+
+def own_shared_memory(*, among_others: bool) -> bool:
+    """From now on this thread, and what it starts, sees an empty /dev/shm that nobody else sees. False where that takes
+    a right that we have not got; then, `among_others` who test, none of it is counted as ours."""
+    global _shared_memory_is_ours
+    libc = ctypes.CDLL(None)
+    new_mounts, all_private = 0x20000, 0x4000 | 1 << 18  # CLONE_NEWNS; MS_REC | MS_PRIVATE
+    own = not (
+        libc.unshare(new_mounts)
+        or libc.mount(None, b"/", None, ctypes.c_ulong(all_private), None)
+        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
+    )
+    _shared_memory_is_ours = own or not among_others
+    return own
 
 
 def pids() -> Iterator[int]:
@@ -88,7 +115,11 @@ def homes(place: str | None = None) -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    return set(os.listdir("/dev/shm")) if shared_memory_is_counted() else set()
+
+
+def shared_memory_is_counted() -> bool:
+    return _shared_memory_is_ours and os.path.isdir("/dev/shm")
 
 
 @dataclass
@@ -102,6 +133,8 @@ class Census:
     @classmethod
     def take(cls) -> Census:
         everyone = (marked(os.environ[MARKER]) | holding_our_file() | children()) - {os.getpid()}
+        if ray_is_up():
+            everyone = {pid for pid in everyone if not of_ray(pid)}
         return cls(everyone, set(threading.enumerate()), descriptors(), homes(), shared_memory())
 
     def left_since(self, before: Census) -> list[str]:
@@ -118,7 +151,32 @@ class Census:
 
 
 def _harmless(target: str) -> bool:
+    if ray_is_up() and target.startswith(("socket:", "pipe:", "anon_inode:", "/dev/shm/plasma", "/memfd:")):
+        return True
     return target.startswith(("/dev/null", "/dev/urandom")) or "/.hypothesis/" in target
+
+
+# -- Ray ----------------------------------------------------------------------------------------------------
+
+_RAYS_OWN = re.compile(
+    rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)"
+    rb"|/ray/core/src/ray/(gcs/gcs_server|raylet/raylet)|/ray/_private/|/ray/autoscaler/|/ray/dashboard/"
+)
+
+
+def ray_is_up() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def of_ray(pid: int) -> bool:
+    """One of Ray's own, or a worker that is no actor: these are named after their class."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:
+        return True
+    return not command or _RAYS_OWN.search(command) is not None
 
 
 def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:

@@ -1,40 +1,177 @@
-"""Around every test: a census. Whatever a test left behind fails it."""
+"""Around every test: a census. Whatever a test left behind fails it. And how the suite is run: side by side.
+
+  pytest ──> this process                  where one file, or one test, is asked for, or -n 0
+         └─> this process ──> workers      else: most tests wait rather than compute, so twice as many workers as cores
+             (xdist's)        each with a marker, a TMPDIR and a /dev/shm of its own, so that its census is its own
+
+The contract is tested on each engine: tests on Ray come last, all in one worker, with one Ray (engines.py).
+"""
 
 from __future__ import annotations
 
+import compileall
 import faulthandler
+import gc
 import multiprocessing.resource_tracker
 import os
+import re
 import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
+from functools import cache
+from itertools import compress
+from operator import not_
+from pathlib import Path
+from typing import Any
 
 import census
+import engines
 import pytest
+import pytest_timeout
 
-_session_folder = ""
+TESTS = Path(__file__).parent
+
+A_FEW = 8  # tests at once to a worker: neighbours, as they share fixtures; not more, so that no worker is last for long
+
+_folder = ""
+_not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
 _HARD_DEADLINE = 100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Decides how many workers, where nobody has said it."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or _is_worker(config) or option.tx:
+        return
+    one_file = len(config.args) == 1 and not os.path.isdir(config.args[0])
+    if option.numprocesses is None and not (one_file or option.usepdb or option.capture == "no"):
+        option.numprocesses = min(2 * len(os.sched_getaffinity(0)), 16)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A few tests at a time, to whoever is free. But those on Ray go to one worker, which ends then: one Ray is enough,
+    and what it leaves in its process (threads of its own) no fork of a later test should meet."""
+    from xdist.scheduler import LoadScheduling
+
+    class Scheduling(LoadScheduling):
+        def _send_tests(self, node: Any, num: int) -> None:
+            on_ray = [_is_on_ray(self.collection[each]) for each in self.pending]
+            if not any(on_ray) or len(self.nodes) == 1:
+                super()._send_tests(node, num)
+                return
+            self.pending[:] = [*compress(self.pending, on_ray), *compress(self.pending, map(not_, on_ray))]
+            super()._send_tests(node, sum(on_ray))
+            node.shutdown()  # when it has done them
+
+    if config.option.dist != "load":
+        return None
+    config.option.maxschedchunk = config.option.maxschedchunk or A_FEW
+    return Scheduling(config, log)
+
+
+@cache
+def _is_on_ray(test: str) -> bool:
+    """With that engine for a parameter, or in a file of its own."""
+    return re.search(r"[\[-]ray[\]-]|/test_ray", test) is not None
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _has_workers(config: pytest.Config) -> bool:
+    return bool(getattr(config.option, "tx", None)) and not _is_worker(config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    global _session_folder, _real_stderr
+    global _folder, _real_stderr
     _real_stderr = os.fdopen(os.dup(2), "w")
+    config.addinivalue_line("markers", "local_only(reason): not on other engines; with a reason, skipped")
+    config.addinivalue_line("markers", "ray: needs a Ray, which is started for them")
+    config.addinivalue_line("markers", "xdist_group(name): all run by one worker")
     # A temporary directory of this run alone: what other runs leave or make is not counted here.
-    _session_folder = tempfile.mkdtemp(prefix="pct-")
-    os.environ["TMPDIR"] = _session_folder
+    if _is_worker(config):
+        _folder = os.path.join(tempfile.gettempdir(), config.workerinput["workerid"])
+        os.mkdir(_folder, 0o700)
+    else:
+        _folder = tempfile.mkdtemp(prefix="pct-")
+    os.environ["TMPDIR"] = _folder
     tempfile.tempdir = None
+    own = census.own_shared_memory(among_others=_is_worker(config))
+    if _has_workers(config):
+        _compile_all()
+        if not own:
+            config.pluginmanager.register(WholeRun())
+        return
     census.mark_this_process()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # The standard library keeps this process once anything is spawned: it is there before every census.
     multiprocessing.resource_tracker.ensure_running()
 
 
+def _compile_all() -> None:
+    """The suite starts some thousand fresh interpreters, and where Python is told to keep no bytecode
+    (PYTHONDONTWRITEBYTECODE), each would compile the package anew: so it is kept, but not beyond this run."""
+    if sys.dont_write_bytecode:
+        for folder in {TESTS, *(path.parent for path in (TESTS.parent / "polycephaly").rglob("*.py"))}:
+            if not (folder / "__pycache__").exists() and compileall.compile_dir(folder, maxlevels=0, quiet=2):
+                _not_to_be_kept.append(folder / "__pycache__")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(_session_folder, ignore_errors=True)
+    for folder in (_folder, *_not_to_be_kept):
+        shutil.rmtree(folder, ignore_errors=True)
     _real_stderr.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """A worker's stdout leads nowhere: what is said of a test that hangs, its output and the stacks, goes to stderr."""
+    if not _is_worker(item.config):
+        return None
+
+    def tell_and_exit() -> None:
+        item.config.get_terminal_writer()._file = _real_stderr
+        pytest_timeout.timeout_timer(item, settings)
+
+    tell_and_exit.__module__ = pytest_timeout.__name__  # by that the verdict of a deadlock knows it for a time limit
+    timer = threading.Timer(settings.timeout, tell_and_exit)
+
+    def cancel() -> None:
+        timer.cancel()
+        timer.join()
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    timer.start()
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a worker tells travels as UTF-8, and a test may have printed what is none."""
+    return _as_utf8((yield))
+
+
+def _as_utf8(told: Any) -> Any:
+    if isinstance(told, str):
+        return told.encode("utf-8", "backslashreplace").decode()
+    if isinstance(told, dict):
+        return {key: _as_utf8(each) for key, each in told.items()}
+    if isinstance(told, list | tuple):
+        return type(told)(map(_as_utf8, told))
+    return told
+
+
+def pytest_collection_finish() -> None:
+    """Some hundred thousand objects that stay: no collection, in a test or between tests, need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +183,44 @@ def nothing_is_left() -> Iterator[None]:
     left = census.wait_until_clean(before)
     if left:
         pytest.fail("left behind after the test:\n  " + "\n  ".join(left))
+
+
+@pytest.fixture(scope="session", params=engines.ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with engines.running(request.param):
+        yield request.param
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on other engines than the local one come last; those that make no sense there are left out or skipped."""
+    local, other, left_out = [], [], []
+    for item in items:
+        if getattr(item, "callspec", None) is None or item.callspec.params.get("engine", "local") == "local":
+            local.append(item)
+        elif (mark := item.get_closest_marker("local_only")) is None:
+            other.append(item)
+        elif mark.args:
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+            other.append(item)
+        else:
+            left_out.append(item)
+    items[:] = local + other
+    config.hook.pytest_deselected(items=left_out)
+
+
+class WholeRun:
+    """The census of /dev/shm where the workers have to share it."""
+
+    def __init__(self) -> None:
+        self.before = census.shared_memory()
+        self.left: set[str] = set()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.left = census.shared_memory() - self.before
+        if self.left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name in sorted(self.left):
+            terminalreporter.write_line(f"left behind after the run: /dev/shm/{name} (-n 0 tells by which test)")

@@ -76,6 +76,17 @@ def spin_for_ever(started: str) -> None:
         pass
 
 
+class PackedSlowly:
+    """Is pickled when the file `gate` is there, as a word."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        hold_until(self.gate)
+        return str, ("packed",)
+
+
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
     """Polls until `condition` holds; fails after `seconds`."""
     end = time.monotonic() + seconds
@@ -193,6 +204,7 @@ class Killer:
         faults: tuple[str, ...] = FAULTS,
         hold: float = 0.5,
         seed: object = None,
+        done: Callable[[], int] | None = None,
     ) -> None:
         assert set(faults) <= set(FAULTS), faults
         self.seed = random.randrange(1 << 32) if seed is None else seed
@@ -201,6 +213,8 @@ class Killer:
         self._seconds = seconds
         self._faults = faults
         self._hold = hold
+        self._done = done
+        self._had_done = -1
         self._dice = random.Random(f"{self.seed}")
         self._held: list[tuple[float, int, int]] = []  # until when, who, and by what signal it ends
         self._over = threading.Event()
@@ -221,7 +235,10 @@ class Killer:
             self._let_go(now)
             if now >= due:
                 due = now + self._seconds
-                self._strike(now)
+                done = self._done() if self._done else 0
+                if done > self._had_done or not self._done:
+                    self._had_done = done
+                    self._strike(now)
         self._let_go(None)
 
     def _strike(self, now: float) -> None:

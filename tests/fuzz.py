@@ -55,6 +55,7 @@ from faults import append, hold_until, wait_for
 import polycephaly as poly
 from polycephaly import work
 from polycephaly.image import main as image_main
+from polycephaly.image import runner as image_runner
 from polycephaly.link import Link, State
 from polycephaly.timeline import trail
 from polycephaly.wire import definitions
@@ -193,7 +194,7 @@ def work_messages(store: Store, ledger: Ledger, first: int = UNLIKELY) -> list[F
     calls.add_calls(pow_, [first + i for i in range(3)], [(2.5, "a", None, True, b"bytes")[:2] for _ in range(3)])
     single = WorkBatch()
     single.add(first + 2, CALL_KEYWORDS, abs_, pickle.dumps(((-1,), {"x": [1]}), 5))
-    filled = join(None, (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
+    filled = join([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
     single.add(first + 3, CALL_FILLED, pow_, filled if isinstance(filled, bytes) else b"")
     single.add(first + 4, CALL, code, b"")
     slices = WorkBatch()
@@ -427,7 +428,7 @@ class Decoders:
                 payload = self._strictly(Arrived, payload, self._ledger)
             kind &= ~SHARED
             if kind == CALLS:
-                self._strictly(image_main._calls, payload)
+                self._strictly(image_runner._calls, payload)
             elif kind == CALL_SLICE:
                 self._opened(unpack_calls, payload)
             elif kind == CALL_FILLED:
@@ -919,7 +920,7 @@ class Noise:
             self._send(frames)
         elif self._kind == "truncated":
             *first, last = frames
-            frames = [*first, last[: len(last) // 2]]
+            frames = [*first, last[: max(0, len(last) - 1) // 2]]  # not the first of two equal halves: that is whole
         elif self._kind == "reordered":
             self._kept_back = frames
         went = self._kind in ("dropped", "reordered") or self._send(frames)

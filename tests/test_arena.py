@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import threading
+import tracemalloc
 import warnings
 import weakref
 from pickle import PickleBuffer
@@ -16,7 +17,16 @@ import pytest
 from polycephaly.wire import arena as arena_module
 from polycephaly.wire import store as store_module
 from polycephaly.wire.arena import Arena, Full, view
-from polycephaly.wire.capture import LARGE_BUFFER, MainSnapshot, join, pack, pack_strictly, stored
+from polycephaly.wire.capture import (
+    LARGE_BUFFER,
+    MainSnapshot,
+    capture,
+    join,
+    pack,
+    pack_strictly,
+    pickled_size,
+    stored,
+)
 from polycephaly.wire.loans import Arrived, Ledger, Loan, Parcel, load, load_beside, load_joined
 from polycephaly.wire.messages import Malformed
 from polycephaly.wire.store import Store, place_of, pristine_view
@@ -501,3 +511,16 @@ def test_nothing_keeps_an_arena_that_has_ended():
     del arena, store
     gc.collect()
     assert known() is None
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, np.zeros, lambda size: {"a": [b"x" * size]}])
+def test_the_size_of_a_pickle_is_found_out_without_a_copy(kind, snapshot):
+    value = kind(32 << 20)
+    tracemalloc.start()
+    try:
+        size = pickled_size(value, snapshot)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert abs(size - len(capture(value, snapshot))) < 1000
+    assert pickled_size([1, "a"], snapshot) == len(capture([1, "a"], snapshot))

@@ -7,10 +7,12 @@ import threading
 import time
 
 import pytest
+from engines import local_only, on_each_engine, poly
 from faults import block_for_ever, wait_for
 
-import polycephaly as poly
 from polycephaly import green
+
+pytestmark = on_each_engine
 
 
 def double(n):
@@ -127,7 +129,7 @@ def test_async_for_raises_an_error_in_its_place_and_cancels_the_rest():
             with pytest.raises(ValueError, match="7"):
                 async for x in pool.map(fail_at_seven, itertools.count()):
                     seen.append(x)
-            wait_for(lambda: pool._crew.pending() == 0)
+            wait_for(lambda: ", 0 pieces of work" in repr(pool))
         return seen
 
     assert asyncio.run(main()) == list(range(7))
@@ -145,7 +147,7 @@ def test_async_for_is_broken_off():
             async for x in pool.map(double, itertools.count()):
                 if x >= 10:
                     break
-            wait_for(lambda: pool._crew.pending() == 0)
+            wait_for(lambda: ", 0 pieces of work" in repr(pool))
             gate = pool.map(block_for_ever)
             task = asyncio.create_task(consume(pool.map(lambda _: time.sleep(60), range(5)), []))
             await asyncio.sleep(0.05)
@@ -223,6 +225,7 @@ def test_the_same_in_green_threads():
     assert values == list(range(8)) and ticks > 20
 
 
+@local_only
 @pytest.mark.parametrize("kind", [{"ordered": False}, {"buffersize": 1}, {"ordered": False, "buffersize": 1}])
 def test_async_for_waits_for_no_result_in_the_loop(kind):
     """Each call ends only when the loop has gone on since the result before it."""
@@ -268,6 +271,7 @@ def test_an_error_in_the_block_of_a_pools_drone_ends_that_drone_only(in_asyncio)
         assert pool.doit(double, 21) == 42
 
 
+@local_only
 def test_a_map_that_is_over_leaves_no_timer_for_its_timeout():
     async def main():
         with poly.Pool(1) as pool:

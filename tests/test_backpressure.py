@@ -6,10 +6,11 @@ import threading
 import time
 
 import pytest
+from engines import local_only, on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 from scripts import run_script
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 MIB = 1 << 20
 
@@ -44,6 +45,7 @@ def test_a_call_that_is_one_too_many_waits_for_room(paths):
         assert [p.value for p in (holding, *queued, *late)] == ["held", 0, 1, 2, 9]
 
 
+@local_only
 @pytest.mark.parametrize("limit", [1, 2, 7])
 def test_many_threads_never_have_more_waiting_than_may(limit):
     most = 0
@@ -123,6 +125,7 @@ def test_a_callback_does_not_wait_for_itself(paths):
         assert [p.value for p in got] == list(range(20))
 
 
+@local_only
 @pytest.mark.parametrize("how", ["shutdown", "break"])
 def test_who_waits_for_room_is_told_when_no_more_work_is_taken(how, paths):
     gate, started, _ = paths
@@ -157,6 +160,7 @@ def test_who_waits_for_room_is_told_when_no_more_work_is_taken(how, paths):
     pool.shutdown()
 
 
+@local_only
 def test_ctrl_c_while_waiting_for_room_submits_nothing():
     done = run_script("""
         import os, signal, threading, time
@@ -189,6 +193,7 @@ def large(i):
     return bytes([i % 256]) * (20 * MIB)
 
 
+@local_only
 def test_a_slow_consumer_of_results_larger_than_memory_needs_little(tmp_path):
     """4 GB of results under an address space that could not hold them."""
     done = run_script("""
@@ -207,7 +212,7 @@ def test_a_slow_consumer_of_results_larger_than_memory_needs_little(tmp_path):
                     time.sleep(0.1)
                 with open("/proc/self/statm") as statm:
                     mine = int(statm.read().split()[1]) * 4096
-                most = max(most, mine + pool._crew.roster._arena.used())
+                most = max(most, mine + pool._crew.roster.engine._arena.used())
             print(most >> 20)
     """)
     assert int(done.stdout) < 700, done.stderr

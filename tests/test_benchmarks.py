@@ -66,3 +66,14 @@ def test_the_steps_of_a_task_are_measured() -> None:
     assert done.returncode == 0, done.stderr
     steps = {line[:50].strip() for line in done.stdout.splitlines()[1:]}
     assert {"the burst", "submitting, waiting", "packing", "unpacking", "settling", "a drone", "the map"} <= steps
+
+
+def test_what_channels_cost_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.channels", "--runs", "1", "--items", "10"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = {line[:62].strip(): float(line[62:].split()[0]) for line in done.stdout.splitlines()[1:]}
+    assert len(figures) == 17
+    assert all(figure > 0 for figure in figures.values())

@@ -7,15 +7,17 @@ import operator
 import os
 
 import pytest
+from engines import NO_FORK, local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import output_of
 
-import polycephaly as poly
 from polycephaly import green
 from polycephaly.wire.arena import Arena
 from polycephaly.wire.capture import MainSnapshot
 from polycephaly.wire.definitions import Book
 from polycephaly.wire.store import Store
+
+pytestmark = on_each_engine
 
 FACTOR = 2
 
@@ -49,8 +51,8 @@ async def sleep_and_return(n):
     return n
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(scope="module")
+def pool(engine):
     with poly.Pool(2) as pool:
         yield pool
 
@@ -241,6 +243,7 @@ def book():
     arena.end()
 
 
+@local_only
 def test_a_function_is_pickled_once_however_often_it_is_called(book):
     n = 3
 
@@ -255,6 +258,7 @@ def test_a_function_is_pickled_once_however_often_it_is_called(book):
     assert len({book.define("1 + 1").number for _ in range(10_000)}) == 1
 
 
+@local_only
 def test_a_function_that_could_have_changed_in_place_is_pickled_again(book):
     cell = [1]
 
@@ -290,6 +294,7 @@ def test_an_async_callable_runs_its_awaits(pool):
 
 def test_a_script_uses_functions_classes_and_data_of_its_main_by_reference():
     assert output_of("""
+        import sys
         import polycephaly as poly
 
         table = {i: i * i for i in range(1000)}
@@ -299,21 +304,22 @@ def test_a_script_uses_functions_classes_and_data_of_its_main_by_reference():
         def look(i): return table[i]
         def moved(p): return Point(p.x + 1)
 
-        with poly.Pool(2) as pool:
+        with poly.Pool(2, engine=sys.argv[1]) as pool:
             print(pool.doit(look, 5), pool.doit(lambda i: table[i] + look(i), 6))
             p = pool.promise(moved, Point(1))
             print(p.value == Point(2), type(p.value) is Point, p.spans.bytes_sent < 200)
             print(pool.promise(lambda i: table[i], 3).value)
             print(isinstance(pool.doit("Point(9)"), Point))
-    """) == "25 72\nTrue True True\n9\nTrue\n"  # fmt: skip
+    """, poly.engine) == "25 72\nTrue True True\n9\nTrue\n"  # fmt: skip
 
 
 def test_what_a_script_defines_after_the_pool_goes_by_value():
     assert output_of("""
+        import sys
         import polycephaly as poly
         old = "old"
         def shape(): return "first"
-        with poly.Pool(1) as pool:
+        with poly.Pool(1, engine=sys.argv[1]) as pool:
             def late(n): return helper(n) + 1
             def helper(n): return n * 10
             print(pool.doit(late, 2))
@@ -330,24 +336,26 @@ def test_what_a_script_defines_after_the_pool_goes_by_value():
             print(pool.doit(lambda: old))
             def helper(n): return n * 100
             print(pool.doit(late, 2))
-    """) == "21\nsecond\n3 Late\n7\n8\nnew\n201\n"  # fmt: skip
+    """, poly.engine) == "21\nsecond\n3 Late\n7\n8\nnew\n201\n"  # fmt: skip
 
 
 def test_globals_of_main_changed_in_place_after_the_snapshot():
     """By reference: the drone's own copy, as of the snapshot. Pushed: what was pushed."""
     assert output_of("""
+        import sys
         import polycephaly as poly
         counts = {"n": 1}
         def look(): return counts["n"]
-        with poly.Pool(1) as pool:
+        with poly.Pool(1, engine=sys.argv[1]) as pool:
             counts["n"] = 2
             print(pool.doit(look))
             pool.drones[0].push({"counts": {"n": 5}})
             print(pool.doit(look), pool.doit(lambda: counts["n"]))
             print(pool.doit("counts['n'] += 1; counts['n']"), pool.doit(lambda: counts["n"]))
-    """) == "1\n5 5\n6 6\n"  # fmt: skip
+    """, poly.engine) == "1\n5 5\n6 6\n"  # fmt: skip
 
 
+@local_only(NO_FORK)
 def test_a_global_of_the_snapshot_is_found_by_whatever_by_value_function_names_it():
     assert (
         output_of("""
@@ -378,6 +386,7 @@ def test_a_global_of_the_snapshot_is_found_by_whatever_by_value_function_names_i
     )
 
 
+@local_only(NO_FORK)
 def test_a_name_of_another_module_that_main_has_too_shows_as_at_each_call(tmp_path):
     (tmp_path / "lib.py").write_text("config = {'a': 1}\ndef make(): return lambda: config['a']\n")
     assert (
@@ -400,16 +409,22 @@ def test_a_name_of_another_module_that_main_has_too_shows_as_at_each_call(tmp_pa
     )
 
 
+@local_only
 def test_a_large_closure_is_forgotten_with_its_pool():
     table = os.urandom(300_000)
     gc.collect()
     gc.disable()
+    before = _arenas()
     try:
         with poly.Pool(1) as pool:
             assert pool.doit(lambda i: table[i], 5) == table[5]
-        wait_for(lambda: not any("polycephaly-arena" in link for link in _links()))
+        wait_for(lambda: _arenas() == before)
     finally:
         gc.enable()
+
+
+def _arenas():
+    return sum("polycephaly-arena" in link for link in _links())
 
 
 def _links():

@@ -8,10 +8,12 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
+from engines import on_each_engine, poly
 from faults import append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
 
-import polycephaly as poly
 from polycephaly import green
+
+pytestmark = on_each_engine
 
 
 def note(path, i):

@@ -97,10 +97,12 @@ def test_each_fault_is_survived(fault):
     seed = random.randrange(1 << 32)
     print("seed", seed)
     with poly.Pool(2, retries=1000, output="discard") as pool:
-        before = pids(pool)
-        with Killer(pool, seconds=0.03, faults=(fault,), hold=0.03, seed=seed) as killer:
+        before, done = pids(pool), []
+        with Killer(pool, seconds=0.03, faults=(fault,), hold=0.03, seed=seed, done=lambda: len(done)) as killer:
             while killer.did[fault] < 10:
-                assert [p.result(SOON) for p in [pool.promise(sleep, 0.002, i) for i in range(50)]] == list(range(50))
+                for i, promise in enumerate([pool.promise(sleep, 0.002, i) for i in range(50)]):
+                    done.append(promise.result(SOON))
+                    assert done[-1] == i
         assert set(killer.did) == {fault}
         assert (pids(pool) == before) == (fault == "stop and continue")
 
@@ -246,19 +248,24 @@ def test_a_result_for_which_a_drone_has_neither_shared_memory_nor_descriptors_ha
         assert [p.result(SOON) for p in others] == list(range(100))
 
 
-def test_a_dead_drone_that_cannot_be_replaced_for_want_of_descriptors_is_told_by_that_name():
-    done = run_script("""
-        import os
+def test_a_dead_drone_that_cannot_be_replaced_for_want_of_descriptors_is_told_by_that_name(tmp_path):
+    text = """
+        import os, sys
         import polycephaly as poly
-        from faults import exit_hard, limit_descriptors
+        from faults import exit_hard, hold_until, limit_descriptors
+        def die_when(path):
+            hold_until(path)
+            exit_hard(3)
         with poly.Pool(1, output="discard") as pool:
             pool.doit(abs, -1)
             limit_descriptors(0)
-            died = pool.promise(exit_hard, 3)
+            died = pool.promise(die_when, sys.argv[1])
             others = [pool.promise(abs, -i) for i in range(100)]
+            os.mkdir(sys.argv[1])  # which takes no descriptor
             print(type(died.exception(10)).__name__)
             print({str(p.exception(10)) for p in others})
-    """)
+    """
+    done = run_script(text, str(tmp_path / "go"))
     assert done.stdout.startswith("DroneDied\n") and "RLIMIT_NOFILE" in done.stdout, done.stdout + done.stderr
 
 

@@ -4,9 +4,10 @@ import linecache
 import traceback
 
 import pytest
+from engines import on_each_engine, poly
 from scripts import output_of
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def code():
     ]
 
 
-@pytest.fixture
-def drone():
+@pytest.fixture(scope="module")
+def drone(engine):
     with poly.Drone() as drone:
         yield drone
 
@@ -95,14 +96,17 @@ def test_the_same_string_many_times_counts_up(drone):
 def test_a_script_s_drone_is_an_instance_of_the_live_image():
     assert (
         output_of("""
+        import sys
         import polycephaly as poly
         class Security:
             @classmethod
             def load(cls): return ["A", "B"] + table
         table = ["C"]
-        print(poly.promise("Security.load()").value)
+        with poly.Drone(engine=sys.argv[1]) as drone:
+            print(drone.promise("Security.load()").value)
         table.append("D")
-        print(poly.promise("Security.load()").value, poly.doit("len(table)"))
-    """)
+        with poly.Drone(engine=sys.argv[1]) as drone:
+            print(drone.promise("Security.load()").value, drone.doit("len(table)"))
+    """, poly.engine)
         == "['A', 'B', 'C']\n['A', 'B', 'C', 'D'] 2\n"
     )

@@ -8,6 +8,7 @@ import gc
 import logging
 
 import pytest
+from engines import on_ray, poly, told
 from faults import (
     ENDS_A_PROCESS,
     HOWS,
@@ -23,8 +24,6 @@ from faults import (
     take,
 )
 from scripts import Script
-
-import polycephaly as poly
 
 SOON = 10.0  # seconds
 STARTS = ("fork", "spawn")
@@ -50,22 +49,35 @@ def check_neighbours(neighbours):
     assert [p.result(SOON) for p in neighbours] == [*range(50), *range(50)]
 
 
+def check_in_a_drone(pool, place, how):
+    it, neighbours = submit_among_neighbours(pool, place, how)
+    error = it.exception(SOON)
+    if how in ENDS_A_PROCESS:
+        assert isinstance(error, poly.DroneDied)
+        assert error.exitcode == told(STATUS[how])
+    elif place.startswith("__del__"):
+        assert it.result() == "collected"  # what a finalizer raises is reported, and harms nobody
+    else:
+        assert isinstance(error, ERRORS[how])
+    check_neighbours(neighbours)
+
+
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("place", IN_A_DRONE)
 def test_in_a_drone(place, how, start):
     with poly.Pool(2, start=start) as pool:
         for _ in range(3):
-            it, neighbours = submit_among_neighbours(pool, place, how)
-            error = it.exception(SOON)
-            if how in ENDS_A_PROCESS:
-                assert isinstance(error, poly.DroneDied)
-                assert error.exitcode == STATUS[how]
-            elif place.startswith("__del__"):
-                assert it.result() == "collected"  # what a finalizer raises is reported, and harms nobody
-            else:
-                assert isinstance(error, ERRORS[how])
-            check_neighbours(neighbours)
+            check_in_a_drone(pool, place, how)
+        assert len({drone.pid for drone in pool.drones}) == 2
+
+
+@on_ray
+@pytest.mark.parametrize("place", IN_A_DRONE)
+def test_in_a_drone_on_ray(place):
+    with poly.Pool(2, output="discard") as pool:
+        for how in HOWS:
+            check_in_a_drone(pool, place, how)
         assert len({drone.pid for drone in pool.drones}) == 2
 
 

@@ -77,9 +77,9 @@ def test_one_that_comes_into_the_call_leaves_no_work_that_nobody_has(tmp_path):
             came = 0
             for i in range(100):
                 timer = threading.Timer(0.0002, os.kill, (os.getpid(), signal.SIGINT))
+                promises = []  # before it is started: that may take as long
                 try:
                     timer.start()
-                    promises = []
                     while True:
                         promises.append(pool.promise(time.sleep, 1000))
                         if len(promises) >= 100:
@@ -139,9 +139,9 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
     with Script(f"""
         import signal, sys, threading, time, traceback
         import polycephaly as poly
-        from polycephaly import crew
+        from polycephaly import halts
         from faults import append
-        crew.GRACE = 100.0  # what does not want to end has all the time in the world
+        halts.GRACE = 100.0  # what does not want to end has all the time in the world
 
         def refuse_to_end(started):
             append(started, "up")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from threading import Thread
+from contextlib import contextmanager
+from threading import Lock, Thread
 from typing import Any
 
 import psutil
@@ -44,6 +45,21 @@ def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = (), 
     return Outcome(experiment, seconds, dict.fromkeys(LISTS, 1000), tuple(astray))
 
 
+@contextmanager
+def serving(handler: type[server.Handler], latency: float) -> Iterator[str]:
+    """The generated files, served by a thread of this process: the URL."""
+    with server.Server(server.contents(generate.symbol_directory()), latency) as serves:
+        serves.daemon_threads = False
+        serves.RequestHandlerClass = handler
+        thread = Thread(target=serves.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{serves.server_port}"
+        finally:
+            serves.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def counted() -> Iterator[tuple[str, list[str]]]:
     """The generated files, served by a thread of this process: the URL, and the paths that were asked for."""
@@ -54,14 +70,8 @@ def counted() -> Iterator[tuple[str, list[str]]]:
             asked.append(self.path)
             super().do_GET()
 
-    with server.Server(server.contents(generate.symbol_directory()), latency=0.05) as serving:
-        serving.daemon_threads = False
-        serving.RequestHandlerClass = Handler
-        thread = Thread(target=serving.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}", asked
-        serving.shutdown()
-        thread.join()
+    with serving(Handler, latency=0.05) as url:
+        yield url, asked
 
 
 def test_the_plan_starts_with_the_baseline_and_has_ii_and_iii_once_per_number() -> None:
@@ -85,11 +95,30 @@ def test_every_experiment_loads_the_same_lists() -> None:
     assert report.equal(outcomes)
 
 
-def test_more_heads_load_sooner() -> None:
-    with loopback(latency=0.05) as site:
-        outcomes = list(run(site, plan([8], [13])))
-    seconds = {outcome.experiment.name: outcome.seconds for outcome in outcomes}
-    assert max(seconds["II"], seconds["III"], seconds["combined"]) < seconds["sequential"] / 2
+def test_what_more_heads_wait_for_overlaps() -> None:
+    under_way, most = 0, 0
+    counting = Lock()
+
+    class Handler(server.Handler):
+        def do_GET(self) -> None:
+            nonlocal under_way, most
+            with counting:
+                under_way += 1
+                most = max(most, under_way)
+            super().do_GET()
+
+        def send_response(self, *args: Any) -> None:  # when it has waited, and before anybody can ask for more
+            nonlocal under_way
+            with counting:
+                under_way -= 1
+            super().send_response(*args)
+
+    overlaps = {}
+    with serving(Handler, latency=0.1) as url:
+        for outcome in run(Site(url), plan([8], [13])):
+            overlaps[outcome.experiment.name], most = most, 0
+    assert overlaps["sequential"] == 1
+    assert min(overlaps["II"], overlaps["III"], overlaps["combined"]) >= 3
 
 
 def test_threads_of_one_image_download_each_page_once(counted: tuple[str, list[str]]) -> None:

@@ -8,8 +8,9 @@ import traceback
 from concurrent.futures.process import _RemoteTraceback
 
 import pytest
+from engines import on_each_engine, poly
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 class Several(Exception):
@@ -109,8 +110,8 @@ def open_missing():
     open("/no/such/file")  # noqa: SIM115
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(scope="module")
+def pool(engine):
     with poly.Pool(2, output="discard") as pool:
         yield pool
 

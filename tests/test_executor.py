@@ -8,9 +8,10 @@ import time
 from concurrent.futures import CancelledError, Executor
 
 import pytest
+from engines import local_only, on_each_engine, poly, rounds
 from faults import append, hold_until, lines, wait_for
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 def test_it_is_one():
@@ -118,7 +119,7 @@ def test_submit_from_many_threads_at_once():
 
 
 def test_submitting_while_another_thread_shuts_down_settles_or_refuses_every_call():
-    for _ in range(10):
+    for _ in rounds(10):
         pool = poly.Pool(1)
         work, refused = [], []
 
@@ -139,11 +140,19 @@ def test_submitting_while_another_thread_shuts_down_settles_or_refuses_every_cal
             assert p.value == i if error is None else isinstance(error, RuntimeError)
 
 
-def test_all_drones_are_used():
+def test_all_drones_are_used(tmp_path):
+    met = str(tmp_path / "met")
+
+    def meet(_):
+        append(met, str(os.getpid()))
+        wait_for(lambda: len(set(lines(met))) == 4, 40)
+        return os.getpid()
+
     with poly.Pool(4) as pool:
-        assert len(set(pool.map(lambda _: (time.sleep(0.01), os.getpid())[1], range(40)))) == 4
+        assert len(set(pool.map(meet, range(40)))) == 4
 
 
+@local_only
 def test_as_many_drones_as_usable_cores_by_default():
     with poly.Pool() as pool:
         assert len(pool.drones) == len(os.sched_getaffinity(0))
@@ -170,6 +179,14 @@ def test_names_and_reprs_tell_what_it_is():
     with poly.Pool(2, name="loaders") as pool, poly.Drone(name="scout") as drone:
         assert "loaders" in repr(pool) and [d.name for d in pool.drones] == ["loaders.0", "loaders.1"]
         assert drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
+
+
+def test_a_drone_does_what_it_was_given_by_name_though_that_is_more_than_max_tasks():
+    with poly.Pool(1, max_tasks=2) as pool:
+        drone = pool.drones[0]
+        given = [drone.promise(os.getpid) for _ in range(7)]
+        assert [each.result(30) for each in given] == [drone.pid] * 7
+        assert pool.doit(os.getpid) != drone.pid
 
 
 def test_a_drone_is_replaced_after_max_tasks():

@@ -1,12 +1,13 @@
 """A drone's namespace: push, pull and indexing."""
 
 import pytest
+from engines import on_each_engine, poly
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
-@pytest.fixture
-def drone():
+@pytest.fixture(scope="module")
+def drone(engine):
     with poly.Drone() as drone:
         yield drone
 
@@ -49,6 +50,7 @@ def test_what_was_pushed_is_what_it_was_then(drone):
 def test_pushed_names_shadow_builtins_only_there(drone):
     drone["len"] = 5
     assert drone["len"] == 5 and len([1]) == 1
+    drone.doit("del len")
 
 
 def test_what_cannot_be_pushed_raises_here_and_the_drone_lives(drone):

@@ -7,9 +7,10 @@ import time
 import weakref
 
 import pytest
+from engines import local_only, on_each_engine, poly
 from faults import append, lines, wait_for
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 def slow(seconds):
@@ -131,6 +132,7 @@ async def later(x):
     return x
 
 
+@local_only
 def test_time_limits_of_work_that_is_done_are_forgotten():
     with poly.Pool(1, width=2) as pool:
         limited = pool.options(timeout=3600)

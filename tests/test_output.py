@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from engines import local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import run_script
 
-import polycephaly as poly
 from polycephaly.image.console import tag
 from polycephaly.wire.chunks import Sorter, chunk
+
+pytestmark = on_each_engine
 
 
 class Lines(list):
@@ -41,10 +43,10 @@ def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
         def speak():
             print("one\\ntwo")
             print("three", file=sys.stderr)
-        with poly.Pool(1, name="p") as pool, poly.Drone(name="d") as drone:
+        with poly.Pool(1, engine=sys.argv[1], name="p") as pool, poly.Drone(engine=sys.argv[1], name="d") as drone:
             pool.doit(speak); drone.doit(speak)
             print("own")
-    """)
+    """, poly.engine)
     assert done.stdout.splitlines() == ["[p.0] one", "[p.0] two", "[d] one", "[d] two", "own"]
     assert done.stderr.splitlines() == ["[p.0] three", "[d] three"]
 
@@ -138,7 +140,12 @@ def test_the_standard_input_is_empty_and_there_is_no_terminal(pool):
     assert pool.doit("import sys; sys.stdin.read()") == ""
     assert isinstance(pool.promise(input).exception(), EOFError)
     assert pool.doit("import os; os.isatty(0), os.isatty(1), os.isatty(2)") == (False, False, False)
-    assert pool.doit("os.getsid(0) == os.getpid()")
+    assert pool.doit("os.getpgid(0) == os.getpid()")  # Ctrl-C in a terminal is not for it
+
+
+@local_only
+def test_a_drone_has_a_session_of_its_own(pool):
+    assert pool.doit("import os; os.getsid(0) == os.getpid()")
 
 
 def test_closing_the_streams_harms_only_what_prints(pool):
@@ -147,6 +154,7 @@ def test_closing_the_streams_harms_only_what_prints(pool):
     assert pool.doit(abs, -1) == 1
 
 
+@local_only
 def test_a_controller_whose_stdout_has_no_reader_goes_on():
     done = run_script("""
         import os, sys, polycephaly as poly
@@ -159,6 +167,7 @@ def test_a_controller_whose_stdout_has_no_reader_goes_on():
     assert done.stderr == "1\n"
 
 
+@local_only
 def test_warnings_and_logging_of_a_drone_come_home():
     done = run_script("""
         import polycephaly as poly
@@ -255,6 +264,7 @@ def sorted_out(data, cuts):
     return out
 
 
+@local_only
 def test_chunks_come_out_whole_wherever_the_reads_fall():
     dice = random.Random(7)
     body = "".join(chr(dice.randrange(32, 127)) for _ in range(10_000))
@@ -267,6 +277,7 @@ def test_chunks_come_out_whole_wherever_the_reads_fall():
         assert sorted_out(data, sorted(dice.sample(range(1, len(data)), 6))) == wanted
 
 
+@local_only
 def test_parts_whose_rest_never_comes_are_forgotten():
     sorter = Sorter()
     for i in range(10_000):

@@ -7,10 +7,11 @@ import threading
 import weakref
 
 import pytest
+from engines import local_only, on_each_engine, poly, rounds
 from faults import append, block_for_ever, exit_hard, lines, wait_for
 from scripts import run_script
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 def gone(pid):
@@ -135,11 +136,13 @@ def test_a_settled_promise_does_not_keep_the_pool_alive():
     assert p.value == 1
 
 
+@local_only
 def test_a_fresh_drone_for_one_promise_ends_with_its_work():
     p = poly.promise(os.getpid)
     wait_for(gone(p.result(10)), 2)
 
 
+@local_only
 def test_a_promise_nobody_keeps_still_runs(tmp_path):
     path = str(tmp_path / "ran")
     poly.promise(append, path, "ran")
@@ -212,7 +215,7 @@ def test_a_pools_drone_that_is_released_is_replaced():
 
 
 def test_a_pools_drone_that_is_released_while_it_starts_does_its_own_first():
-    for _ in range(10):
+    for _ in rounds(10):
         with poly.Pool(1) as pool:
             with pool.drones[0] as drone:
                 promise = drone.promise(os.getpid)
@@ -221,6 +224,7 @@ def test_a_pools_drone_that_is_released_while_it_starts_does_its_own_first():
                 drone.promise(os.getpid)
 
 
+@local_only
 def test_a_pool_dropped_inside_its_own_callback_ends():
     done = run_script("""
         import polycephaly as poly, threading

@@ -6,13 +6,14 @@ import threading
 import time
 
 import pytest
+from engines import on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(scope="module")
+def pool(engine):
     with poly.Pool(2) as pool:
         yield pool
 
@@ -65,15 +66,16 @@ def test_the_first_calls_go_out_before_the_first_next(pool, tmp_path):
     assert list(results) == [None] * 3
 
 
-def test_a_slow_consumer_bounds_what_is_taken_and_held(pool):
+def test_a_slow_consumer_bounds_what_is_taken_and_held():
     source = Counting(itertools.count())
-    results = pool.map(double, source)
-    assert next(results) == 0
-    before = source.taken
-    for p in [pool.promise(abs, -1) for _ in range(500)]:  # the drones have had all the time they want
-        p.value  # noqa: B018
-    assert source.taken == before and before < 100
-    results.close()
+    with poly.Pool(2) as pool:
+        results = pool.map(double, source)
+        assert next(results) == 0
+        before = source.taken
+        for p in [pool.promise(abs, -1) for _ in range(500)]:  # the drones have had all the time they want
+            p.value  # noqa: B018
+        assert source.taken == before and before < 100
+        results.close()
 
 
 def test_buffersize_bounds_what_is_under_way(pool):
@@ -147,17 +149,18 @@ def test_an_iterator_that_is_dropped_cancels_what_is_under_way(ordered, tmp_path
         assert len(lines(started)) == 1
 
 
-def test_a_death_is_raised_in_its_place_and_the_rest_can_go_on(pool):
+def test_a_death_is_raised_in_its_place_and_the_rest_can_go_on():
     def die_at_three(n):
         if n == 3:
             os._exit(1)
         return n
 
-    results = pool.map(die_at_three, range(6), buffersize=1)
-    assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(poly.DroneDied):
-        next(results)
-    assert list(pool.map(double, range(3))) == [0, 2, 4]
+    with poly.Pool(2) as pool:
+        results = pool.map(die_at_three, range(6), buffersize=1)
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(poly.DroneDied):
+            next(results)
+        assert list(pool.map(double, range(3))) == [0, 2, 4]
 
 
 def test_map_can_be_nested_and_run_from_several_threads(pool):

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import CancelledError, Future, InvalidStateError
 
 import pytest
+from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import Promise
@@ -515,6 +516,59 @@ def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_wa
         gc.collect()
         assert [p.result(30) for p in submitted] == list(range(len(submitted)))
     assert any(said) and all(each is None or " waited for " in each for each in said)
+
+
+def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_stays_whole():
+    """On CPython 3.11 such a promise brought the interpreter down; in a process of its own, therefore."""
+    told = output_of("""
+        import gc
+        from polycephaly import Promise
+
+        many = [Promise() for _ in range(200)]  # now instances of the class hold few attributes inline
+        many[0].add_done_callback(print)
+
+        def settled_while_it_is_hooked():
+            promise, seen = Promise(), []
+            hook, append = promise._hook, seen.append
+
+            def settle(phase, info):
+                if not promise.done():
+                    promise.set_result(1)
+
+            gc.disable()
+            dicts = [{} for _ in range(3000)]  # none is to be had without an allocation, and the next one collects
+            gc.callbacks.append(settle)
+            gc.enable()
+            hook(append)
+            gc.callbacks.remove(settle)
+            if not promise.done():
+                promise.set_result(1)
+            return seen == [promise] and promise.value == 1
+
+        print(all([settled_while_it_is_hooked() for _ in range(200)]))
+        gc.collect()
+    """)
+    assert told == "True\n"
+
+def test_a_finalizer_may_wait_while_its_thread_drives():
+    """A trace function stands for it: it is called in the middle of what waits, in the same thread."""
+    heard = []
+
+    def trace(frame, event, _):
+        if frame.f_code.co_name == "_drive":
+            if event == "line" and not heard:
+                heard.append(pool.promise(abs, -7).result(30))
+            return trace
+        return None
+
+    with poly.Pool(1) as pool:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert pool.promise(abs, -1).result(30) == 1
+        finally:
+            sys.settrace(before)
+    assert heard == [7]
 
 
 def test_a_promise_that_nobody_waits_for_makes_no_lock():

@@ -6,14 +6,16 @@ import sys
 import threading
 
 import pytest
+from engines import on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
-import polycephaly as poly
 from polycephaly import Promise
 
+pytestmark = on_each_engine
 
-@pytest.fixture
-def pool():
+
+@pytest.fixture(scope="module")
+def pool(engine):
     with poly.Pool(2) as pool:
         yield pool
 

@@ -4,45 +4,49 @@ import os
 import threading
 
 from census import children
+from engines import NO_FORK, local_only, on_each_engine, poly, rounds
 from faults import append, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
-import polycephaly as poly
+pytestmark = on_each_engine
 
 
 def test_drones_are_of_the_snapshot_until_refreshed():
     assert (
         output_of("""
+        import sys
         import polycephaly as poly
         table = [1]
-        with poly.Pool(2) as pool:
+        with poly.Pool(2, engine=sys.argv[1]) as pool:
             table.append(2)
             late = "late"
             print(pool.doit("table"))
             pool.refresh()
             print(pool.doit("table"), pool.doit("late"))
             print([p.value for p in pool.everywhere("table")])
-    """)
+    """, poly.engine)
         == "[1]\n[1, 2] late\n[[1, 2], [1, 2]]\n"
     )
 
 
 def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
     assert output_of("""
+        import sys
         import polycephaly as poly
-        with poly.Pool(1) as pool, poly.Drone() as drone:
+        with poly.Pool(1, engine=sys.argv[1]) as pool, poly.Drone(engine=sys.argv[1]) as drone:
             late = 1
             for place in (pool, drone):
                 for work in ("late + 1", "never"):
                     error = place.promise(work).exception()
                     print(type(error).__name__, error.name, "snapshot" in str(error),
                           "pool.refresh()" in str(error), "new Drone" in str(error))
-    """).splitlines() == [
+    """, poly.engine).splitlines() == [
         "NameError late True True False", "NameError never False False False",
         "NameError late True False True", "NameError never False False False",
     ]  # fmt: skip
 
 
+@local_only(NO_FORK)
 def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
     assert (
         output_of("""
@@ -55,6 +59,7 @@ def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
     )
 
 
+@local_only(NO_FORK)
 def test_replacements_are_of_the_pools_snapshot_not_of_now():
     done = run_script("""
         import os, polycephaly as poly
@@ -86,12 +91,13 @@ def test_running_work_is_finished_by_the_old_drones_and_waiting_work_done_by_the
 def test_work_goes_on_through_many_refreshes():
     with poly.Pool(2) as pool:
         work = []
-        for i in range(10):
+        for i in rounds(10):
             work += [pool.promise(abs, -i) for _ in range(100)]
             pool.refresh()
-        assert [p.result(20) for p in work] == [i for i in range(10) for _ in range(100)]
+        assert [p.result(20) for p in work] == [i for i in rounds(10) for _ in range(100)]
 
 
+@local_only(NO_FORK)
 def test_functions_defined_before_the_refresh_go_by_reference_after_it():
     assert (
         output_of("""
@@ -114,7 +120,7 @@ def test_old_snapshots_leave_no_process_and_no_descriptor():
     with poly.Pool(1) as pool:
         pool.refresh()
         before = len(children()), len(os.listdir("/proc/self/fd"))
-        for _ in range(10):
+        for _ in rounds(10):
             pool.refresh()
             assert pool.doit(abs, -1) == 1
         wait_for(lambda: (len(children()), len(os.listdir("/proc/self/fd"))) <= before)

@@ -288,7 +288,7 @@ def is_full(it, value):
 @contextlib.contextmanager
 def pool_with_ceiling(ceiling, drones=1, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycephaly.roster.shared_memory_ceiling", lambda: ceiling)
+        patch.setattr("polycephaly.local.engine.shared_memory_ceiling", lambda: ceiling)
         pool = poly.Pool(drones, **options)
     with pool:
         yield pool
@@ -320,13 +320,13 @@ def pool():
 @pytest.fixture
 def impatient(monkeypatch):
     """Memory without use is given back sooner than after a second."""
-    monkeypatch.setattr("polycephaly.roster.IDLE", 0.05)
+    monkeypatch.setattr("polycephaly.local.engine.IDLE", 0.05)
     monkeypatch.setattr("polycephaly.image.main.IDLE", 0.05)
     monkeypatch.setattr(store_module.Store.tidy, "__defaults__", (0.05,))
 
 
 def arena_of(pool):
-    return pool._crew.roster._arena
+    return pool._crew.roster.engine._arena
 
 
 def used(pool):
@@ -595,7 +595,7 @@ def test_a_spawned_image_shares_as_well():
                 pool.doit(abs, -1)
                 shared = pool.share(a)
                 print(pool.doit(twice, a).sum(), pool.doit(twice, shared).sum(), a.sum(), shared.value.sum())
-                print(pool._crew.roster._arena.used() > 0)
+                print(pool._crew.roster.engine._arena.used() > 0)
     """) == "200000.0 200000.0 100000.0 100000.0\nTrue\n"  # fmt: skip
 
 
@@ -952,7 +952,7 @@ def test_nothing_is_left_of_it_after_a_controller_that_was_killed():
         a = pool.doit(lambda: np.ones(1_000_000))
         shared = pool.share(np.ones(1_000_000))
         pool.doit(len, shared)
-        fd = pool._crew.roster._arena.fd
+        fd = pool._crew.roster.engine._arena.fd
         print(os.fstat(fd).st_ino, os.fstat(fd).st_dev, os.fstat(fd).st_blocks > 0, flush=True)
         pool.promise("import time; time.sleep(60)")
         input() if False else __import__("signal").pause()

@@ -17,6 +17,9 @@ from faults import exit_hard, hold_until, wait_for
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.timeline import Span, Sums, record, trail
+from polycephaly.timeline.page import contents
+from polycephaly.timeline.plain import pack_timeline, unpack_timeline
+from polycephaly.timeline.trace import json_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -196,7 +199,8 @@ def test_nothing_of_a_call_is_kept_but_numbers():
         promise = drone.promise(len, Large(10))
         promise.result()
         timeline = drone.timeline
-    assert {type(value) for span in timeline.spans for value in span} <= {str, int, float, bool, type(None)}
+    kept = {type(value) for span in timeline.spans for value in (*span[:-1], *span.needed)}
+    assert kept <= {str, int, float, bool, type(None)}
 
 
 def test_two_are_one_and_names_that_both_have_are_numbered():
@@ -513,6 +517,29 @@ def test_the_trace_keeps_the_rules_of_its_format(tmp_path):
     assert [event["args"]["status"] for event in work if event["name"] == "fail"] == ["error"]
     counters = [event["args"]["pieces"] for event in events if event["ph"] == "C"]
     assert min(counters) == counters[-1] == 0
+
+
+def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
+    with poly.Pool(1) as pool:
+        first = pool.promise(naps, 0)
+        second = pool.promise(naps, [first, first])
+        last = pool.promise(lambda pair, one: naps(0), [first, second], first)
+        last.result()
+    spans = {span.number: span for span in pool.timeline.spans}
+    assert {number: set(span.needed) for number, span in spans.items()} == {
+        first.number: set(), second.number: {first.number}, last.number: {first.number, second.number},
+    }  # fmt: skip
+    assert unpack_timeline(json.loads(json.dumps(pack_timeline(pool.timeline)))).spans == pool.timeline.spans
+    events = json.loads(json_of(pool.timeline, ""))["traceEvents"]
+    arrows = [(event["ph"], event["id"]) for event in events if event.get("cat") == "flow"]
+    pairs = [(first, second), (first, last), (second, last)]
+    assert sorted(arrows) == sorted((ph, f"{a.number} {b.number}") for a, b in pairs for ph in "sf")
+    assert len(contents(pool.timeline)["arrows"]) == 3
+
+
+def naps(_):
+    time.sleep(0.001)
+    return 0
 
 
 def test_a_number_too_long_to_be_told_harms_nothing():

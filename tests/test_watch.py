@@ -135,6 +135,18 @@ def test_one_that_does_not_respond_is_given_no_more_work(quick):
         assert [p.value for p in held] == [0, 1]
 
 
+def test_what_waits_for_a_stopped_drone_is_done_when_it_is_let(quick):
+    with poly.Pool(1) as pool:
+        drone = pool.drones[0]
+        running = drone.promise(time.sleep, 0.3)
+        wait_for(running.running)
+        os.kill(drone.pid, signal.SIGSTOP)
+        waiting = drone.promise(abs, -5)
+        wait_for(lambda: drone.unresponsive)
+        os.kill(drone.pid, signal.SIGCONT)
+        assert waiting.result(30) == 5
+
+
 def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
     with poly.Pool(1) as pool:
         (drone,) = pool.drones
@@ -182,6 +194,16 @@ def test_c_code_that_computes_in_another_thread_is_a_sign_of_life(started, quick
     assert not warnings_of(caplog)
 
 
+@pytest.mark.parametrize(
+    "ran, waited, computes",
+    [(0.02, 0.97, True), (0.02, 0.5, False), (0.5, 0.0, True), (0.008, 0.0, False), (0.0, 1.0, False)],
+)
+def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_thread(ran, waited, computes):
+    patient = watch._Patient(10.0)
+    assert patient.quiet_for(10.0, "beat", {"7": (1.0, 2.0)}) == 0
+    assert (patient.quiet_for(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)}) == 0) == computes
+
+
 def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on(quick, started):
     with poly.Pool(1, hang_timeout=1) as pool:
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
@@ -222,7 +244,7 @@ def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
 def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, caplog):
     with poly.Pool(1, hang_timeout=1, start=start) as pool:
         pool.doit(abs, 1)
-        zygote = pool._crew.roster._launcher.pid
+        zygote = pool._crew.roster.engine._launcher.pid
         os.kill(zygote, signal.SIGSTOP)
         victim = pool.promise(os.kill, pool.drones[0].pid, signal.SIGKILL)
         assert isinstance(victim.exception(), poly.DroneDied)

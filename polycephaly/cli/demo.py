@@ -20,6 +20,7 @@ DEFAULT_DRONES = "1,2,3,5,8,13,20"
 DEFAULT_THREADS = "1,2,3,5,8,13,20,26"
 # Each drone, and each run of III, downloads the funds file (4 MB) from somebody else's server.
 LIVE_DRONES = "8"
+RAY_DRONES = "2,5"  # to start one takes seconds
 LIVE_THREADS = "13"
 
 EXAMPLES = """\b
@@ -30,6 +31,7 @@ Examples:
   polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
   polycephaly demo securities --plot run.html     with a page of bars and a Gantt chart
   polycephaly demo securities --live --drones 8   the exchange's own site
+  polycephaly demo securities --engine ray        with drones that are Ray actors
 """
 
 
@@ -39,6 +41,8 @@ DEFAULTS = {"drones": (DEFAULT_DRONES, LIVE_DRONES), "threads": (DEFAULT_THREADS
 def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
     if value is None:
         value = DEFAULTS[str(param.name)][ctx.params["live"]]
+        if param.name == "drones" and ctx.params["engine"] == "ray":
+            value = RAY_DRONES
     numbers = [part.strip() for part in value.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,2,8")
@@ -80,6 +84,14 @@ def demo() -> None:
     help=f"Numbers of green threads for experiment III.  [default: {DEFAULT_THREADS}; with --live: {LIVE_THREADS}]",
 )
 @click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    is_eager=True,
+    help="What runs the drones; with ray, work that a lost node ran is run again.  [default: local]",
+)
+@click.option("--address", metavar="ADDRESS", help="With --engine ray: of the cluster.  [default: one started here]")
+@click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -101,6 +113,8 @@ def securities(
     latency: float | None,
     drones: tuple[int, ...],
     threads: tuple[int, ...],
+    engine: str,
+    address: str | None,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
@@ -115,6 +129,8 @@ def securities(
     """
     if live and (data is not None or latency is not None):
         raise click.UsageError("--live loads from the real site: it goes with neither --data nor --latency.")
+    if address is not None and engine != "ray":
+        raise click.UsageError("--address is that of a Ray cluster: it goes with --engine ray.")
     for file, option in ((json_file, "--json"), (plot_file, "--plot")):
         if file is not None and not file.parent.is_dir():
             raise click.BadParameter(f"no such directory: {file.parent}", param_hint=option)
@@ -127,13 +143,15 @@ def securities(
     from polycephaly.demos.securities.source import loopback
 
     seconds = DEFAULT_LATENCY if latency is None else latency
+    how = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
+    host = _start_ray(address) if engine == "ray" else "127.0.0.1"
     outcomes: list[experiments.Outcome] = []
     timelines: list[Timeline] = []
     try:
-        with nullcontext(LiveSite()) if live else loopback(data, seconds) as site:
+        with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
-            for outcome in experiments.run(site, experiments.plan(drones, threads, timelines)):
+            for outcome in experiments.run(site, experiments.plan(drones, threads, timelines, how)):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
     except SourceError as error:
@@ -146,6 +164,19 @@ def securities(
         _plot(plot_file, timelines[0], report.bars(outcomes))
     if not report.equal(outcomes):
         ctx.exit(1)
+
+
+def _start_ray(address: str | None) -> str:
+    """Before the times are taken. Where the drones find this machine."""
+    from polycephaly.engine import machine
+
+    try:
+        machine("ray", {"address": address})
+    except (ImportError, ValueError, ConnectionError) as error:
+        raise click.ClickException(str(error)) from error
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
 
 
 def _check_plot(path: Path) -> None:

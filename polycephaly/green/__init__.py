@@ -10,9 +10,12 @@ functions are run on native threads meanwhile (native.py). What they share they 
 
 from __future__ import annotations
 
-from ..errors import ChannelClosed, Deadlock
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ChannelClosed, Deadlock, ItemLost
 from .aio import aio
-from .call import call, call_long
+from .batch import Batch, call
+from .call import call_long
 from .channel import Channel
 from .configure import configure
 from .group import Group
@@ -24,8 +27,12 @@ from .select import Chosen, Guard, after, select, settled, skip
 from .sleeping import current, sleep, timeout
 from .thread import Cancelled, GreenThread, spawn
 
+if TYPE_CHECKING:
+    from .far.ends import Receiver, Sender
+
 __all__ = [
     "Barrier",
+    "Batch",
     "Cancelled",
     "Channel",
     "ChannelClosed",
@@ -35,8 +42,11 @@ __all__ = [
     "GreenThread",
     "Group",
     "Guard",
+    "ItemLost",
     "Lock",
+    "Receiver",
     "Semaphore",
+    "Sender",
     "ThreadInfo",
     "after",
     "aio",
@@ -56,3 +66,12 @@ __all__ = [
     "timeline",
     "timeout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Receiver", "Sender"):  # what only serves several images is loaded when it is used
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .far import ends
+
+    value = globals()[name] = getattr(ends, name)
+    return value

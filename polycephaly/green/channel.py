@@ -16,26 +16,36 @@ A waiter that is interrupted takes itself out. If it is not there any more it ha
 way to it: it goes on waiting for it, and is interrupted at its next await. So nothing is lost or doubled.
 
 Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send` and `receive`.
+
+Other images. A channel that is pickled, for a drone say, stays where it is, and arrives as a remote end of itself
+(far/). One that a drone has from the snapshot it was forked from looks as if it were its own; it is known by its
+*generation*, which is older than the drone, and becomes a remote end when it is first used.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from _thread import get_ident
 from collections import deque
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from types import NoneType, TracebackType, coroutine
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
-from ..errors import ChannelClosed
+from ..errors import ChannelClosed, DroneDied
 from ..launch.shield import Shield
 from ..promises import Promise
+from ..wire import whereabouts
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside, pause, start
 from .waiting import NOTHING, Line, Refused, Standing, Waiter
+
+if TYPE_CHECKING:
+    from .far import Receiver, Sender
 
 __all__ = ["Channel"]
 
@@ -43,6 +53,15 @@ T = TypeVar("T")
 
 ready = scheduler.ready
 bell = scheduler.bell
+
+generation = 1
+"""That of the channels made now. It changes with each fork, so an address and a generation name a channel for ever."""
+oldest = 1
+"""The first one of this image's own channels."""
+lineage: list[tuple[int, str]] = []
+"""In a drone: whose the older ones are. The generation before which they were made, and where that image is reached."""
+made = False
+"""Has this image, or one that it was forked from, ever made one?"""
 
 
 class Channel(Generic[T]):
@@ -67,6 +86,10 @@ class Channel(Generic[T]):
     __slots__ = ("__weakref__", "_closed", "_extra", "_item", "_plain", "_receiver", "_sender")
 
     capacity = 0
+    is_one_in_all_images = True
+    """For picklers: never taken for what another image has under the same name."""
+    is_remote = False
+    """It was made in another image, and lives there."""
 
     def __new__(cls, capacity: int = 0) -> Channel[T]:
         if isinstance(capacity, bool) or not isinstance(capacity, int):
@@ -75,6 +98,8 @@ class Channel(Generic[T]):
             raise ValueError(f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least")
         if capacity and cls is not Channel and not issubclass(cls, _Buffered):
             raise TypeError(f"{cls.__qualname__}: only Channel itself has room for items, not what is derived from it")
+        global made
+        made = True
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
@@ -82,7 +107,7 @@ class Channel(Generic[T]):
         self._sender: Any = None
         self._item: Any = None  # with one green thread in `_sender`: what it sends
         self._closed = False
-        self._plain = True  # neither closed nor with anything in `_extra`
+        self._plain = generation  # its own; negative while it is closed, or has something in `_extra`
         self._extra: _Extra | None = None  # while an end is claimed, or an item was given back: no fast path
 
     # -- for green threads, and asyncio code ---------------------------------------------------------
@@ -104,7 +129,7 @@ class Channel(Generic[T]):
         if get_ident() != scheduler.owner:
             yield from self._from_outside(self._send_here, item)
             return
-        if receiver is None and self._sender is None and self._plain:
+        if receiver is None and self._sender is None and self._plain >= oldest:
             self._sender = thread = scheduler.current
             self._item = item
             while True:
@@ -117,6 +142,8 @@ class Channel(Generic[T]):
                     thread._interrupt(error)
             if refused is not None:
                 raise refused.error
+        elif self._is_inherited():
+            yield from self.send(item)
         else:
             thread = scheduler.current
             if not self._try_send(thread, item):
@@ -137,7 +164,7 @@ class Channel(Generic[T]):
         if get_ident() != scheduler.owner:
             item = yield from self._from_outside(self._receive_here)
             return item
-        if sender is None and self._receiver is None and self._plain:
+        if sender is None and self._receiver is None and self._plain >= oldest:
             self._receiver = thread = scheduler.current
             while True:
                 try:
@@ -150,6 +177,8 @@ class Channel(Generic[T]):
             if given.__class__ is Refused:
                 raise given.error
             return given  # type: ignore[no-any-return]
+        if self._is_inherited():
+            return (yield from self.receive())
         thread = scheduler.current
         given = self._try_receive(thread)
         if given is NOTHING:
@@ -157,15 +186,29 @@ class Channel(Generic[T]):
         return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
-        """``async for item in channel``: until it is closed, and empty."""
+        """``async for item in channel``: until it is closed, and empty. Raises `ChannelClosed` where that is so because
+        an image has died: there may have been more to come."""
         return self
 
     @coroutine
     def __anext__(self) -> Generator[Any, Any, T]:
         try:
             return (yield from self.receive())
-        except ChannelClosed:
+        except ChannelClosed as closed:
+            if _by_death(closed):
+                raise
             raise StopAsyncIteration from None
+
+    def __iter__(self) -> Iterator[T]:
+        """``for item in channel`` in plain code: as ``async for``, by `get`."""
+        while True:
+            try:
+                item = self.get()
+            except ChannelClosed as closed:
+                if _by_death(closed):
+                    raise
+                return
+            yield item
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[T]:
         """``async with channel.claim() as end:`` holds one end for several messages: ``end.send``, or ``end.receive``.
@@ -187,16 +230,50 @@ class Channel(Generic[T]):
         """
         if end not in ("send", "receive", None):
             raise ValueError(f"a channel has the ends 'send' and 'receive', not {end!r}")
+        if self._is_inherited():
+            return self.claim(end)
         return Claim(self, end)
+
+    def sender(self) -> Sender[T]:
+        """An end by which things are sent, for who does nothing else, here or in another image. It can be closed: when
+        the last of the senders is, or the drone that had it has ended, the channel is closed.
+
+        >>> import polycephaly as poly
+        >>> from polycephaly import green
+        >>> async def count(end):
+        ...     with end:
+        ...         for i in range(3):
+        ...             await end.send(i)
+        >>> async def main(pool):
+        ...     ch = green.Channel()
+        ...     pool.promise(count, ch.sender())
+        ...     return [i async for i in ch]
+        >>> with poly.Pool(1) as pool:
+        ...     green.run(main, pool)
+        [0, 1, 2]
+        """
+        from .far import Sender, new_end
+
+        self._is_inherited()
+        return cast("Sender[T]", new_end(Sender, self))
+
+    def receiver(self) -> Receiver[T]:
+        """The same for who receives: when the last of the receivers is gone, the channel is closed."""
+        from .far import Receiver, new_end
+
+        self._is_inherited()
+        return cast("Receiver[T]", new_end(Receiver, self))
 
     # -- for select ----------------------------------------------------------------------------------
 
     def sending(self, item: T, *, when: bool = True) -> Guard[None]:
         """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is true."""
+        self._is_inherited()
         return Guard(when, self, "send", item)
 
     def receiving(self, *, when: bool = True) -> Guard[T]:
         """A guard for `select`: an item is received if it is chosen. Only considered if `when` is true."""
+        self._is_inherited()
         return Guard(when, self, "receive")
 
     # -- for plain code --------------------------------------------------------------------------------
@@ -242,8 +319,11 @@ class Channel(Generic[T]):
         Who waits to send, or sends later, gets `ChannelClosed`. Who receives gets what is in the buffer, and then
         `ChannelClosed`; ``async for`` ends.
         """
+        if self._is_inherited():
+            self.close()
+            return
         self._closed = True
-        self._plain = False
+        self._plain = -abs(self._plain)
         if get_ident() == scheduler.owner and scheduler.in_step():
             self._close_here()
         else:
@@ -253,6 +333,14 @@ class Channel(Generic[T]):
     def closed(self) -> bool:
         return self._closed
 
+    def __reduce__(self) -> Any:
+        """For another image of this pool, or of another pool on this machine, an end of this very channel."""
+        from .far import export
+
+        if self._is_inherited() and self.is_remote:
+            return self.__reduce__()  # as what it has become
+        return export(self)
+
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
         return f"<{'Channel' if not self.capacity else f'Channel of {self.capacity}'}{state} at {id(self):#x}>"
@@ -261,12 +349,17 @@ class Channel(Generic[T]):
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
+        if self._is_inherited():
+            yield from self._send_here(item)
+            return
         thread = scheduler.current
         if not self._try_send(thread, item):
             yield from Standing(thread, self, "send", item)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
+        if self._is_inherited():
+            return (yield from self._receive_here())
         thread = scheduler.current
         got = self._try_receive(thread)
         return (yield from Standing(thread, self, "receive")) if got is NOTHING else got
@@ -377,6 +470,10 @@ class Channel(Generic[T]):
         self._forget_empty(end)
         return True
 
+    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
+        """It was to be taken out for this, and is not there any more: it has its item first."""
+        waiter.thread._interrupt(error)
+
     def _forget_empty(self, end: str) -> None:
         if end == "send":
             if self._sender is not None and not self._alone(end) and not self._sender:
@@ -439,7 +536,7 @@ class Channel(Generic[T]):
     def _make_extra(self) -> _Extra:
         if self._extra is None:
             self._extra = _Extra()
-            self._plain = False
+            self._plain = -abs(self._plain)
             for end in ("send", "receive"):  # nobody in the slots: no fast path
                 if self._alone(end):
                     self._queue(end)
@@ -449,7 +546,7 @@ class Channel(Generic[T]):
     def _tidy(self) -> None:
         if self._extra is not None and self._extra.is_empty():
             self._extra = None
-            self._plain = not self._closed
+            self._plain = -abs(self._plain) if self._closed else abs(self._plain)
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """By somebody else."""
@@ -464,6 +561,17 @@ class Channel(Generic[T]):
     def _give_back_here(self, item: Any) -> None:
         self._make_extra().given_back.append(item)
         self._match()
+
+    # -- other images --------------------------------------------------------------------------------------
+
+    def _is_inherited(self) -> bool:
+        """Has it come with a fork? Then it has changed now into what it is here: a remote end, or one of our own."""
+        if abs(self._plain) >= oldest:
+            return False
+        from .far.inherited import settle
+
+        settle(self)
+        return True
 
     # -- outside -----------------------------------------------------------------------------------------
 
@@ -487,6 +595,14 @@ class Channel(Generic[T]):
             raise RuntimeError(
                 f"Channel.{what} blocks, and inside a coroutine it would stop every green thread: use `{instead}`"
             )
+
+
+def _by_death(closed: ChannelClosed) -> bool:
+    """Whether a drone's death has closed it, which is among the causes then."""
+    cause = closed.__cause__
+    while cause is not None and not isinstance(cause, DroneDied):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
@@ -524,7 +640,7 @@ class _Buffered(Channel[T]):
                 scheduler.ring()
         elif get_ident() != scheduler.owner:
             yield from self._from_outside(self._send_here, item)
-        elif receiver is None and len(self._buffer) < self.capacity and self._plain:
+        elif receiver is None and len(self._buffer) < self.capacity and self._plain >= oldest:
             self._buffer.append(item)
         else:
             yield from self._send_here(item)
@@ -533,7 +649,7 @@ class _Buffered(Channel[T]):
     def receive(self) -> Generator[Any, Any, T]:
         if get_ident() != scheduler.owner:
             return (yield from self._from_outside(self._receive_here))  # type: ignore[no-any-return]
-        if self._buffer and self._sender is None and self._extra is None:
+        if self._buffer and self._sender is None and self._plain >= oldest:
             return self._buffer.popleft()
         return (yield from super().receive())
 
@@ -664,3 +780,30 @@ class Claim(Generic[T]):
         channel._forget_empty(end)
         channel._match()
         channel._tidy()
+
+
+def _can_be_known() -> None:
+    """A snapshot has been taken: who was forked from it may use the channels that it has with it."""
+    if made:
+        from .far.post import the_post
+
+        with suppress(OSError):  # no socket: who wants to use them is told that nobody is there
+            the_post()
+
+
+def _fork_begins() -> None:
+    global generation
+    generation += 1
+
+
+def _another_image() -> None:
+    global GreenThread, generation, oldest
+    from .thread import Own
+
+    GreenThread = Own  # type: ignore[misc]
+    generation += 1
+    oldest = generation
+
+
+whereabouts.at_start.append(_can_be_known)
+os.register_at_fork(before=_fork_begins, after_in_parent=_fork_begins, after_in_child=_another_image)

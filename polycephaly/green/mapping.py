@@ -8,7 +8,7 @@ In plain code they wait, and give a list. In a coroutine, and in asyncio code, t
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from operator import length_hint
 from time import monotonic
@@ -21,7 +21,9 @@ from ..promises import Promise
 from ..timeline.trail import SHORTEST, trail
 from .call import call_long
 from .channel import Channel
+from .collected import Collected
 from .group import Group
+from .over import Spread, par_over
 from .run import run
 from .scheduler import scheduler
 from .thread import GreenThread, spawn
@@ -46,20 +48,25 @@ def par(*fns: Callable[[], Awaitable[T]] | Coroutine[Any, Any, T]) -> ListOrAwai
 @overload
 def par(*fns: Callable[[], T]) -> ListOrAwaitable[T]: ...
 @overload
-def par(*fns: Any) -> ListOrAwaitable[Any]: ...
+def par(*fns: Any, over: Any = None) -> ListOrAwaitable[Any]: ...
 
 
-def par(*fns: Any) -> Any:
+def par(*fns: Any, over: Any = None) -> Any:
     """Runs all of `fns` as green threads, until the last has ended; a list of their values, in order. (ProcessJ's par.)
 
     They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised
     in an `ExceptionGroup`. In a coroutine: ``await green.par(...)``; in plain code it waits by itself.
+
+    With ``over=pool`` they are spread over the pool's drones, those next to each other in one drone where that is
+    possible. Then they must be functions (`partial` for their arguments). Channels connect them as ever.
 
     >>> from polycephaly import green
     >>> async def one(): return 1
     >>> green.par(one, lambda: 2)
     [1, 2]
     """
+    if over is not None:
+        return _as_fits(lambda: par_over(fns, over))
     return _as_fits(lambda: _par(fns))
 
 
@@ -71,19 +78,26 @@ async def _par(fns: tuple[Any, ...]) -> list[Any]:
 
 @overload
 def map(
-    fn: Callable[[T], Awaitable[U]], items: Iterable[T], width: int = 13, *, progress: bool = False
+    fn: Callable[[T], Awaitable[U]], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
 ) -> ListOrAwaitable[U]: ...
 @overload
-def map(fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False) -> ListOrAwaitable[U]: ...
+def map(
+    fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
+) -> ListOrAwaitable[U]: ...
 
 
-def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False) -> Any:
+def map(
+    fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
+) -> Any:
     """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order of the items.
 
     `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code this waits, and
     gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives the values one by one as they are
     there, with at most some two for each thread waiting to be asked for. The first error cancels the rest and
     is raised. With `progress` a bar on stderr shows how many are done. Raises `ValueError` for a width below 1.
+
+    With ``over=pool`` the green threads are in the drones of that pool, `width` in each; whichever is free takes the
+    next item.
 
     >>> from polycephaly import green
     >>> green.map(lambda n: n * n, range(5), width=2)
@@ -96,6 +110,9 @@ def map(fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
     shown = Progress(_name(fn), total_of([items])) if progress else None
+    if over is not None:
+        spread = Spread(fn, items, width, over, shown)
+        return spread if _in_coroutine() else run(spread.collect)
     mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))), shown)
     return mapped if _in_coroutine() else run(mapped.collect)
 
@@ -112,7 +129,7 @@ def _in_coroutine() -> bool:
     return asyncio is not None and asyncio._get_running_loop() is not None
 
 
-class Mapped(Generic[T]):
+class Mapped(Collected, Generic[T]):
     """What `map` gives in a coroutine: to be awaited, or iterated with ``async for``; once."""
 
     def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None) -> None:
@@ -121,17 +138,12 @@ class Mapped(Generic[T]):
         self._width = width
         self._progress = progress
 
-    def __await__(self) -> Generator[Any, Any, list[Any]]:
-        if scheduler.in_step():
-            return self.collect().__await__()
-        return spawn(self.collect).__await__()
-
     async def collect(self) -> list[Any]:
         places: list[list[Any]] = []
         scheduler.current._since = None  # it is none of the user's threads
 
         async def work() -> None:
-            apply, awaits = _applier(self._fn, self._progress)
+            apply, awaits = applier(self._fn, self._progress)
             thread = scheduler.current
             trail.number_of(thread)  # in the order of their beginning
             for item in self._items:
@@ -178,7 +190,7 @@ class _Drain(Generic[T]):
         self.workers: list[GreenThread[Any]] = [spawn(self._work, name=name) for _ in range(width)]
 
     async def _work(self) -> None:
-        apply, awaits = _applier(self._fn, self._progress)
+        apply, awaits = applier(self._fn, self._progress)
         thread = scheduler.current
         trail.number_of(thread)
         try:
@@ -234,7 +246,7 @@ class _Values(AsyncIterator[Any]):
         self._drain.stop()
 
 
-def _applier(fn: Callable[[Any], Any], progress: Progress | None) -> tuple[Callable[[Any], Any], bool]:
+def applier(fn: Callable[[Any], Any], progress: Progress | None) -> tuple[Callable[[Any], Any], bool]:
     """How it is applied, and whether it is a coroutine function: foreign calls are on the trail already."""
 
     async def call(item: Any) -> Any:

@@ -50,6 +50,7 @@ from .native import LINGER, Workers
 from .timers import Timers
 
 if TYPE_CHECKING:
+    from .far.post import Post
     from .thread import GreenThread
 
 __all__ = [
@@ -161,6 +162,7 @@ class Scheduler:
         self.calls = 0  # foreign calls made, all told: the numbers for regions
         self.away = 0  # plain functions and foreign calls that run on other native threads
         self.outside = 0  # green threads that wait for something from outside
+        self.mail: Post | None = None  # once channels go to other images: the owner sleeps there, and looks into it
         self.when_busy: Callable[[], object] = _nothing  # called by an owner that begins, or has slept
         self.when_silent: Callable[[], object] = _nothing  # called by an owner that has had nothing to do for GRACE
         self._luck = 1
@@ -254,6 +256,8 @@ class Scheduler:
         while True:
             if heap:
                 self.timers.fire()
+            if self.mail is not None:
+                self.mail.look()
             for _ in TURNS:
                 try:
                     thread = take()
@@ -307,23 +311,29 @@ class Scheduler:
 
     def _sleep(self, driver: Driver) -> bool:
         """Until there is something to do. False: there was nothing for LINGER seconds, and it was given up."""
-        bell, ready, lock = self.bell, self.ready, driver.lock
+        bell, ready = self.bell, self.ready
+        mail = self.mail
+        lock: Any = driver.lock if mail is None else mail  # with mail, what other images send wakes as the bell does
         driver.fn = driver.thread = None  # of the last foreign call
         asked = False
         while True:
             bell.append(lock.release)
             left = self.timers.left()
-            patience = LINGER if asked else GRACE
+            patience = GRACE if not asked else LINGER if mail is None else 1e6
             if ready or left == 0.0 or not lock.acquire(timeout=patience if left is None else min(left, 1e6)):
                 try:
                     bell.pop()
                 except IndexError:
                     lock.acquire()
+                if mail is not None:
+                    mail.look()  # only now: a fork takes an owner whose waker is in the bell for asleep
                 if ready or left is not None:
                     break
                 if not asked:
                     asked = True
                     self.when_silent()
+                    continue
+                if mail is not None:
                     continue
                 self.owner, self.driver = 0, None
                 bell.append(self._begin)
@@ -382,6 +392,7 @@ class Scheduler:
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
         promises.waiting.clear()
+        self.mail = None
         self.away = self.outside = 0
 
 

@@ -6,13 +6,18 @@
 All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one step: no second
 offer can be taken up in between, also where both sides of a channel are in a `select`.
 
+Where the channel is known to other images, that one step may have to span several. Then who would bring the two sides
+together first has each `select` *held* (far/deal.py): it cannot choose anything else until it is told that it has
+happened, or that it has not. Its offers to this image's own channels are taken back meanwhile.
+
 The names are occam's and ProcessJ's: a guarded alternative, with preconditions (`when`).
 """
 
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Awaitable, Generator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from time import monotonic
 from types import EllipsisType, coroutine
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
@@ -61,6 +66,25 @@ class Offer(Waiter):
     def refuse(self, error: BaseException) -> None:
         self.select.commit(self, Refused(error))
 
+    # -- for deals with other images, which have it held first (far/deal.py) --------------------------------
+
+    def happen(self, value: Any) -> None:
+        self.select.happen(Chosen(self.index, value))
+
+    def fail(self, error: BaseException) -> None:
+        self.select.happen(Refused(error))
+
+    def release(self) -> None:
+        self.select.release()
+
+    def drop(self) -> None:
+        pass
+
+    @property
+    def stands(self) -> bool:
+        """May it still be taken up?"""
+        return self.select.waits and self.select.offers.get(self.index) is self
+
 
 class Guard(Generic[T]):
     """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled` and `skip`."""
@@ -84,6 +108,10 @@ class Guard(Generic[T]):
 
     def strike(self, offer: Offer) -> None:
         self.channel._strike(self.end, offer)
+
+    def is_here(self) -> bool:
+        """Is its offer left with a channel of this image?"""
+        return not self.channel.is_remote
 
 
 class _Alarm:
@@ -110,6 +138,9 @@ class _After(Guard[None]):
     def attempt(self, thread: Any) -> Any:
         return None if self.seconds <= 0 else NOTHING
 
+    def is_here(self) -> bool:
+        return False
+
     def leave(self, offer: Offer) -> None:
         offer.at = _Alarm(offer)
         scheduler.timers.add(monotonic() + self.seconds, offer.at)
@@ -128,6 +159,9 @@ class _Settled(Guard[T]):
 
     def attempt(self, thread: Any) -> Any:
         return self.promise.result() if self.promise.done() else NOTHING
+
+    def is_here(self) -> bool:
+        return False
 
     def leave(self, offer: Offer) -> None:
         offer.at = lambda _: scheduler.post(lambda: self._serve(offer))
@@ -180,21 +214,29 @@ def skip(*, when: bool = True) -> Guard[None]:
 
 
 class _Select:
-    __slots__ = ("guards", "offers", "thread", "waits")
+    __slots__ = ("guards", "hold", "number", "offers", "thread", "waits")
 
     def __init__(self, guards: Sequence[tuple[int, Guard[Any]]], thread: GreenThread[Any]) -> None:
         self.thread = thread
         self.guards = dict(guards)
         self.offers: dict[int, Offer] = {}
         self.waits = True
+        self.hold: Hold | None = None
+        self.number = 0  # by which all images can tell it from others; given when it is needed
 
     def leave(self) -> None:
-        for index, guard in self.guards.items():
-            self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
-            guard.leave(offer)
+        for index, guard in list(self.guards.items()):
+            if index not in self.offers:
+                self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
+                guard.leave(offer)
+                if not self.waits or self.hold is not None:  # another image had been waiting for that
+                    return
 
     def commit(self, offer: Offer, outcome: Any) -> None:
         if self.waits:  # timers and promises may come after another was chosen
+            if self.hold is not None:
+                self.hold.overdue.append((offer, outcome))
+                return
             self.end()
             self.thread._value = outcome
             scheduler.ready.append(self.thread)
@@ -202,11 +244,96 @@ class _Select:
     def end(self) -> None:
         if self.waits:
             self.waits = False
+            hold, self.hold = self.hold, None
             for index, offer in self.offers.items():
                 self.guards[index].strike(offer)
                 offer.at = None
             self.offers.clear()  # no cycles are left to the garbage collector, and no items in a line
             self.guards.clear()
+            while hold is not None and hold.others:
+                hold.others.popleft()(False)
+
+    # -- for who would bring together two sides in different images --------------------------------------
+
+    def ask(self, answer: Callable[[bool], object]) -> None:
+        """Has it held: `answer` is called with True once it is, or with False if it has chosen, or was broken off."""
+        if not self.waits:
+            answer(False)
+        elif self.hold is not None:
+            self.hold.others.append(answer)
+        else:
+            self.hold = Hold()
+            for index in [index for index in self.offers if self.guards[index].is_here()]:
+                self.guards[index].strike(self.offers.pop(index))
+            answer(True)
+
+    def happen(self, outcome: Any) -> None:
+        """It was held for this."""
+        hold = self.hold
+        assert hold is not None
+        self.end_held(hold)
+        self.thread._value = outcome
+        scheduler.ready.append(self.thread)
+        for error in hold.errors:
+            self.thread._interrupt(error)
+
+    def end_held(self, hold: Hold) -> None:
+        self.hold = None
+        self.end()
+        while hold.others:
+            hold.others.popleft()(False)
+
+    def release(self) -> None:
+        """It was held, and that for which it was has not happened."""
+        hold = self.hold
+        if hold is None:
+            return
+        if not (hold.overdue or hold.others):
+            self._look_again(hold)
+        self.hold = None
+        if hold.overdue:
+            self.commit(*hold.overdue[0])
+        for error in hold.errors:
+            self.thread._interrupt(error)
+        if hold.others and self.waits:
+            self.hold = Hold(hold.others)
+            self.hold.others.popleft()(True)
+        elif self.waits:
+            self.leave()
+        while hold.others and not self.waits:
+            hold.others.popleft()(False)
+
+
+    def _look_again(self, hold: Hold) -> None:
+        """What came to this image's own channels meanwhile has not found its offers there. Still held, so that nobody
+        else can choose for it in between."""
+        for index, guard in list(self.guards.items()):
+            if index in self.offers:
+                continue
+            try:
+                value = guard.attempt(self.thread)
+            except BaseException as error:
+                outcome: Any = Refused(error)
+            else:
+                if value is NOTHING:
+                    continue
+                outcome = Chosen(index, value)
+            hold.overdue.insert(0, (Offer(self, index, None), outcome))
+            return
+
+
+class Hold:
+    """A `select` is held."""
+
+    __slots__ = ("errors", "others", "overdue")
+
+    def __init__(self, others: deque[Callable[[bool], object]] | None = None) -> None:
+        self.others: deque[Callable[[bool], object]] = deque() if others is None else others
+        """Who would hold it next."""
+        self.overdue: list[tuple[Offer, Any]] = []
+        """What has come meanwhile: timers, promises, and at its end what this image's own channels have."""
+        self.errors: list[BaseException] = []
+        """Raised in its thread meanwhile."""
 
 
 @overload
@@ -277,6 +404,11 @@ def select(
         open_.append(chosen)  # behind those that were not tried yet
         left -= 1
     if not isinstance(default, EllipsisType):
+        if any(getattr(guard, "channel", None) is not None and guard.channel.is_remote for _, guard in open_):
+            raise ValueError(
+                "whether a channel that lives in another image can be served at once is not known here: "
+                "instead of a default, use `green.after(seconds)`"
+            )
         return default
     waits = _Select(open_, thread)
     waits.leave()
@@ -285,6 +417,9 @@ def select(
             outcome = yield PARK
             break
         except BaseException as error:
+            if waits.hold is not None and not isinstance(error, GeneratorExit):
+                waits.hold.errors.append(error)
+                continue
             if waits.waits or isinstance(error, GeneratorExit):
                 waits.end()
                 raise

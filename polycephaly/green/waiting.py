@@ -88,10 +88,13 @@ class Waiter:
 
     __slots__ = ("item", "line", "thread")
 
+    is_far = False
+    """It waits in another image: `Op` (far/home.py)."""
+
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
-        self.line: Line[Waiter] | None = None  # where it stands
+        self.line: Any = None  # the Line where it stands; or a Deal (far/deal.py) that has it in the hand
 
     def serve(self, value: Any) -> None:
         """It has its turn: `value` is what its await gives."""
@@ -140,7 +143,7 @@ class Standing(Waiter):
     def throw(self, error: BaseException, *_: Any) -> Any:
         if self.channel._strike(self.end, self):
             raise error
-        self.thread._interrupt(error)  # it has been served: that first
+        self.channel._interrupt_served(self, error)
         return PARK
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 from _thread import allocate_lock, get_ident
-from time import clock_gettime, monotonic, sleep
+from time import clock_gettime, monotonic, process_time, sleep
 from types import FrameType
 from typing import Any
 
@@ -54,8 +54,8 @@ class Watchdog:
         self._bell.acquire()
         self._asked: float | None = None  # when the owner was asked for a sign of life that it has not given yet
         self._report_at = HELD
-        self._suspect: Any = None  # who ran then, and the driving thread's processor time
-        self._used = 0.0
+        self._suspect: Any = None  # who ran then, and the processor time of the driving thread and of all
+        self._used = self._used_by_all = 0.0
 
     # -- for those it watches ------------------------------------------------------------------------
 
@@ -84,7 +84,8 @@ class Watchdog:
 
     def _look(self) -> None:
         self.ident = get_ident()
-        quiet = idle = calls = seen = 0
+        quiet, calls = QUIET, scheduler.calls  # slowly, until the next call: it may have been started for a message
+        idle = seen = 0
         began = used_before = looked_before = 0.0
         while True:
             due = monotonic() + (SLOW if self.slow else self.window)
@@ -158,21 +159,22 @@ class Watchdog:
     # -- who holds the scheduler ---------------------------------------------------------------------
 
     def _look_for_life(self, driver: Driver, now: float, late: bool) -> None:
-        if self._asked is None:
+        thread, used, used_by_all = scheduler.current, _processor_time(driver), process_time()
+        asked = self._asked
+        if asked is None or thread is not self._suspect:  # another one runs now, and may hold up the sign of life
             self._asked, self._report_at = now, HELD
-            self._suspect, self._used = scheduler.current, _processor_time(driver)
-            scheduler.post(self._alive)
+            self._suspect, self._used, self._used_by_all = thread, used, used_by_all
+            if asked is None:
+                scheduler.post(self._alive)
             return
-        held = now - self._asked
-        thread = scheduler.current
-        if thread is not self._suspect:  # another one runs now, and may hold up the sign of life
-            self._asked, self._report_at = now, HELD
-            self._suspect, self._used = thread, _processor_time(driver)
-            return
+        held = now - asked
         if held < self._report_at or thread is None:
             return
-        # It computes; or it is blocked, while the interpreter is free. Else it only waits for the interpreter.
-        if late and _processor_time(driver) - self._used < held / 2:
+        # It computes, be it with a small share of a busy machine; or it is blocked, while the interpreter is free.
+        # Else it only waits for the interpreter.
+        used, used_by_all = used - self._used, used_by_all - self._used_by_all
+        computes = used > held / 2 or used > max(held / 20, used_by_all / 2)
+        if late and not computes:
             return
         where = _where(sys._current_frames().get(driver.ident))
         if where is not None:

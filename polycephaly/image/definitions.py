@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -19,22 +19,18 @@ from ..wire.loans import load, load_beside, load_joined
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.slices import TOGETHER
 
-__all__ = ["Definition", "Hole", "compiled", "define", "finished"]
+__all__ = ["Definition", "compiled", "define", "filled", "finished"]
 
 _CODE_SHOWN = 1000
 """So many code strings keep their source lines for tracebacks."""
 
 
-class Hole:
-    """Stands in pickled arguments where the value of a promise is to go."""
+_values: Sequence[Any] = ()  # of promises, while the arguments are opened among which they were
 
-    __slots__ = ("index",)
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __reduce__(self) -> tuple[type[Hole], tuple[int]]:
-        return Hole, (self.index,)
+def filled(index: int) -> Any:
+    """In pickled arguments: the value of a promise, which goes beside them."""
+    return _values[index]
 
 
 class Definition:
@@ -172,19 +168,23 @@ def define(kind: int, payload: Any) -> Definition:
 
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    global _values
     if kind == CALL:
         return (load(payload) if len(payload) else ()), {}
     if kind == CALL_KEYWORDS:
         args, kwargs = load(payload)
         return args, kwargs
     assert kind == CALL_FILLED
-    _, (outer, inner) = load_joined(payload)
-    (args, kwargs), values = load_beside(*outer), load_beside(*inner)
-
-    def fill(arg: Any) -> Any:
-        return values[arg.index] if type(arg) is Hole else arg
-
-    return tuple(map(fill, args)), {name: fill(arg) for name, arg in kwargs.items()}
+    beside, (outer, inner, *parts) = load_joined(payload)
+    values = load_beside(*inner)
+    for index, part in zip(beside, parts, strict=True):  # of what did not come to the controller
+        values[index] = load_beside(*part)
+    _values = values
+    try:
+        args, kwargs = load_beside(*outer)
+    finally:
+        _values = ()
+    return args, kwargs
 
 
 # A function of `__main__` that came by value has a namespace of its own, with what it captured. What it names

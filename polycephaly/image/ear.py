@@ -59,6 +59,7 @@ class Ear:
                 self._drone.beat()
                 try:
                     self._drone.hear_if_free()
+                    self._drone.pack_wanted()
                 except BaseException:
                     # What it had taken, to hear or to send, would be lost, and somebody would wait for it for ever. So
                     # the drone ends: the page tells what was done, what was being run, and what can run elsewhere.

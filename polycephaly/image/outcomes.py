@@ -23,6 +23,7 @@ from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
 from ..wire.exceptions import pack_exception
 from ..wire.loans import Ledger, Parcel
 from ..wire.messages import (
+    GIVEN,
     LARGE,
     LARGE_FROM,
     LOAN_OVER,
@@ -35,17 +36,22 @@ from ..wire.messages import (
 )
 from ..wire.store import Store
 from .console import Tail
+from .shelf import Shelf
 
 __all__ = ["Outcomes"]
 
 
 class Outcomes:
-    def __init__(self, row: Row, snapshot: MainSnapshot, store: Store, ledger: Ledger, tail: Tail) -> None:
+    def __init__(
+        self, row: Row, snapshot: MainSnapshot, store: Store, ledger: Ledger, tail: Tail, shelf: Shelf
+    ) -> None:
         self._row = row
         self._snapshot = snapshot
         self._store = store
         self._ledger = ledger
         self._tail = tail
+        self._shelf = shelf
+        self._gives = False  # handles, in what was noted last
         self._entries: list[tuple[bytes, list[bytes]]] = []
         self._last: tuple[bytes, list[bytes]] = (b"", [])
         self._values: list[tuple[int, float, float, Any]] = []
@@ -93,14 +99,22 @@ class Outcomes:
     def note(
         self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
     ) -> None:
+        self._gives = bool(self._shelf.given)
+        if self._gives:
+            self._entries += [(entry, []) for entry in self.given(number)]
         self._last = self.entry(number, status, started, finished, payload, head, self._tail.take())
         self._entries.append(self._last)
+
+    def given(self, number: int) -> list[bytes]:
+        """What goes before an outcome with handles of what this drone keeps; nothing, where there are none."""
+        told = self._shelf.take_given() if self._shelf.given else b""
+        return [pack_outcome(number, GIVEN, 0.0, 0.0, told, b"")] if told else []
 
     def keep(self) -> bool:
         """Does the one noted last outlive this drone from now on? Else it has to be sent at once: the page is full, or
         has no place for what goes beside the entry."""
         entry, large = self._last
-        return not large and self._row.keep(entry)
+        return not large and not self._gives and self._row.keep(entry)
 
     def note_value(self, number: int, started: float, finished: float, value: Any) -> bool:
         """A value that is small and immutable, of a task that printed nothing. Whether it was kept."""

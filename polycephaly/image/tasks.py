@@ -6,17 +6,19 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from ..wire.messages import KEEP
 from .definitions import Definition
 
 __all__ = ["Calls", "Task"]
 
 
 class Task:
-    __slots__ = ("definition", "kind", "number", "payload")
+    __slots__ = ("definition", "keeps", "kind", "number", "payload")
 
     def __init__(self, number: int, kind: int, definition: Definition, payload: Any) -> None:
         self.number = number
-        self.kind = kind
+        self.kind = kind & ~KEEP
+        self.keeps = bool(kind & KEEP)  # the value stays here
         self.definition = definition
         self.payload = payload
 

@@ -20,8 +20,9 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, cast
 
+from ..wire import whereabouts
 from ..wire.arena import Arena, Keep, kept_through_fork
-from ..wire.capture import MainSnapshot
+from ..wire.capture import MainSnapshot, shared_with
 from . import lifeline, safepoint
 from .page import RunningPage
 from .zygote import MAX_ORDER, Nest, Order, run_zygote
@@ -64,9 +65,15 @@ class Launcher:
         finally:
             theirs.close()
         self.pidfd = lifeline.open_pidfd(self.pid)
+        shared_with.append(self._shared)
+        whereabouts.snapshot_taken()
+
+    def _shared(self) -> MainSnapshot:
+        return self.snapshot
 
     def _fork(self, control: socket.socket, nest: Nest) -> int:
         owner = os.getpid()
+        above, whereabouts.address_of_parent = whereabouts.address_of_parent, whereabouts.address_here(nest.home)
         try:
             with kept_through_fork(self._held):
                 pid = safepoint.fork()
@@ -76,6 +83,7 @@ class Launcher:
         finally:
             if os.getpid() != owner:  # whatever went wrong: the main image's code must not go on here
                 os._exit(1)
+            whereabouts.address_of_parent = above
 
     def _spawn(self, control: socket.socket, nest: Nest) -> int:
         context = multiprocessing.get_context("spawn")
@@ -144,6 +152,8 @@ class Launcher:
 
         The goodbye tells it that its owner lives on. Twice is no error.
         """
+        with suppress(ValueError):
+            shared_with.remove(self._shared)
         with suppress(OSError):
             self._control.send(json.dumps({"goodbye": True}).encode())
         lifeline.close(self._control)

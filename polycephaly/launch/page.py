@@ -105,6 +105,16 @@ class Row:
         self._kept = self._cells[_KEPT] = end
         return True
 
+    def mark_sent(self, number: int) -> None:
+        """That one's result will be sent, and is not kept."""
+        self._cells[_SENT] = number
+
+    def rewrite(self, results: list[bytes]) -> None:
+        """Keeps these, and no others."""
+        self._kept = self._cells[_KEPT] = 0
+        for each in results:
+            Row.keep(self, each)
+
     def sent(self, number: int) -> None:
         """All results up to this work's have gone to the socket."""
         self._cells[_SENT] = number

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot
+from ..wire.whereabouts import channels_of, leave_word
 from . import lifeline
 from .page import RunningPage
 
@@ -258,6 +259,7 @@ class _Zygote:
                 # The kernel's list of children may miss one while others come and go: so look again for a while.
                 self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
+                leave_word(channels_of(self._nest.home, pid), os.waitstatus_to_exitcode(status))
                 shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 

@@ -30,7 +30,7 @@ def _interrupt(pool: Pool, number: int, tell: Tell) -> None:
 def _kill(pool: Pool, number: int, tell: Tell) -> None:
     link = find(pool, number)
     link.ended._hook(lambda _: tell(value=None))
-    pool._crew.hub.post(lambda: link.launcher.kill(link.number))
+    pool._crew.hub.post(link.kill)
 
 
 OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {"drone": _look_at, "interrupt": _interrupt, "kill": _kill}

@@ -16,6 +16,7 @@ from ..source import OneByOne
 from ..timeline import Timeline
 from ..timeline.plain import unpack_timeline
 from ..wire.capture import pack_beside
+from ..within import entered, left
 from . import places
 from .connection import AHEAD, Connection
 from .drone import Berth, RemoteDrone
@@ -100,17 +101,21 @@ class RemotePool(Workforce):
         self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __enter__(self) -> Self:
+        entered(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        left(self)
         self._connection.close(cancel="all" if kind is not None else "")
 
     async def __aenter__(self) -> Self:
+        entered(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        left(self)
         self._connection.close(cancel="all" if kind is not None else "", wait=False)
         try:
             await self._connection.ended

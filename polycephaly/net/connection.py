@@ -138,9 +138,20 @@ class Connection:
     # -- what work and promises use, in any thread ------------------------------------------------------
 
     def submit(
-        self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, terms: Terms | None = None
+        self,
+        what: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any = None,
+        terms: Terms | None = None,
+        keep: bool = False,
     ) -> Work:
         self.check_open()
+        if keep:
+            raise TypeError(
+                f"{self.name} is served by another process, and keeps no results for its clients: give the work "
+                "without keep=True, or use a Pool of this process"
+            )
         work = Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
         work.target = target  # a `Berth`
         terms = terms or self.terms
@@ -160,7 +171,7 @@ class Connection:
             return work
         if inputs:
             self._waiting.add(work)
-            work.when_filled(inputs, self._filled)
+            work.wait_for(inputs)
         else:
             self._enqueue(work)
         return work
@@ -196,7 +207,7 @@ class Connection:
         if not self._lost:
             self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
 
-    def _filled(self, work: Work) -> None:
+    def filled(self, work: Work) -> None:
         if not work.done():
             self._enqueue(work)
         self._waiting.discard(work)
@@ -206,6 +217,9 @@ class Connection:
         self._bell.ring()
         if self._lost:
             self._reject_all()
+
+    def somebody_waits(self, work: Work) -> None:
+        """For that one, which itself waits for promises: nothing that this could tell."""
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Nothing that a waiting thread could do."""

@@ -7,7 +7,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..link import Link, State
-from ..procfs import memory_of
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -38,8 +37,8 @@ def _doing(link: Link) -> dict[str, Any]:
     now = monotonic()
     works = list(link.flight.values())
     label, since = None, link.last_heard or None
+    started = link.started() if works else 0
     if works:
-        started = link.launcher.page.started(link.slot)
         running = next((work for work in works if work.number == started), works[0])
         label = running.definition.label
         if link.overlapping > 1:
@@ -47,7 +46,7 @@ def _doing(link: Link) -> dict[str, Any]:
         since = running.sending.at if running.sending is not None else since
     if link.unresponsive is not None:
         state = f"unresponsive: {link.unresponsive}"
-    elif link.state < State.READY:
+    elif link.state < State.READY and not started:  # it may be at work before its greeting is read
         state = "starting"
     elif link.state > State.READY:
         state = "retiring"
@@ -57,6 +56,6 @@ def _doing(link: Link) -> dict[str, Any]:
         "state": state,
         "running": label,
         "seconds": None if since is None else max(0.0, now - since),
-        "memory": 0 if link.pid is None else memory_of(link.pid, 0),
+        "memory": link.memory(0),
         "tasks_done": link.tasks_done,
     }

@@ -297,7 +297,7 @@ class Workers:
         work.definition.label = given.label
         work.relays, work.args, work.lent = given, (item.kind, item.payload), True
         work.timeout = item.timeout or crew.terms.timeout
-        crew._waiting.add(work)
+        crew.hold(work)
         self._give(worker, [work], item.target & (1 << _INDEX) - 1)
         return work
 

@@ -12,6 +12,7 @@ const spans = data.spans, count = spans.row.length;
 
 const AXIS = 26, DRONE = 26, THREAD = 16, LANE = 11, RIGHT = 52;
 const SHORTEST = 0.05;  // microseconds that the view may be narrowed to
+const ARROWS = 300;  // of so many all are drawn; of more, those of the span under the pointer
 const FINE = ["running", "done"].map(name => data.statuses.indexOf(name));
 
 // -- rows and lanes, with their places ---------------------------------------------------------------
@@ -97,6 +98,37 @@ function draw() {
     drawLines(row, y);
     row.from.forEach((lane, number) => drawLane(lane, y + 3 + number * (row.height - 5) / row.lanes, (row.height - 5) / row.lanes - (row.lanes > 1)));
     pen.restore();
+  }
+  drawArrows(scroll);
+  pen.restore();
+}
+function drawArrows(scroll) {
+  const middle = i => {
+    const row = rows[spans.row[i]];
+    return row.top + AXIS - scroll + 3 + (spans.lane[i] + 0.5) * (row.height - 5) / row.lanes;
+  };
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, AXIS, width - left - RIGHT, height - AXIS);
+  pen.clip();
+  pen.strokeStyle = pen.fillStyle = theme.ink;
+  for (const [from, to] of data.arrows) {
+    const near = from === hovered || to === hovered;
+    if (!near && data.arrows.length > ARROWS) continue;
+    const x = xOf(spans.finished[from]), y = middle(from), atX = xOf(spans.started[to]), atY = middle(to);
+    if (Math.max(x, atX) < left || Math.min(x, atX) > width) continue;
+    const bend = Math.max(12, (atX - x) / 2);
+    pen.globalAlpha = near ? 1 : 0.25;
+    pen.lineWidth = near ? 1.5 : 1;
+    pen.beginPath();
+    pen.moveTo(x, y);
+    pen.bezierCurveTo(x + bend, y, atX - bend, atY, atX, atY);
+    pen.stroke();
+    pen.beginPath();
+    pen.moveTo(atX, atY);
+    pen.lineTo(atX - 5, atY - 3);
+    pen.lineTo(atX - 5, atY + 3);
+    pen.fill();
   }
   pen.restore();
 }

@@ -4,12 +4,13 @@ Names are data of users. They are in the JSON, whose every ``<`` is escaped, and
 
     columns, one entry for each span: row, lane, name, status, calls, bytes there, bytes back, note  (indices, numbers)
                                       queued, sent, started, finished, received, processor time      (µs; null: unknown)
+    arrows, from which span to which: what a node of a graph took from another
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .timeline import Timeline
 
 __all__ = ["page_of"]
+
+ARROWS = 50_000  # of more, no page could show one
 
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
@@ -60,6 +63,8 @@ def contents(timeline: Timeline) -> dict[str, Any]:
             "queued", "sent", "started", "finished", "received", "cpu",
         )
     }  # fmt: skip
+    places: dict[int, int] = {}  # of spans in the columns, by number
+    needs: list[tuple[int, Iterable[int]]] = []
     add = [column.append for column in columns.values()]
 
     def at(moment: float | None) -> int | None:
@@ -68,6 +73,10 @@ def contents(timeline: Timeline) -> dict[str, Any]:
     for number, row in enumerate(all_rows):
         for lane, spans in enumerate(row.lanes):
             for span in spans:
+                if span.number:
+                    places[span.number] = len(columns["row"])
+                if span.needed:
+                    needs.append((len(columns["row"]), dict.fromkeys(span.needed)))
                 values = (
                     number, lane, names[span.name], STATUSES.index(span.status), span.calls, span.bytes_sent,
                     span.bytes_received, notes.setdefault(span.note, len(notes)), at(span.queued), at(span.sent),
@@ -95,5 +104,6 @@ def contents(timeline: Timeline) -> dict[str, Any]:
         ],
         "notes": [*notes],
         "spans": columns,
+        "arrows": [(places[giver], taker) for taker, needed in needs for giver in needed if giver in places][:ARROWS],
         "table": table(timeline),
     }

@@ -25,7 +25,8 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def unpack_timeline(plain: dict[str, Any]) -> Timeline:
-    timeline = Timeline((Span(*span) for span in plain["spans"]), plain["drones"], waiting=plain["waiting"])
+    spans = (Span(*span)._replace(needed=tuple(span[-1])) for span in plain["spans"])  # JSON has lists only
+    timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
     timeline.threads_lost = plain["threads_lost"]
     for sums, spans, start, end in plain["folded"]:
         by_key = {(drone, name): Sums(*numbers) for drone, name, *numbers in sums}

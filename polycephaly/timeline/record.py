@@ -70,12 +70,15 @@ class Entry(NamedTuple):
     bytes_sent: int
     bytes_received: int
     cpu: float | None = None
+    works: Sequence[tuple[int, tuple[int, ...]]] = ()
+    """Of each its number, and those of what it needed; none, where several are one span."""
 
     def spans(self) -> Iterator[Span]:
         count = len(self.started)
         one_by_one = zip(
             _steps(*self.queued, count), _steps(*self.sent, count), self.started, self.finished, strict=True
         )
+        numbers = iter(self.works)
         for queued, sent, started, finished in one_by_one:
             sent = min(self.received, max(queued, sent))  # a turn has one time, and takes what is queued while it lasts
             started = min(self.received, max(sent, started))  # what the drone says is held against what is known
@@ -93,6 +96,8 @@ class Entry(NamedTuple):
                 self.bytes_sent // count,
                 self.bytes_received // count,
                 cpu=self.cpu,
+                number=(work := next(numbers, (0, ())))[0],
+                needed=work[1],
             )
 
     def sums(self) -> Sums:
@@ -152,12 +157,15 @@ class Record:
         last: Any = works[-1]
         calls = 1
         times: tuple[Sequence[float], Sequence[float]] = started, finished
+        known: Sequence[tuple[int, tuple[int, ...]]] = ()
         if count > 1 and running < SHORT * count:
             times, calls = (started[:1], finished[-1:]), count
+        else:
+            known = [(work.number, work.needed) for work in works if work is not None]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         there = first.weight * count
         name = short_name(first.definition.label)
-        self._add(Entry(drone, name, DONE, calls, queued, sent, *times, running, received, there, size))
+        self._add(Entry(drone, name, DONE, calls, queued, sent, *times, running, received, there, size, works=known))
 
     def _add_by_definition(
         self,
@@ -206,7 +214,8 @@ class Record:
         cpu = self._cpu.pop(work.number, None) if self._cpu else None
         times = (work.queued, work.queued), (sent, sent), (started,), (finished,), max(0.0, finished - started)
         name = short_name(work.definition.label)
-        self._add(Entry(drone, name, status, calls, *times, answer.received, answer.there, answer.back, cpu))
+        known = ((work.number, work.needed),)
+        self._add(Entry(drone, name, status, calls, *times, answer.received, answer.there, answer.back, cpu, known))
 
     def lost(self, drone: str, works: Iterable[Work]) -> None:
         """What a drone was running as it died. Since when nobody knows: since what it had done before, at most."""
@@ -232,9 +241,10 @@ class Record:
         self._chapter, self._size = [], 0
         self._state = folded, (*chapters, self._chapter)
 
-    def hear_trail(self, drone: str, sent: bytes) -> None:
-        """What green threads of a drone did, and what its next answers cost. Raises `ValueError` where it is none."""
-        events, cpu, lost = read(sent)
+    def hear_trail(self, drone: str, sent: bytes, ahead: float) -> None:
+        """What green threads of a drone did, and what its next answers cost; its clock is so many seconds `ahead`.
+        Raises `ValueError` where it is none."""
+        events, cpu, lost = read(sent, ahead)
         if len(self._cpu) > CPU_KEPT:  # of works that were never answered
             self._cpu.clear()
         self._cpu.update(cpu)

@@ -14,11 +14,13 @@ class Span(NamedTuple):
     """One piece of work, or what a green thread did. Times are `time.monotonic` seconds, None where not reached.
 
     ``name`` is the function; ``drone`` the drone; ``thread`` the green thread in it, "" for the drone's own work.
-    A drone's work is ``queued`` (the call), ``sent`` (by the controller), ``started`` and ``finished`` (on the drone)
-    and ``received`` (by the controller); a green thread's call is started and finished. ``status`` is "done", "error",
-    "cancelled", "timeout", "died", or, for what is still under way, "running" or "sent". ``calls`` is more than 1 for a
-    slice of a `map`. ``cpu`` is the processor time in seconds that its process took meanwhile, None where it was not
-    measured: what is short. ``whole`` marks a green thread's life, in which its calls lie.
+    A drone's work is ``queued`` (the call, or when what that waited for was there), ``sent`` (by the controller),
+    ``started`` and ``finished`` (on the drone) and ``received`` (by the controller); a green thread's call is started
+    and finished. ``status`` is "done", "error", "cancelled", "timeout", "died", or, for what is still under way,
+    "running" or "sent". ``calls`` is more than 1 for a slice of a `map`. ``cpu`` is the processor time in seconds that
+    its process took meanwhile, None where it was not measured: what is short. ``whole`` marks a green thread's life, in
+    which its calls lie. ``number`` tells a piece of work from all others of its process (0: many, or none), ``needed``
+    has the numbers of those whose values it took as promises.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Span(NamedTuple):
     cpu: float | None = None
     whole: bool = False
     note: str = ""
+    number: int = 0
+    needed: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -2,7 +2,8 @@
 
     process 0      the controller: a slice for each message sent and received, how many pieces of work wait
     process 1, 2   the drones: a thread for each lane of work, and one for each green thread
-    flows          from the sending to the start, from the end to the receiving, with bytes
+    flows          from the sending to the start, from the end to the receiving, with bytes; and from the end of what a
+                   node of a graph needed to its start
 
 Times are microseconds from the beginning of the timeline. Slices of one thread never overlap, as the format wants it.
 """
@@ -56,6 +57,8 @@ def events(timeline: Timeline) -> Iterator[Event]:
                 if not row.thread:
                     works.append((span, process, thread))
     yield from _controller(works, start)
+    if len(works) <= FLOWS:
+        yield from _graph(works, start)
 
 
 def _lanes(row: Row) -> list[list[Span]]:
@@ -107,6 +110,19 @@ def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
     for moment, group in groupby(sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)):
         waiting += sum(step for _, step in group)
         yield {"ph": "C", "name": "waiting", "pid": 0, "tid": 0, "ts": _at(moment, start), "args": {"pieces": waiting}}
+
+
+def _graph(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
+    known = {span.number: (span, process, thread) for span, process, thread in works if span.number}
+    for span, process, thread in works:
+        for number in dict.fromkeys(span.needed):
+            if number in known:
+                giver, of_giver, lane = known[number]
+                assert giver.started is not None and giver.finished is not None
+                last = max(giver.started, giver.finished - INSTANT / 1e6)
+                arrow = {"id": f"{number} {span.number}", "name": "input", "cat": "flow"}
+                yield {"ph": "s", **arrow, "pid": of_giver, "tid": lane, "ts": _at(last, start)}
+                yield {"ph": "f", "bp": "e", **arrow, "pid": process, "tid": thread, "ts": _at(span.started, start)}
 
 
 def _end(ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None) -> Event:

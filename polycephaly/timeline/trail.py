@@ -117,14 +117,16 @@ class Trail:
         self.__init__()  # type: ignore[misc]
 
 
-def read(sent: bytes) -> tuple[list[Event], dict[int, float], int]:
-    """What `take` gave: events, processor time by work, how many events were lost. Raises `ValueError`."""
+def read(sent: bytes, ahead: float = 0.0) -> tuple[list[Event], dict[int, float], int]:
+    """What `take` gave, by a clock so many seconds `ahead`: events, processor time by work, how many events were lost.
+    Raises `ValueError`."""
     try:
         told = json.loads(sent)
         names = [str(name) for name in told["names"]]
+        shift = int(ahead * 1e6)
         events = [
             Event(
-                int(thread), names[owner], names[name], _seconds(started), _seconds(started + took),
+                int(thread), names[owner], names[name], _seconds(started - shift), _seconds(started - shift + took),
                 _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
             )
             for thread, owner, name, started, took, cpu, flags, note in told["events"]

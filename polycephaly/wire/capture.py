@@ -33,7 +33,7 @@ import cloudpickle
 
 from .arena import Full
 from .loans import Parcel, Place
-from .store import Store, place_of
+from .store import LARGE_PICKLE, Store
 
 __all__ = [
     "ATOMS",
@@ -41,17 +41,18 @@ __all__ = [
     "LARGE_BUFFER",
     "MainSnapshot",
     "capture",
+    "common",
     "join",
     "pack",
     "pack_beside",
     "pack_strictly",
+    "pickled_size",
+    "shared_with",
     "stored",
 ]
 
 LARGE_BUFFER = 64 * 1024
 """Bytes from which a buffer goes beside its pickle."""
-LARGE_PICKLE = 32 * 1024
-"""Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
 _CONTENT_FROM = 256 * 1024
 """Bytes; what a pickler writes in larger pieces is the content of one bytes or str, or a frame."""
 _FRAMES = (pickle.FRAME, pickle.PROTO)
@@ -111,6 +112,32 @@ class MainSnapshot:
         return found is definition
 
 
+class _Common(MainSnapshot):
+    """What all of several snapshots hold."""
+
+    def __init__(self, all_of: Sequence[MainSnapshot]) -> None:
+        self._all = all_of
+
+    def has(self, name: str) -> bool:
+        return bool(self._all) and all(each.has(name) for each in self._all)
+
+    def unchanged(self, name: str, value: object) -> bool:
+        return bool(self._all) and all(each.unchanged(name, value) for each in self._all)
+
+    def names(self) -> list[str]:
+        return [name for name in self._all[0].names() if self.has(name)] if self._all else []
+
+
+def common() -> MainSnapshot:
+    """What this image has in common with the one that it was forked from, and with all that it has started."""
+    known = [each() for each in shared_with]
+    return known[0] if len(known) == 1 else _Common(known)
+
+
+shared_with: list[Callable[[], MainSnapshot]] = []
+"""The snapshots that this image shares with others."""
+
+
 def main_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
@@ -146,8 +173,14 @@ def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool
     try:
         return pack_strictly(value, snapshot, store)
     except (Full, OSError) as error:
-        store.arena.warn(error)
+        store.warn(error)
         return capture(value, snapshot)
+
+
+def pickled_size(value: object, snapshot: MainSnapshot) -> int:
+    """Bytes that `capture` would give, without a copy of what is large in it. Raises as that does."""
+    pieces, buffers, _alive = _in_pieces(value, snapshot)
+    return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
 
 
 def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
@@ -241,7 +274,7 @@ def stored(pickled: bytes, store: Store | None) -> bytes | Parcel:
     try:
         return _put([pickled], [], store)
     except (Full, OSError) as error:
-        store.arena.warn(error)
+        store.warn(error)
         return pickled
 
 
@@ -262,21 +295,9 @@ def join(head: Any, parts: Sequence[bytes | Parcel], store: Store | None) -> byt
 
 
 def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Parcel:
-    size = sum(map(len, pieces))
-    if not buffers and size < LARGE_PICKLE:
+    if not buffers and sum(map(len, pieces)) < LARGE_PICKLE:
         return b"".join(pieces)
-    inline = b"".join(pieces) if size < LARGE_PICKLE else b""
-    borrowed = [place_of(buffer, store.arena) for buffer in buffers]
-    runs: list[list[Any]] = [] if inline else [pieces]
-    runs += [[buffer] for buffer, place in zip(buffers, borrowed, strict=True) if place is None]
-    places: list[Place] = []
-    if runs:
-        segment, written = store.put(runs)
-        places = [(segment, start, length) for start, length in written]
-    fresh = iter(places)
-    ordered = [] if inline else [next(fresh)]
-    ordered += [next(fresh) if place is None else place for place in borrowed]
-    return Parcel(inline, ordered)
+    return store.parcel(pieces, buffers)
 
 
 def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
@@ -342,7 +363,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
             return  # cloudpickle found it importable
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
-            if self._snapshot.unchanged(name, value):
+            if self._snapshot.unchanged(name, value) and not hasattr(type(value), "is_one_in_all_images"):
                 captured[name] = _ByName(name)
 
 

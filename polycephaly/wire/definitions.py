@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from ..coroutines import is_coroutine_function
@@ -25,8 +25,12 @@ from .capture import ATOMS, MainSnapshot, main_namespace, pack
 from .loans import Parcel
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .store import Store
+from .tickets import meeting
 
-__all__ = ["Book", "Definition"]
+if TYPE_CHECKING:
+    from ..vault import Deposit, Vault
+
+__all__ = ["Book", "Definition", "by_reference"]
 
 _NOT_THERE = object()
 _KEPT_CODE = 1024
@@ -38,11 +42,15 @@ _numbers = itertools.count(1)  # for all books: a drone may get definitions from
 class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
-    __slots__ = ("kind", "label", "number", "once", "overlaps", "pace", "payload", "reports", "seconds")
+    __slots__ = (
+        "captures", "kept", "kind", "label", "number", "once", "overlaps", "pace", "payload", "reports", "seconds",
+    )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
         self.kind = kind
+        self.captures = False  # handles of kept values: then it is for one call
+        self.kept: dict[int, Deposit] = {}  # these values, until that call has them
         self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
         self.payload = payload
         self.label = label
@@ -77,8 +85,11 @@ class _Entry(NamedTuple):
 class Book:
     """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
 
-    def __init__(self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False) -> None:
+    def __init__(
+        self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False, vault: Vault | None = None
+    ) -> None:
         self.snapshot = snapshot
+        self.vault = vault
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
@@ -101,12 +112,14 @@ class Book:
                     self._last = work, definition
                 return definition
         try:
-            payload = pack(work, self.snapshot, self.store)
+            with meeting(self.vault) as pickling:
+                payload = pack(work, self.snapshot, self.store)
         except Exception as error:
             error.add_note(f"while pickling the work itself, {label(work)}")
             raise
         kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
         definition = Definition(next(_numbers), kind, payload, label(work))
+        definition.kept, definition.captures = pickling.met or {}, bool(pickling.met)
         if entry is not None:
             definition.seconds = entry.definition.seconds
         if not self._remember(work, definition):
@@ -172,7 +185,7 @@ def _stands(witness: tuple[Any, str, Any]) -> bool:
 
 def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
     """What the pickle of `work` depends on; raises `_Mutable` where looking again would not show a change."""
-    if id(work) in seen or _by_reference(work, snapshot):
+    if id(work) in seen or by_reference(work, snapshot):
         return
     seen.add(id(work))
     if not isinstance(work, (FunctionType, partial)) or work.__dict__:
@@ -231,7 +244,7 @@ def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> I
         raise _Mutable
 
 
-def _by_reference(work: Any, snapshot: MainSnapshot) -> bool:
+def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
     module = getattr(work, "__module__", None)
     if module == "__main__":
         return snapshot.holds(work)

@@ -3,6 +3,8 @@
     <temporary directory>/polycephaly-XXXXXXXX/       mode 0700
         lock      held (flock) by the owner
         hub       the ROUTER's ipc:// socket
+        1234.c    the socket of process 1234, drone or owner, for its channels (green/far/)
+        1234.e    a link to nothing, whose text is the exit code of drone 1234 that had such a socket
         1234/     the same again for the hub of drone 1234, which starts drones of its own
 
 Who may open the socket is thereby decided by the file system; who speaks on it must bear an identity that the
@@ -23,15 +25,13 @@ from typing import cast
 
 import zmq
 
+from . import whereabouts
+
 __all__ = ["Endpoint", "connect", "has_news", "news_fd"]
 
 _PREFIX = "polycephaly-"
 _SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
 _OLD_ENOUGH = 60.0  # seconds: a directory younger than this may not have got its lock yet
-
-home_of_parent: str | None = None
-"""In a drone: the directory of the hub that started it; its own hub's is made inside."""
-
 
 class Endpoint:
     """A private directory with the hub's bound socket in it.
@@ -61,9 +61,11 @@ class Endpoint:
             router.setsockopt(zmq.RCVHWM, 0)
             router.bind(address(self.home))
             self._made = undo.pop_all()
+        whereabouts.begin(self.home)
         return router
 
     def close(self) -> None:
+        whereabouts.end(self.home)
         self._made.close()
 
 
@@ -94,9 +96,9 @@ def news_fd(end: zmq.Socket[bytes]) -> int:
 
 def _choose_home() -> str:
     longest = _SOCKET_PATH_MAX - len("/hub")
-    if home_of_parent is not None:
-        inside = os.path.join(home_of_parent, str(os.getpid()))
-        if len(inside) <= longest and os.path.isdir(home_of_parent):
+    if whereabouts.home_of_parent is not None:
+        inside = os.path.join(whereabouts.home_of_parent, str(os.getpid()))
+        if len(inside) <= longest and os.path.isdir(whereabouts.home_of_parent):
             return inside
     place = tempfile.gettempdir()
     _sweep(place)

@@ -4,6 +4,8 @@
                holds Segments                                  holds Loans: so do the value's buffers
                Ledger.lent[17] = segment   <──────17────────  the last of them died
 
+A controller lends on what a drone has lent to it: then it is a Loan that is held until the number comes back.
+
 A `Parcel` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through the socket, with the
 waybill; a large one lies in the segment too, as its first place.
 
@@ -24,18 +26,17 @@ from pickle import loads
 from struct import Struct
 from typing import Any
 
-from .arena import SPAN, Arena, Keep, view
+from .arena import REGIONS, SPAN, Arena, Keep, view
 from .messages import Malformed
-from .store import Segment
 
-__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined"]
+__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined", "read_waybill"]
 
 _COUNTS = Struct("<HI")
 _LOAN = Struct("<QQQ")
 _PLACE = Struct("<HQQ")
 
-Place = tuple[Segment, int, int]
-"""A segment, and a place in it: start and length."""
+Place = tuple[Keep, int, int]
+"""What was written, here or by who lent it to this image; and a place in it: start and length."""
 
 
 class Loan(Keep):
@@ -58,23 +59,27 @@ class Loan(Keep):
 
 
 class Ledger:
-    """One end's account of a link. `theirs` is the region of the other end. `ring` is called, in any thread, when there
-    is something in `returned`."""
+    """One end's account of a link. `theirs` is the region of the other end; None: what it lends may be of anybody's.
+    `ring` is called, in any thread, when there is something in `returned`."""
 
-    def __init__(self, arena: Arena, theirs: int, ring: Callable[[], object]) -> None:
+    def __init__(self, arena: Arena, theirs: int | None, ring: Callable[[], object]) -> None:
         self.arena = arena
-        self.region = theirs * SPAN, (theirs + 1) * SPAN
+        self.region = (0, REGIONS * SPAN) if theirs is None else (theirs * SPAN, (theirs + 1) * SPAN)
         self.ring = ring
-        self.lent: dict[int, Segment] = {}
+        self.lent: dict[int, Keep] = {}
         self.returned: deque[int] = deque()
         """Numbers of loans to this end that are over, and of which the other end has to be told."""
         self.closed = False
         self._numbers = itertools.count(1)
 
-    def lend(self, segment: Segment) -> int:
+    def lend(self, segment: Keep) -> int:
         number = next(self._numbers)
         self.lent[number] = segment
         return number
+
+    def arrived(self, waybill: Any) -> Arrived:
+        """What a message brings. Raises `Malformed`."""
+        return Arrived(waybill, self)
 
     def came_back(self, number: int) -> None:
         self.lent.pop(number, None)
@@ -122,21 +127,11 @@ class Parcel:
 class Arrived:
     """What has been received."""
 
-    __slots__ = ("_inline", "_loans", "_places")
+    __slots__ = ("_arena", "_inline", "_loans", "_places")
 
     def __init__(self, waybill: Any, ledger: Ledger) -> None:
         """Raises `Malformed`. Opens nothing."""
-        waybill = memoryview(waybill)
-        if len(waybill) < _COUNTS.size:
-            raise Malformed(f"a waybill of {len(waybill)} bytes")
-        loans, places = _COUNTS.unpack_from(waybill)
-        at = _COUNTS.size + loans * _LOAN.size
-        end = at + places * _PLACE.size
-        if len(waybill) < end:
-            raise Malformed(f"a waybill of {len(waybill)} bytes for {loans} loans and {places} places")
-        listed = list(_LOAN.iter_unpack(waybill[_COUNTS.size : at]))
-        self._places: list[tuple[int, int, int]] = list(_PLACE.iter_unpack(waybill[at:end]))
-        self._inline = bytes(waybill[end:])
+        self._inline, listed, self._places = read_waybill(waybill)
         for _, offset, length in listed:
             start, stop = ledger.region
             if offset % mmap.PAGESIZE or not length or offset < start or offset + length > stop:
@@ -147,9 +142,26 @@ class Arrived:
         if not self._inline and not self._places:
             raise Malformed("a waybill without a pickle")
         self._loans = [Loan(ledger, *each) for each in listed]
+        self._arena = ledger.arena
 
     def __len__(self) -> int:
         return len(self._inline) + sum(place[2] for place in self._places)
+
+    @property
+    def pickle_bytes(self) -> int:
+        return len(self._inline) or self._places[0][2]
+
+    def parcel(self) -> Parcel:
+        """To be lent on, as it is: nothing of it is opened."""
+        return Parcel(self._inline, [(self._loans[which], start, length) for which, start, length in self._places])
+
+    def is_far(self) -> bool:
+        """Whether to look at it would cost time."""
+        return False
+
+    def lies_in(self, store: Any) -> bool:
+        """Whether who is given what this store writes can be given this too."""
+        return getattr(store, "arena", None) is self._arena
 
     def content(self) -> tuple[bytes, list[memoryview]]:
         """The pickle, or nothing where it is in the first place; and the places."""
@@ -157,9 +169,23 @@ class Arrived:
         return self._inline, [ranges[which][start : start + length] for which, start, length in self._places]
 
 
+def read_waybill(waybill: Any) -> tuple[bytes, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """The pickle, or nothing where it is in the first place; loans; places. Raises `Malformed`."""
+    waybill = memoryview(waybill)
+    if len(waybill) < _COUNTS.size:
+        raise Malformed(f"a waybill of {len(waybill)} bytes")
+    loans, places = _COUNTS.unpack_from(waybill)
+    at = _COUNTS.size + loans * _LOAN.size
+    end = at + places * _PLACE.size
+    if len(waybill) < end:
+        raise Malformed(f"a waybill of {len(waybill)} bytes for {loans} loans and {places} places")
+    listed = list(_LOAN.iter_unpack(waybill[_COUNTS.size : at]))
+    return bytes(waybill[end:]), listed, list(_PLACE.iter_unpack(waybill[at:end]))
+
+
 def load(payload: Any) -> Any:
     """The value of a payload as it came: bytes, or `Arrived`."""
-    if type(payload) is not Arrived:
+    if not isinstance(payload, Arrived):
         return loads(payload)
     return load_beside(*payload.content())
 
@@ -173,7 +199,7 @@ def load_beside(inline: bytes, views: list[Any]) -> Any:
 
 def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
     """The head, and the parts, of what `join` made: each to be given to `load_beside`."""
-    if type(payload) is Arrived:
+    if isinstance(payload, Arrived):
         inline, views = payload.content()
     else:
         inline, views = payload, []

@@ -31,7 +31,7 @@ from typing import Any
 
 __all__ = [
     "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_numbers", "pack_outcome",
-    "pack_outcomes", "pack_values", "unpack_outcomes", "unpack_together", "unpack_work",
+    "pack_outcomes", "pack_values", "status_of", "unpack_outcomes", "unpack_together", "unpack_work",
 ]  # fmt: skip
 
 PROTOCOL = 1
@@ -40,12 +40,14 @@ HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b
 
 # What a WORK item asks for.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
-CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK = range(5, 11)
+CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK, BRING, FETCH, DROP = range(5, 14)
 # How a RESULTS item ended.
-VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL = range(1, 8)
+VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GIVEN = range(1, 11)
 # CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, times of start, times of end, values).
 # TRAIL is of no work either: what green threads did, as JSON (timeline/trail.py).
+# BRING, FETCH and DROP are of a kept value (image/shelf.py), PACKED and NOT_PACKED what came of FETCH: their number is
+# that of the work whose value it is, or that which its drone gave it. GIVEN lists such in what comes of a work.
 # CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
 
 LARGE = 0x80
@@ -53,6 +55,8 @@ LARGE = 0x80
 LARGE_FROM = 64 * 1024
 SHARED = 0x40
 """Set in an item's kind: its payload is the waybill (loans.py) of what lies in shared memory."""
+KEEP = 0x20
+"""Set in the kind of a call: its value stays in the drone, under the call's number, and the answer describes it."""
 
 _ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
@@ -139,7 +143,7 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
         else:
             payload = body[at : at + size]
             at += size
-        if not DEFINE_CALLABLE <= kind & ~SHARED <= CAME_BACK:
+        if not DEFINE_CALLABLE <= kind & ~(SHARED | KEEP) <= DROP:
             raise Malformed(f"item {number}: unknown kind {kind}")
         items.append((number, kind, definition, payload))
     if at != len(body) or next(large, None) is not None:
@@ -151,6 +155,12 @@ def pack_outcome(number: int, status: int, started: float, finished: float, payl
     """One entry of a RESULTS body: also the form in which it waits in the running page (launch/page.py)."""
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
     return entry + payload + output if output else entry + payload
+
+
+def status_of(entry: bytes) -> int:
+    """Of an entry of a RESULTS body; with LARGE and SHARED."""
+    status: int = _OUTCOME.unpack_from(entry)[1]
+    return status
 
 
 def pack_outcomes(entries: Sequence[bytes], large: Sequence[bytes] = ()) -> list[bytes]:
@@ -194,7 +204,7 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status & ~SHARED <= TRAIL:
+        if not VALUE <= status & ~SHARED <= GIVEN:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:

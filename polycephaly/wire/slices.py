@@ -82,6 +82,7 @@ class Answers:
     def __init__(self, payload: Any) -> None:
         (self.values, which, self.error), parts = load_joined(payload)
         self.failed = False
+        self.given: Any = None  # held for the handles among them
         self._parts = dict(zip(which, parts, strict=True))
 
     def __len__(self) -> int:

@@ -29,12 +29,15 @@ from .arena import (
     map_range,
     view,
 )
+from .loans import Parcel, Place
 
 __all__ = ["IDLE", "Segment", "Store", "place_of", "pristine_view"]
 
 Buffer = bytes | bytearray | memoryview
 
 ALIGN = 64
+LARGE_PICKLE = 32 * 1024
+"""Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
 MAPPED_FROM = 1 << 20
 """Bytes of a block that its writer maps when it is used again; smaller ones are written, which is as fast."""
 PIECE = 4 << 20
@@ -118,6 +121,26 @@ class Store:
             del segment  # or the traceback would hold it
             raise
         return segment, places
+
+    def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Parcel:
+        """Puts a pickle, if it is large, and the buffers beside it there; those that lie in the arena stay where they
+        are. Raises `Full`, or `OSError`, where there is no room."""
+        inline = b"".join(pieces) if sum(map(len, pieces)) < LARGE_PICKLE else b""
+        borrowed = [place_of(buffer, self.arena) for buffer in buffers]
+        runs: list[Sequence[Any]] = [] if inline else [pieces]
+        runs += [[buffer] for buffer, place in zip(buffers, borrowed, strict=True) if place is None]
+        places: list[Place] = []
+        if runs:
+            segment, written = self.put(runs)
+            places = [(segment, start, length) for start, length in written]
+        fresh = iter(places)
+        ordered = [] if inline else [next(fresh)]
+        ordered += [next(fresh) if place is None else place for place in borrowed]
+        return Parcel(inline, ordered)
+
+    def warn(self, error: Exception) -> None:
+        """Something had to go another way."""
+        self.arena.warn(error)
 
     def _take(self, size: int) -> _Block:
         room = _rounded(size)
@@ -219,8 +242,9 @@ def _copy(target: memoryview, at: int, piece: memoryview) -> None:
         target[at + done : at + done + len(part)] = part
 
 
-def pristine_view(segment: Segment) -> memoryview:
+def pristine_view(segment: Keep) -> memoryview:
     """A view of what this image has written itself: nobody may write into it. What is pickled of it is not copied."""
+    assert isinstance(segment, Segment)
     whole = view(segment)
     if isinstance(whole.obj, Mapping):
         whole.obj.pristine = True

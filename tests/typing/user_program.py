@@ -25,6 +25,15 @@ def half(n: int) -> float:
     return n / 2
 
 
+def half_each(numbers: list[int]) -> list[float]:
+    return [half(n) for n in numbers]
+
+
+def run_all(connection: sqlite3.Connection, statements: list[str]) -> None:
+    for each in statements:
+        connection.execute(each)
+
+
 async def name_of(n: int) -> str:
     await green.sleep(0)
     return f"number {n}"
@@ -162,11 +171,52 @@ async def nap() -> int:
     return 1
 
 
+@poly.flow
+def add(a: float, b: float) -> float:
+    return a + b
+
+
+def graphs_and_kept_results() -> None:
+    with poly.Pool(1) as pool:
+        end = add(add(1, 2), 3)
+        assert isinstance(end, poly.Promise)
+        end.result()
+        graph = poly.Graph(end)
+        assert_type(graph.mermaid(), str)
+        assert_type(graph.dot(), str)
+        kept = pool.promise(half, 3, keep=True).value
+        assert_type(kept, poly.Kept[float])
+        try:
+            assert_type(kept.value, float)
+        except poly.Lost as lost:
+            assert isinstance(lost, poly.DroneDied)
+        kept.release()
+
+
+def pores() -> None:
+    with poly.Drone() as drone, poly.Pore(100, name="bytes") as pore:
+        drone.doit(pore.tell, "hello")
+        message = pore.get(timeout=5)
+        assert_type(message.sender, str)
+        assert_type(pore.write(0, b"abc"), bool)
+        assert_type(pore.memory, memoryview)
+        assert_type([each.kind for each in [pore.get()]], list[str])
+    try:
+        pore.tell("too late", wait=False)
+    except poly.PoreClosed as closed:
+        assert_type((closed.pore, closed.owner, closed.ended), tuple[str, int, bool])
+
+
 async def threads() -> None:
     assert_type(await green.spawn(nap), int)
     assert_type(green.spawn(half, 3, name="plain"), green.GreenThread[float])
     assert_type(await green.spawn(name_of(3)), str)
     assert_type(await green.call(half, 3), float)
+    halves = green.call.batch(half_each, limit=100)
+    assert_type(halves, green.Batch[int, float])
+    assert_type(await halves(3), float)
+    async with green.call.batch(run_all, using=lambda: closing(sqlite3.connect(":memory:"))) as statement:
+        await statement("create table prices (price)")
     assert_type(await green.aio(asyncio.sleep(0, "slept")), str)
     assert_type(await green.par(nap, nap), list[int])
     assert_type(await green.map(name_of, range(3)), list[str])
@@ -247,8 +297,33 @@ def plain_code() -> None:
         assert isinstance(error, poly.Deadlock)
 
 
+async def send_halves(end: green.Sender[float], n: int) -> None:
+    with end:
+        for i in range(n):
+            try:
+                await end.send(i / 2)
+            except green.ItemLost as error:
+                assert isinstance(error, poly.ItemLost)
+
+
+async def receive_all(end: green.Receiver[float]) -> list[float]:
+    return [item async for item in end]
+
+
+def several_images() -> None:
+    with poly.Pool(2) as pool:
+        halves: green.Channel[float] = green.Channel()
+        sent = pool.promise(send_halves, halves.sender(), 3)
+        assert_type(green.run(receive_all, halves.receiver()), list[float])
+        sent.result()
+        assert_type(green.map(half, range(3), over=pool), green.mapping.ListOrAwaitable[float])
+        assert sum(green.map(half, range(3), width=2, over=pool)) == 1.5
+        assert green.par(nap, nap, over=pool) == [1, 1]
+
+
 if __name__ == "__main__":
-    for part in (one_piece_of_work, drones, pools, promises, errors, other_processes, plain_code):
+    parts = (one_piece_of_work, drones, pools, promises, errors, other_processes, plain_code, several_images)
+    for part in (*parts, graphs_and_kept_results, pores):
         part()
     timelines(tempfile.mkdtemp())
     asyncio.run(in_asyncio())

@@ -11,8 +11,8 @@ To add one, write what loads the lists from a site and give it a place in `plan`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -48,18 +48,21 @@ class Outcome:
 
 
 def plan(
-    drones: Sequence[int], threads: Sequence[int], timelines: list[poly.Timeline] | None = None
+    drones: Sequence[int],
+    threads: Sequence[int],
+    timelines: list[poly.Timeline] | None = None,
+    how: Mapping[str, Any] | None = None,
 ) -> list[Experiment]:
     """All experiments in the order of their running, baseline first.
 
     II comes once for each number of drones, III once for each number of threads. The combined one leaves its timeline
-    in `timelines`.
+    in `timelines`. `how`: options of all pools, such as their engine.
     """
-    combined = partial(drones_and_threads, timelines=timelines)
+    combined = partial(drones_and_threads, timelines=timelines, how=how)
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
-        Experiment("I", drones=len(LISTS), threads=1, load=drone_per_list),
-        *(Experiment("II", drones=n, threads=1, load=partial(drones_drain, n)) for n in drones),
+        Experiment("I", drones=len(LISTS), threads=1, load=partial(drone_per_list, how=how)),
+        *(Experiment("II", drones=n, threads=1, load=partial(drones_drain, n, how=how)) for n in drones),
         *(Experiment("III", drones=0, threads=n, load=partial(threads_drain, n)) for n in threads),
         Experiment("combined", drones=len(LISTS), threads=FUND_THREADS, load=combined),
     ]
@@ -95,20 +98,30 @@ def sequential(site: Site) -> Lists:
     }
 
 
-def drone_per_list(site: Site) -> Lists:
+def drone_per_list(site: Site, how: Mapping[str, Any] | None = None) -> Lists:
     """Experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
-    with ExitStack() as drones:
+    with _a_drone_for_each_list(how) as drones:
         promises = {}
-        for name in LISTS:
-            drone = drones.enter_context(poly.Drone(name=name))
+        for name, drone in drones.items():
             # The import gives the drone's __main__ the names; the repr of a site makes that site anew.
             promises[name] = drone.promise(f"from {Site.__module__} import LiveSite, Site; {site!r}.load_{name}()")
-        return {name: promise.value for name, promise in promises.items()}
+        return {name: promises[name].value for name in LISTS}
 
 
-def drones_drain(drones: int, site: Site) -> Lists:
+@contextmanager
+def _a_drone_for_each_list(how: Mapping[str, Any] | None) -> Iterator[dict[str, poly.Drone | poly.Pool]]:
+    """The longest list, funds, first. With options: a pool of as many, which may run again what a lost drone ran."""
+    with ExitStack() as stack:
+        if how:
+            pool = stack.enter_context(poly.Pool(len(LISTS), **how))
+            yield dict.fromkeys(reversed(LISTS), pool)
+        else:
+            yield {name: stack.enter_context(poly.Drone(name=name)) for name in reversed(LISTS)}
+
+
+def drones_drain(drones: int, site: Site, how: Mapping[str, Any] | None = None) -> Lists:
     """Experiment II: a pool drains the pages of funds; the other four lists are four pieces more."""
-    with poly.Pool(drones) as pool:
+    with poly.Pool(drones, **how or {}) as pool:
         promises = {
             "nyse": pool.promise(site.load_nyse),
             "amex": pool.promise(site.load_amex),
@@ -134,20 +147,20 @@ def threads_drain(threads: int, site: Site) -> Lists:
     return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
 
 
-def drones_and_threads(site: Site, timelines: list[poly.Timeline] | None = None) -> Lists:
+def drones_and_threads(
+    site: Site, timelines: list[poly.Timeline] | None = None, how: Mapping[str, Any] | None = None
+) -> Lists:
     """Experiment *combined*: five drones as in I; the longest list is loaded by green threads in its drone."""
-    drones, promises = [], {}
-    with ExitStack() as stack:
-        for name in reversed(LISTS):  # the longest, funds, first
-            drone = stack.enter_context(poly.Drone(name=name))
+    promises = {}
+    with _a_drone_for_each_list(how) as drones:
+        for name, drone in drones.items():
             if name == "funds":
                 promises[name] = drone.promise(load_funds, FUND_THREADS, site)
             else:
                 promises[name] = drone.promise(getattr(site, f"load_{name}"))
-            drones.append(drone)
         lists = {name: promises[name].value for name in LISTS}
     if timelines is not None:
-        timelines.append(sum((drone.timeline for drone in drones), poly.Timeline()))
+        timelines.append(sum((drone.timeline for drone in dict.fromkeys(drones.values())), poly.Timeline()))
     return lists
 
 

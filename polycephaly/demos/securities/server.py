@@ -60,13 +60,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A loopback HTTP server on a free port."""
+    """An HTTP server on a free port."""
 
     # The default of 5 makes the sixth drone that knocks at once wait a second for TCP to try again.
     request_queue_size = 128
 
-    def __init__(self, answers: Mapping[str, bytes], latency: float) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, answers: Mapping[str, bytes], latency: float, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), Handler)
         self.answers = answers
         self.latency = latency
 
@@ -81,13 +81,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve symbol-directory files until stdin ends.")
     parser.add_argument("--data", type=Path, help="directory of the files; without it, generated ones")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve at")
     options = parser.parse_args()
     try:
         answers = contents(files.read_directory(options.data) if options.data else symbol_directory())
     except SourceError as error:
         print(json.dumps({"error": [error.where, error.problem]}), flush=True)
         return 1
-    with Server(answers, options.latency) as server:
+    with Server(answers, options.latency, options.host) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         print(json.dumps({"port": server.server_port}), flush=True)
         sys.stdin.buffer.read()

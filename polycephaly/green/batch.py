@@ -1,0 +1,342 @@
+"""Wrapped requests: many green threads ask one by one, and foreign code is called once for all who wait.
+
+    await batched(request) ──> waiting ──┐                             ┌──> its result
+    await batched(request) ──> waiting ──┼──> one crossing: fn([...]) ─┼──> its result
+    await batched(request) ──> waiting ──┘    (a foreign call)         └──> its result, or error
+
+After CEFOS's wrapped system calls. Nothing is timed: a crossing takes along what has gathered while the one before it
+ran, or, at first, until all who were ready have had their turn. So a lone request waits for nobody, and the more there
+is to do, the more goes at once.
+
+The *crosser* is a green thread that there is only while somebody waits; with `using` it is bound, and holds on to
+what it uses until the batch is closed. Everything here is done by the scheduler's owner, so without locks. A request
+that is withdrawn before its crossing is not in it; one that is withdrawn during it stays, and its result is dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import Context
+from functools import partial, update_wrapper
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+
+from ..coroutines import is_coroutine_function
+from ..errors import another
+from ..promises import FINISHED, Milestone, Promise
+from .call import call as _call
+from .parking import Parking
+from .scheduler import scheduler
+from .thread import GreenThread, Wake, pause, start
+from .waiting import Refused
+
+__all__ = ["Batch", "Call", "call"]
+
+H = TypeVar("H")
+P = ParamSpec("P")
+Q = TypeVar("Q")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Batch(Generic[Q, R]):
+    """Calls a function once for the requests of many green threads: made by `green.call.batch`.
+
+    ``await batched(request)`` gives that request's result, or raises its error. A green thread that is cancelled
+    while it waits withdraws its request, if that has not crossed yet.
+    """
+
+    parks = True  # `spawn` takes it for the coroutine function that it is like
+
+    def __init__(
+        self, fn: Callable[..., Any], limit: int | None, using: Callable[[], AbstractContextManager[Any]] | None
+    ) -> None:
+        if not callable(fn) or is_coroutine_function(fn):
+            raise TypeError(f"green.call.batch takes a plain function of a list of requests, not {fn!r}")
+        if using is not None and not callable(using):
+            raise TypeError(f"using= takes a function that gives a context manager, not {using!r}")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"limit= takes a number of requests, not {limit!r}")
+        if limit is not None and limit < 1:
+            raise ValueError(f"a crossing of at most {limit} requests would never serve anybody; 1 is the least")
+        update_wrapper(self, fn)
+        self._crossings = _Crossings(fn, limit, using)
+
+    def __call__(self, request: Q) -> Awaitable[R]:
+        return _Request(self, request)
+
+    @property
+    def crossings(self) -> int:
+        """How often the function was called."""
+        return self._crossings.count
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for the next crossing."""
+        return sum(not each.withdrawn for each in list(self._crossings.waiting))
+
+    def close(self) -> Promise[None]:
+        """Takes no more requests. The promise settles when all who wait have been served, and what was used is left.
+        From anywhere; twice is no error."""
+        self._crossings.close()
+        return self._crossings.ending()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if "_crossings" in self.__dict__ and not finalizing():
+            self._crossings.close()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """To another image: its own batch of the same function. What a decorator made is known by its name."""
+        name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
+        if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
+            return str(name)
+        crossings = self._crossings
+        return Batch, (crossings.fn, crossings.limit, crossings.using)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._crossings.closed else f"{self.waiting} waiting"
+        return f"<Batch {self._crossings.name}, {state}>"
+
+
+class _Request(Parking):
+    """What is awaited by who has asked."""
+
+    __slots__ = ("batch", "request", "withdrawn")
+    name = "green.call.batch"
+
+    def __init__(self, batch: Batch[Any, Any], request: Any) -> None:
+        super().__init__()
+        self.batch = batch
+        self.request = request
+        self.withdrawn = False
+
+    def enter(self, thread: GreenThread[Any]) -> bool:
+        self.batch._crossings.join(self)
+        return True
+
+    def leave(self) -> None:
+        self.withdrawn = True
+
+    def send(self, value: Any) -> Any:
+        if value.__class__ is Refused:
+            raise value.error
+        return super().send(value)
+
+
+class _Crossings:
+    """What a batch does. The crosser knows this only, so that it does not keep the batch itself alive."""
+
+    def __init__(
+        self, fn: Callable[..., Any], limit: int | None, using: Callable[[], AbstractContextManager[Any]] | None
+    ) -> None:
+        self.fn = fn
+        self.limit = limit
+        self.using = using
+        self.name = getattr(fn, "__qualname__", None) or repr(fn)
+        self.waiting: deque[_Request] = deque()
+        self.count = 0
+        self.closed = False
+        self._crosser: GreenThread[None] | None = None
+        self._idle: Wake | None = None
+
+    def join(self, request: _Request) -> None:
+        if self.closed:
+            raise RuntimeError(f"a request came to the batch of {self.name} after it was closed")
+        if not self._crosses():
+            self.waiting.clear()  # of an image that we were forked from
+            self._begin()
+        else:
+            self._look_up()
+        self.waiting.append(request)
+
+    def _crosses(self) -> bool:
+        return self._crosser is not None and self._crosser in scheduler.live
+
+    def _begin(self) -> None:
+        self._idle = None
+        context = Context()  # of nobody's: it is for all
+        name = f"batch of {self.name}"
+        self._crosser = context.run(start, self._cross, (), name=name, bound=self.using is not None)
+        self._crosser._hook(self._crossed)
+
+    def _crossed(self, crosser: Promise[None]) -> None:
+        """It has ended. If it was cancelled, perhaps before its first step, somebody may have come since."""
+        if crosser is self._crosser and self.waiting and not sys.is_finalizing():
+            self._begin()
+
+    def close(self) -> None:
+        self.closed = True
+        if self._crosses():
+            scheduler.post(self._look_up)
+
+    def ending(self) -> Promise[None]:
+        """A promise of the end of the crosser, if there is one. To cancel it cancels nobody else."""
+        ended: Milestone[None] = Milestone()
+        crosser = self._crosser
+        if crosser is not None and self._crosses():
+            crosser._hook(lambda it: ended._settle(FINISHED, None, it._exception))
+        else:
+            ended._settle(FINISHED, None, None)
+        return ended
+
+    def _look_up(self) -> None:
+        if self._idle is not None:
+            self._idle.now()
+            self._idle = None
+
+    async def _cross(self) -> None:
+        await (self._serve(self.fn) if self.using is None else self._serve_with(self.using))
+
+    async def _serve_with(self, using: Callable[[], AbstractContextManager[Any]]) -> None:
+        try:
+            manager = await _call(using)
+            held = await _call(manager.__enter__)
+        except BaseException as error:
+            self._refuse(self._take(None), error)
+            return
+        try:
+            while True:
+                await self._serve(partial(self.fn, held))
+                if self.closed:
+                    break
+                self._idle = Wake()
+                await pause(self._idle)
+        except GeneratorExit:  # the interpreter ends, and nothing is called any more
+            raise
+        except BaseException:
+            await _call(manager.__exit__, *sys.exc_info())
+            raise
+        await _call(manager.__exit__, None, None, None)
+
+    async def _serve(self, fn: Callable[[list[Any]], Any]) -> None:
+        while requests := self._take(self.limit):
+            self.count += 1
+            try:
+                results = _as_many(await _call(fn, [each.request for each in requests]), requests, self.name)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self._refuse(requests, error)
+                continue
+            for each, result in zip(requests, results, strict=True):
+                if not each.withdrawn:
+                    each.wake(Refused(result) if isinstance(result, BaseException) else result)
+
+    def _take(self, limit: int | None) -> list[_Request]:
+        """Who is in the next crossing."""
+        waiting = self.waiting
+        taken: list[_Request] = []
+        while waiting and len(taken) != limit:
+            request = waiting.popleft()
+            if not request.withdrawn:
+                taken.append(request)
+        return taken
+
+    def _refuse(self, requests: list[_Request], error: BaseException) -> None:
+        trace = _without_our_frames(error.__traceback__)
+        for each in requests:
+            if not each.withdrawn:
+                each.wake(Refused(another(error).with_traceback(trace)))
+
+
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """What the function itself did. Ours hold the requests, and they the errors."""
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(__package__):
+        trace = trace.tb_next
+    return trace
+
+
+def _as_many(results: Any, requests: list[_Request], name: str) -> list[Any]:
+    if results is None:
+        return [None] * len(requests)
+    try:
+        count = len(results)
+    except TypeError:
+        count = None
+    if count != len(requests):
+        what = f"a {type(results).__name__}" if count is None else f"{count} results"
+        raise RuntimeError(f"{name} gave {what} for {len(requests)} requests: it must give a list of as many, or None")
+    return list(results)
+
+
+class Call(Protocol):
+    """`green.call`, and what hangs on it."""
+
+    def __call__(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+
+    @overload
+    def batch(self, fn: Callable[[list[Q]], None], /, *, limit: int | None = None) -> Batch[Q, None]: ...
+    @overload
+    def batch(self, fn: Callable[[list[Q]], Sequence[R]], /, *, limit: int | None = None) -> Batch[Q, R]: ...
+    @overload
+    def batch(
+        self,
+        fn: Callable[[H, list[Q]], None],
+        /,
+        *,
+        limit: int | None = None,
+        using: Callable[[], AbstractContextManager[H]],
+    ) -> Batch[Q, None]: ...
+    @overload
+    def batch(
+        self,
+        fn: Callable[[H, list[Q]], Sequence[R]],
+        /,
+        *,
+        limit: int | None = None,
+        using: Callable[[], AbstractContextManager[H]],
+    ) -> Batch[Q, R]: ...
+    @overload
+    def batch(
+        self, /, *, limit: int | None = None, using: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> Callable[[Callable[..., Any]], Batch[Any, Any]]: ...
+
+
+def batch(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    limit: int | None = None,
+    using: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> Any:
+    """A function of a list of requests, to be asked for one at a time: ``await batched(request)``.
+
+    `fn` takes a list of requests and gives a list of as many results; an exception in it is raised in that one's
+    place. It may give None: then each gets None. What `fn` raises, each of that crossing gets. It runs as by
+    `green.call`, once for all that has gathered; with `limit`, for at most so many at once. Also as a decorator,
+    ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
+
+    For objects that belong to one native thread (`sqlite3`): `using` gives a context manager, which is entered, used
+    and left on a native thread of the batch's own. `fn` is then called as ``fn(entered, requests)``. It is entered
+    with the first request, and left by `Batch.close`, at the end of an ``async with`` block, or with the batch.
+
+    Raises `TypeError` and `ValueError` for what cannot be called so, and `RuntimeError` at the await where `fn` gave
+    another number of results, or the batch is closed.
+
+    >>> from polycephaly import green
+    >>> @green.call.batch
+    ... def lengths(texts):
+    ...     return [len(text) for text in texts]
+    >>> async def main():
+    ...     return await green.par(*(lengths(text) for text in ("one", "two", "three"))), lengths.crossings
+    >>> green.run(main)
+    ([3, 3, 5], 1)
+    """
+    if fn is None:
+        return lambda fn: Batch(fn, limit, using)
+    return Batch(fn, limit, using)
+
+
+call = cast(Call, _call)
+call.batch = batch  # type: ignore[method-assign]

@@ -1,0 +1,454 @@
+"""A remote end: in this image, of a channel that was made in another one, and lives there.
+
+    await send(item) ──pickled──> Ask, parked ──OFFER──> home ──DONE──> goes on
+    await receive()  <──opened── Ask, parked <──GIVE── home <──DEMAND──┘        TAKE ──> home
+
+It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A thread that waits
+here waits for another image, so it is no deadlock.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Generator
+from types import coroutine
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from ...errors import ChannelClosed, ItemLost
+from .. import channel as channels
+from ..channel import Channel, Claim, _Buffered
+from ..parking import Parking
+from ..scheduler import PARK, scheduler
+from ..select import Offer
+from ..waiting import NOTHING, Refused, Waiter
+from . import words
+from .packed import Packed, opened, packed, unpack_reason
+from .peer import OBEYED, TOLD_OF_LOSS, Ending, Peer
+from .post import the_post
+
+__all__ = ["Remote", "remote_end"]
+
+Reference = tuple[str, int, int, str]
+"""What travels: where the home is reached, the channel's number there, its capacity, and how the home is called."""
+
+
+class _Away:
+    """What a remote end knows of its channel."""
+
+    __slots__ = ("home", "name", "number")
+
+    def __init__(self, home: str, number: int, name: str) -> None:
+        self.home = home
+        self.number = number
+        self.name = name
+
+
+class _Credit:
+    """The places that the home has granted to this image."""
+
+    __slots__ = ("places",)
+
+    def __init__(self) -> None:
+        self.places = 0
+
+
+class Ask(Parking):
+    """A send or receive that the home has been asked for; what is awaited is its answer."""
+
+    __slots__ = ("errors", "number", "payload", "peer", "remote", "was_sent")
+
+    def __init__(self, remote: Remote, peer: Peer, payload: bytes | None) -> None:
+        super().__init__()
+        self.remote = remote
+        self.peer = peer
+        self.payload = payload  # of a send
+        self.errors: list[BaseException] = []
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"Channel.{'receive' if self.payload is None else 'send'}"
+
+    def enter(self, thread: Any) -> bool:
+        peer, self.number = self.peer, next(self.peer.numbers)
+        peer.waiting[self.number] = self
+        self.was_sent = not peer.lost
+        kind = words.DEMAND if self.payload is None else words.OFFER
+        peer.put(kind, self.remote._extra.number, self.number, _PLAIN + (self.payload or b""))
+        return True
+
+    def send(self, value: Any) -> Any:
+        if value.__class__ is Refused:
+            raise value.error
+        return super().send(value)
+
+    def throw(self, error: BaseException, *_: Any) -> Any:
+        if self.number not in self.peer.waiting:  # it has been answered: that first
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+            return PARK
+        if self.payload is None:  # the home will be told PASS if it has given something
+            self.leave()
+            raise error
+        self.errors.append(error)
+        if len(self.errors) == 1:
+            self.peer.put(words.WITHDRAW, 0, self.number)
+        return PARK
+
+    def leave(self) -> None:
+        if self.peer.waiting.pop(self.number, None) is not None:
+            self.peer.put(words.WITHDRAW, 0, self.number)
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.leave()
+
+    # -- the home's answers ----------------------------------------------------------------------------
+
+    def done(self, value: Any = None) -> None:
+        self.wake(value)
+        for error in self.errors:
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+
+    def withdrawn(self) -> None:
+        self.wake(Refused(self.errors[0]))
+        for error in self.errors[1:]:
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+
+    def refused(self, error: BaseException) -> None:
+        if self.errors:
+            self.withdrawn()
+        else:
+            self.wake(Refused(error))
+
+    def lost(self, error: ChannelClosed) -> None:
+        if self.payload is None or not self.was_sent:
+            self.refused(error)
+            return
+        self.wake(Refused(_lost_item(error)))
+        for each in self.errors:
+            self.thread._interrupt(each)  # type: ignore[union-attr]
+
+
+class Remote(Channel[Any]):
+    __slots__ = ()
+    _extra: _Away  # type: ignore[assignment]
+    is_remote = True
+
+    # -- what green threads do -------------------------------------------------------------------------
+
+    @coroutine
+    def send(self, item: Any) -> Generator[Any, Any, None]:
+        if get_ident() != scheduler.owner:
+            yield from self._from_outside(self._send_here, item)
+        else:
+            yield from self._send_here(item)
+
+    @coroutine
+    def receive(self) -> Generator[Any, Any, Any]:
+        if get_ident() != scheduler.owner:
+            return (yield from self._from_outside(self._receive_here))
+        return (yield from self._receive_here())
+
+    @coroutine
+    def _send_here(self, item: Any) -> Generator[Any, Any, None]:
+        peer = self._peer()
+        content = packed(item)
+        if not self._send_by_credit(peer, content):
+            yield from Ask(self, peer, content)
+
+    @coroutine
+    def _receive_here(self) -> Generator[Any, Any, Any]:
+        return opened((yield from Ask(self, self._peer(may_be_closed=True), None)))
+
+    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+        return False
+
+    def _peer(self, may_be_closed: bool = False) -> Peer:
+        """The connection to its home. Raises `ChannelClosed`."""
+        if self._closed and not may_be_closed:
+            raise ChannelClosed(f"{self!r} was closed")
+        away, post = self._extra, the_post()
+        peer = post.dial(away.home, away.name)
+        if peer is None:
+            raise _gone(self, post.gone.get(away.home, Ending("has ended", None)))
+        return peer
+
+    # -- for select ------------------------------------------------------------------------------------
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        self._peer()
+        return False
+
+    def _try_receive(self, thread: Any) -> Any:
+        self._peer(may_be_closed=True)
+        return NOTHING
+
+    def _enlist(self, end: str, waiter: Waiter) -> None:
+        assert isinstance(waiter, Offer)
+        select, post = waiter.select, the_post()
+        if not select.number:
+            select.number = next(post.selects)
+        try:
+            peer = self._peer(may_be_closed=end == "receive")
+            payload = words.SELECT.pack(select.number) + (packed(waiter.item) if end == "send" else b"")
+        except Exception as error:
+            waiter.refuse(error)
+            return
+        number = next(peer.numbers)
+        peer.waiting[number] = waiter
+        waiter.at = peer, number, self
+        peer.put(words.OFFER if end == "send" else words.DEMAND, self._extra.number, number, payload)
+
+    def _strike(self, end: str, waiter: Waiter) -> bool:
+        assert isinstance(waiter, Offer)
+        if waiter.at is None:
+            return False
+        (peer, number, _), waiter.at = waiter.at, None
+        if peer.waiting.pop(number, None) is not None:
+            peer.put(words.WITHDRAW, 0, number)
+        return True
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[Any]:
+        raise RuntimeError(f"an end of {self!r} can be claimed only in the image where it was made")
+
+    def close(self) -> None:
+        self._closed = True
+        scheduler.post(self._close_here)
+
+    def _close_here(self) -> None:
+        try:
+            self._peer(may_be_closed=True).put(words.CLOSE, self._extra.number)
+        except ChannelClosed:
+            pass
+
+    def _give_back_here(self, item: Any) -> None:
+        try:
+            self._peer(may_be_closed=True).put(words.RETURN, self._extra.number, 0, packed(item))
+        except ChannelClosed:  # nobody can receive it any more
+            pass
+
+    def __reduce__(self) -> Any:
+        away = self._extra
+        return remote_end, (away.home, away.number, self.capacity, away.name)
+
+    def __repr__(self) -> str:
+        kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
+        return f"<{kind}{' closed' if self._closed else ''} made in {self._extra.name}>"
+
+
+class BufferedRemote(Remote, _Buffered[Any]):
+    __slots__ = ()
+
+    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+        credit = peer.credits.get(self._extra.number)
+        if credit is None or not credit.places:
+            return False
+        credit.places -= 1
+        peer.put(words.ITEM, self._extra.number, 0, content)
+        return True
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        credit = self._peer().credits.get(self._extra.number)
+        return credit is not None and credit.places > 0 and self._send_by_credit(self._peer(), packed(item))
+
+
+_PLAIN = words.SELECT.pack(0)
+ends: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
+"""A channel is one object in each image, however often it comes."""
+
+
+def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]:
+    """What a channel is unpickled as: itself, where it lives; else a remote end of it."""
+    post = the_post()
+    if home == post.address:
+        own = post.channels.get(number)
+        if own is not None:
+            return own
+        closed: Channel[Any] = Channel(capacity)
+        closed.close()
+        return closed
+    end = ends.get((home, number))
+    if end is None:
+        end = ends.setdefault((home, number), become_remote(Channel(capacity), home, number, name))
+    return end
+
+
+def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
+    """Nobody waits in it."""
+    channel.__class__ = BufferedRemote if channel.capacity else Remote
+    channel._extra = _Away(home, number, name)  # type: ignore[assignment]
+    channel._plain = -channels.generation  # no fast path
+    channel._receiver = channel._sender = channel._item = None
+    return channel
+
+
+def _lost_item(error: ChannelClosed) -> ItemLost:
+    lost = ItemLost(f"{error}; perhaps it had the item that was being sent")
+    lost.__cause__ = error
+    return lost
+
+
+def _gone(remote: Remote, ending: Ending) -> ChannelClosed:
+    error = ChannelClosed(f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}")
+    error.__cause__ = ending.death
+    return error
+
+
+# -- what a home says ----------------------------------------------------------------------------------
+
+
+def _hear_done(peer: Peer, _: int, op: int, __: bytes) -> None:
+    ask = peer.waiting.pop(op, None)
+    if ask is not None:
+        ask.done()
+
+
+def _hear_withdrawn(peer: Peer, _: int, op: int, __: bytes) -> None:
+    ask = peer.waiting.pop(op, None)
+    if ask is not None:
+        ask.withdrawn()
+
+
+def _hear_give(peer: Peer, _: int, op: int, payload: bytes) -> None:
+    waiter = peer.waiting.get(op)
+    item = Packed(payload)
+    if waiter is None:
+        peer.put(words.PASS, 0, op)
+    elif isinstance(waiter, Ask):
+        del peer.waiting[op]
+        peer.put(words.TAKE, 0, op)
+        waiter.done(item)
+    elif op in peer.held:  # it was held, and this is for what
+        del peer.held[op]
+        _take(peer, op, waiter, item)
+    else:
+
+        def take(held: bool) -> None:
+            if held:
+                _take(peer, op, waiter, item)
+            else:
+                peer.put(words.PASS, 0, op)
+
+        waiter.select.ask(take)
+
+
+def _take(peer: Peer, op: int, offer: Offer, item: Packed) -> None:
+    peer.put(words.TAKE, 0, op)
+    _settle(peer, op, offer)
+    try:
+        value = opened(item)
+    except Exception as error:
+        offer.fail(error)
+    else:
+        offer.happen(value)
+
+
+def _settle(peer: Peer, op: int, offer: Offer) -> None:
+    """The home needs not be told that it is not to be had any more."""
+    peer.waiting.pop(op, None)
+    offer.at = None
+
+
+def _hear_hold(peer: Peer, _: int, op: int, __: bytes) -> None:
+    waiter = peer.waiting.get(op)
+    if waiter is None:
+        peer.put(words.PASS, 0, op)
+        return
+
+    def answer(held: bool) -> None:
+        if held:
+            peer.held[op] = waiter
+        peer.put(words.HELD if held else words.PASS, 0, op)
+
+    waiter.select.ask(answer)
+
+
+def _hear_commit(peer: Peer, _: int, op: int, __: bytes) -> None:
+    offer = peer.held.pop(op, None)
+    if offer is not None:
+        _settle(peer, op, offer)
+        offer.happen(None)
+
+
+def _hear_release(peer: Peer, _: int, op: int, __: bytes) -> None:
+    offer = peer.held.pop(op, None)
+    if offer is not None:
+        offer.release()
+
+
+def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
+    error = unpack_reason(payload)
+    if not op:
+        end = ends.get((peer.who, number))
+        if end is not None:
+            end._closed = True
+        credit = peer.credits.get(number)
+        if credit is not None and not credit.places:  # else they are about to be recalled
+            del peer.credits[number]
+        return
+    waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
+    if isinstance(waiter, Ask):
+        waiter.refused(error)
+    elif isinstance(waiter, Offer):
+        waiter.at = None
+        if held is not None:
+            waiter.fail(error)
+        else:
+            waiter.refuse(error)
+
+
+def _hear_credit(peer: Peer, number: int, places: int, _: bytes) -> None:
+    credit = peer.credits.get(number)
+    if credit is None:
+        credit = peer.credits[number] = _Credit()
+    credit.places += places
+
+
+def _hear_alias(peer: Peer, number: int, proper: int, _: bytes) -> None:
+    end = ends.pop((peer.who, number), None)
+    if end is not None:
+        end._extra.number = proper  # type: ignore[union-attr]
+        ends.setdefault((peer.who, proper), end)
+
+
+def _hear_recall(peer: Peer, number: int, _: int, __: bytes) -> None:
+    credit = peer.credits.pop(number, None)
+    if credit is not None:
+        peer.put(words.BACK, number, credit.places)
+
+
+def _lost(peer: Peer) -> None:
+    """A home has gone: nothing can be sent to its channels, or come from them."""
+    waiting, peer.waiting = peer.waiting, {}
+    held, peer.held = peer.held, {}
+    for op, waiter in waiting.items():
+        if isinstance(waiter, Ask):
+            waiter.lost(_gone(waiter.remote, peer.ending))
+        elif isinstance(waiter, Offer):
+            error = _gone(waiter.at[2], peer.ending)
+            waiter.at = None
+            if op not in held:
+                waiter.refuse(error)
+            elif waiter.select.guards[waiter.index].end == "send":  # a receiver may have been given the item
+                waiter.fail(_lost_item(error))
+            else:
+                waiter.fail(error)
+
+
+OBEYED.update(
+    {
+        words.DONE: _hear_done,
+        words.WITHDRAWN: _hear_withdrawn,
+        words.GIVE: _hear_give,
+        words.HOLD: _hear_hold,
+        words.COMMIT: _hear_commit,
+        words.RELEASE: _hear_release,
+        words.REFUSED: _hear_refused,
+        words.CREDIT: _hear_credit,
+        words.ALIAS: _hear_alias,
+        words.RECALL: _hear_recall,
+    }
+)
+TOLD_OF_LOSS.append(_lost)

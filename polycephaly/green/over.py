@@ -1,0 +1,185 @@
+"""Green threads spread over the drones of a pool: `par` and `map` with ``over=pool``.
+
+    par(f, g, h, k, over=pool)    the first half in one drone, the second in another: a `par` in each
+
+    map(fn, items, over=pool)     items ──> `jobs` ──> width green threads in each drone ──> `done` ──> in order
+                                            what is free takes the next one      both are channels that live here
+
+Channels that the functions have connect them as in one image. Each share is one piece of work, for one drone alone:
+they all run at the same time, as they may wait for each other, and each drone does nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ..coroutines import is_coroutine
+from ..errors import ChannelClosed, ItemLost
+from ..promises import Promise
+from .channel import Channel
+from .collected import Collected
+from .group import Group
+from .locks import Semaphore
+from .thread import spawn
+
+__all__ = ["Spread", "par_over"]
+
+T = TypeVar("T")
+
+AHEAD = 4  # items under way, or done before an earlier one, for each green thread
+
+
+def drones_of(pool: Any) -> Sequence[Any]:
+    drones: Sequence[Any] = getattr(pool, "drones", ())
+    if not drones:
+        raise TypeError(f"green threads can be spread over a pool that has drones, not over {pool!r}")
+    return drones
+
+
+async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
+    drones = drones_of(pool)
+    for fn in fns:
+        if is_coroutine(fn):
+            fn.close()
+            raise TypeError(
+                f"{fn!r} has begun in this image: over drones, `par` takes functions, and `functools.partial` "
+                "for their arguments"
+            )
+    size, more = divmod(len(fns), len(drones))
+    shares: list[Promise[list[Any]]] = []
+    begin = 0
+    for index, drone in enumerate(drones):
+        end = begin + size + (index < more)
+        if end > begin:
+            shares.append(drone.promise(_share, list(fns[begin:end])))
+        begin = end
+    values: list[Any] = []
+    for share in await _all(shares):
+        values += share
+    return values
+
+
+async def _share(fns: list[Any]) -> list[Any]:
+    from .mapping import par
+
+    return await par(*fns)
+
+
+async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
+    """Their values. The first that fails has the others cancelled; then all errors are raised, in one group."""
+    failed: list[BaseException] = []
+
+    async def one(share: Promise[Any]) -> Any:
+        try:
+            return await share
+        except Exception as error:
+            if isinstance(error, CancelledError) and failed:
+                return None
+            failed.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
+            for other in shares:
+                other.cancel()
+            return None
+
+    async with Group() as group:
+        threads = [group.spawn(one(share)) for share in shares]
+    if failed:
+        raise BaseExceptionGroup(f"{len(failed)} of the functions failed", failed)
+    return [thread.value for thread in threads]
+
+
+class Spread(Collected, Generic[T]):
+    """What `map` gives with ``over=``: to be awaited, or iterated with ``async for``; once."""
+
+    def __init__(self, fn: Callable[[T], Any], items: Iterable[T], width: int, pool: Any, progress: Any) -> None:
+        self._fn = fn
+        self._items = items
+        self._width = width
+        self._drones = drones_of(pool)
+        self._progress = progress
+
+    async def collect(self) -> list[Any]:
+        return [value async for value in self]
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        workers = self._width * len(self._drones)
+        jobs: Channel[tuple[int, T]] = Channel()
+        done: Channel[tuple[int, Any]] = Channel(workers)
+        room = Semaphore(workers * AHEAD)
+        working = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
+        working.append(spawn(self._feed, jobs, done, room))
+        for each in working:
+            each.add_done_callback(partial(_close_after_an_error, done))
+        early: dict[int, Any] = {}
+        due, total = 0, -1
+        try:
+            while due != total:
+                index, value = await done.receive()
+                if index == _END:
+                    total = value
+                    continue
+                early[index] = value
+                while due in early:
+                    if self._progress is not None:
+                        self._progress.step()
+                    room.release()
+                    due += 1
+                    yield early.pop(due - 1)
+        except ChannelClosed:
+            for each in working:
+                if each.done() and not each.cancelled() and each.exception() is not None:
+                    raise each.exception() from None
+            raise
+        finally:
+            jobs.close()
+            done.close()
+            if due != total:
+                for each in working:
+                    each.cancel()
+            if self._progress is not None:
+                self._progress.close()
+        for each in working:
+            await each
+
+    async def _feed(self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], room: Semaphore) -> None:
+        count = 0
+        for item in self._items:
+            await room.acquire()
+            try:
+                await jobs.send((count, item))
+            except (ChannelClosed, ItemLost):  # nobody wants more; or a drone has died, and its promise tells that
+                return
+            count += 1
+        await done.send((_END, count))
+
+
+_END = -1
+"""In place of an index: then it is not a value, but how many there are."""
+
+
+async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int) -> None:
+    """In a drone: `width` green threads that take what there is to do."""
+    from .mapping import applier
+
+    apply, _ = applier(fn, None)
+
+    async def work() -> None:
+        async for index, item in jobs:
+            value = await apply(item)
+            with suppress(ChannelClosed):  # nobody wants it any more
+                await done.send((index, value))
+
+    try:
+        async with Group() as group:
+            for _ in range(width):
+                group.spawn(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _close_after_an_error(done: Channel[Any], ended: Promise[Any]) -> None:
+    if ended.cancelled() or ended.exception() is not None:
+        done.close()

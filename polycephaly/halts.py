@@ -1,0 +1,82 @@
+"""Halts: work that is to stop, since it was cancelled or takes too long.
+
+    promise.cancel() ──> in a queue: passed over        in flight: CANCEL ──> KeyboardInterrupt in the drone
+    timeout= is over ──────────────────────────────────────────────┘              │ still there after GRACE
+                                                                                  └──> the drone is killed, and replaced
+
+One drone has one timer at most, for the first of its work that has a limit; that one sets the next. All in turns.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from .link import Link
+from .promises import FINISHED
+from .wire.messages import CANCEL, pack_numbers
+from .work import Work
+
+if TYPE_CHECKING:
+    from .crew import Crew
+
+__all__ = ["Halts"]
+
+GRACE = 1.0  # seconds between an interrupt and a kill
+
+
+class Halts:
+    """A crew's."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def sent(self, link: Link, batch: list[Work], now: float) -> None:
+        """`link` was sent these. Alone, to an idle drone, what has a limit or is not overlapped."""
+        if not link.overlapping:
+            link.deadlines.clear()
+        for work in batch:
+            if work.timeout is not None:
+                link.deadlines[work.number] = now + work.timeout
+        self._set_timer(link)
+
+    def _set_timer(self, link: Link) -> None:
+        """Unless one is set that comes before."""
+        first = min(link.deadlines.values(), default=inf)
+        if first < link.timer_at:
+            link.timer_at = first
+            self._crew.hub.after(first - monotonic(), partial(self._look_at, link, first))
+
+    def _look_at(self, link: Link, at: float) -> None:
+        if link.timer_at == at:
+            link.timer_at = inf
+        now = monotonic()
+        for number, deadline in list(link.deadlines.items()):
+            work = link.flight.get(number)
+            if work is None or work.done():
+                del link.deadlines[number]
+            elif deadline <= now:
+                del link.deadlines[number]
+                self._timed_out(link, work)
+        self._set_timer(link)
+
+    def _timed_out(self, link: Link, work: Work) -> None:
+        error = TimeoutError(f"{work.definition.label} ran for more than {work.timeout} s on {link.name}")
+        self._crew.hub.deliver(partial(work._settle, FINISHED, None, error))
+        self.interrupt(link, work)
+
+    def interrupt(self, link: Link, work: Work) -> None:
+        """What is in flight there; and kills whom that does not reach."""
+        link.send(pack_numbers(CANCEL, (work.number,)))
+        self._crew.hub.after(GRACE, partial(self._kill_if_still, link, work))
+
+    def _kill_if_still(self, link: Link, work: Work) -> None:
+        # Behind other work in the same drone it is not what holds the drone up.
+        if work.number in link.flight and link.alive and link.runs(work.number):
+            if all(other.done() for other in link.flight.values()) or not link.overlapping:
+                link.kill()
+            else:  # beside it others run, for which somebody waits, and which would die too: they finish first
+                link.hung.add(work.number)
+                self._crew.hub.after(GRACE, partial(self._kill_if_still, link, work))

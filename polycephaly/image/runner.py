@@ -1,0 +1,460 @@
+"""What a drone does, however messages come to it: it takes work in batches, runs it in its main thread, and has sent
+what came of it.
+
+    WORK ── hear ──> todo ──main thread: run──> outcomes ── flush ──> RESULTS
+      RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
+
+An engine's drone is a `Runner` that hears and sends in its own way, with a thread, the *ear*, that does so while the
+main thread is busy. Whoever hears or sends holds `socket_turn`. `todo` is a deque: main takes from its left, the ear
+from its right or the middle, and each of these steps is atomic, so a task is either run or given back, never both.
+
+Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
+that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
+interrupt that comes as the task ends is reported as the task's error, and one that comes later is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, process_time
+from typing import Any
+
+from ..launch.page import Row
+from ..timeline.trail import trail
+from ..wire.capture import MainSnapshot
+from ..wire.loans import Ledger, Parcel
+from ..wire.messages import (
+    BRING,
+    CALL_SLICE,
+    CALLS,
+    CAME_BACK,
+    CANCEL,
+    DEFINE_CALLABLE,
+    DEFINE_CODE,
+    DEFINE_OVERLAPPING,
+    DROP,
+    ERROR,
+    FETCH,
+    FORGET,
+    NOT_PACKED,
+    PACKED,
+    RECALL,
+    RETURNED,
+    SHARED,
+    SPLIT,
+    STOP,
+    VALUE,
+    WITHDRAWN,
+    WORK,
+    Malformed,
+    head_type,
+    numbers,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
+    unpack_together,
+    unpack_work,
+)  # fmt: skip
+from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
+from ..wire.tickets import here
+from .console import Tail, tag, tagged
+from .definitions import Definition, define
+from .outcomes import Outcomes
+from .overlap import Overlap
+from .shelf import Shelf
+from .slices import Slice
+from .tasks import Calls, Task
+
+__all__ = ["Runner", "dropped"]
+
+log = logging.getLogger(__name__)
+
+BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
+FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
+FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
+
+
+class Runner:
+    def __init__(
+        self, name: str, row: Row, snapshot: MainSnapshot, store: Any, ledger: Ledger, tail: Tail
+    ) -> None:
+        """In the main thread, whose signal handler for SIGINT it sets."""
+        self._row = row
+        self._definitions: dict[int, Definition] = {}
+        self._todo: deque[Task | Calls] = deque()
+        self._calls: Calls | None = None  # being run
+        self._overlap: Overlap | None = None
+        self._slice: Slice | None = None
+        self._split_by_bulk = False
+        self._last_done = 0
+        self._flushed = 0.0
+        self._stopping = False
+        self._current = self._target = 0
+        self._missed: set[int] = set()
+        self._main_thread = threading.get_ident()
+        self.socket_turn = threading.Lock()
+        self._store = store
+        self._ledger = ledger
+        self._shelf = Shelf(name)
+        self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
+        self._outcomes = Outcomes(row, snapshot, store, ledger, tail, self._shelf)
+        signal.signal(signal.SIGINT, self._on_sigint)
+
+    # -- what each engine's drones do in their own way ---------------------------------------------
+
+    def _send(self, frames: list[bytes]) -> bool:
+        """Holding the socket's turn. Whether what is sent next cannot pass it."""
+        raise NotImplementedError
+
+    def _send_by_bulk(self, frames: list[bytes]) -> None:
+        """The same, behind all that was."""
+        raise NotImplementedError
+
+    def _listen(self, wait: bool) -> None:
+        """In the main thread: hears what has come; with `wait`, after waiting for something."""
+        raise NotImplementedError
+
+    def _ring(self) -> None:
+        """In any thread: something is to be told, or looked at, though the main thread may be waiting."""
+
+    def _overlaps(self, overlap: Overlap) -> None:
+        """There will be tasks that run beside each other."""
+        raise NotImplementedError
+
+    # -- the main thread --------------------------------------------------------------------------
+
+    def _take_next(self) -> bool:
+        """Runs the next task; False where the ear has just given it back."""
+        try:
+            task = self._todo.popleft()
+        except IndexError:
+            return False
+        if tagged() and not task.definition.relays():  # a client's tag stays on between its calls
+            tag("")
+        self._run(task)
+        return True  # what it held is not kept while waiting for more
+
+    def _run(self, task: Task | Calls) -> None:
+        if isinstance(task, Calls):
+            self._calls = task
+            try:
+                self._do_calls(task)
+            finally:
+                self._calls = None
+        elif task.definition.overlaps:
+            self._begin(task)
+        else:
+            self._do(task)
+
+    def _do_calls(self, calls: Calls) -> None:
+        """What `_do` does, for many; values that are small and immutable are sent together."""
+        take, call, start = calls.queue.popleft, calls.definition.call_with, self._row.start
+        outcomes = self._outcomes
+        note_value = outcomes.note_value
+        finished = monotonic()
+        while True:
+            try:
+                number, args = take()
+            except IndexError:
+                return
+            start(number)
+            started = finished
+            try:
+                try:
+                    self._current = number
+                    if number in self._missed:
+                        raise KeyboardInterrupt("interrupted by the controller")
+                    value = call(args)
+                    kind = type(value)
+                    together = kind in SMALL or ((kind is str or kind is bytes) and len(value) < SHORT)
+                    if not together:
+                        payload = outcomes.pack(value)
+                        value = None
+                finally:
+                    self._current = 0
+            except BaseException as error:
+                self._current = 0
+                finished = monotonic()
+                outcomes.note(number, ERROR, started, finished, outcomes.pack_error(error))
+                kept = outcomes.keep()
+            else:
+                finished = monotonic()
+                if together:
+                    kept = note_value(number, started, finished, value)
+                else:
+                    outcomes.note(number, VALUE, started, finished, payload)
+                    kept = outcomes.keep()
+            self._last_done = number
+            if not kept or finished - self._flushed > FLUSH_AFTER:
+                self._flush()
+                self._listen(wait=False)
+                finished = monotonic()
+
+    def _do(self, task: Task) -> None:
+        outcomes = self._outcomes
+        number = task.number
+        self._row.start(number)
+        status = VALUE
+        payload: bytes | Parcel = b""
+        definition = task.definition
+        used = 0.0 if definition.brief else process_time()
+        started = monotonic()
+        try:
+            try:
+                self._current = number
+                if number in self._missed:
+                    raise KeyboardInterrupt("interrupted by the controller")
+                if task.kind == CALL_SLICE:
+                    self._slice = Slice(number, task.payload, task.definition.function, outcomes.pack)
+                    self._slice.run()
+                else:
+                    value = task.definition.call(task.kind, task.payload)
+                    if task.keeps:
+                        payload = self._shelf.keep(number, value)
+                    elif value is not None:
+                        payload = outcomes.pack(value)
+                    del value
+            finally:
+                self._current = 0
+        except BaseException as error:
+            self._current = 0
+            status, payload = ERROR, outcomes.pack_error(error)
+            if task.keeps:  # interrupted as it was put there
+                self._shelf.drop(number)
+        finished = monotonic()
+        brief = finished - started < BRIEF
+        if not brief and not definition.brief:
+            trail.work.append((number, round((process_time() - used) * 1e6)))
+        definition.brief = brief
+        head = b""
+        if self._slice is not None:
+            status, head, payload = self._end_slice(self._slice)
+        outcomes.note(number, status, started, finished, payload, head)
+        self._last_done = number
+        late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
+        if not outcomes.keep() or (late and self._todo):
+            self._flush()
+            self._listen(wait=False)
+
+    def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
+        """What came of it, as far as the ear has not sent it: status, head and payload."""
+        error = None if run.error is None else self._outcomes.pack_error(run.error)
+        with self.socket_turn:
+            self._slice = None
+            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
+            rest = run.cut()
+        done = len(run.done) - run.sent + (error is not None)
+        return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
+
+    def _send_what_waits(self) -> None:
+        """In the ear, holding the socket's turn: what was done before the task that takes so long."""
+        self._send_outcomes()
+
+    def _send_outcomes(self) -> None:
+        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these."""
+        frames = self._outcomes.take()
+        if frames and self._split_by_bulk:
+            self._send_by_bulk(frames)
+        elif frames:
+            self._send(frames)
+
+    def _cut_slice(self) -> None:
+        """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
+        run = self._slice
+        if run is None or run.was_cut:
+            return
+        rest = run.cut()
+        run.was_cut = True
+        run.sent = len(run.done)
+        if rest or run.sent:
+            answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
+            head = split_head(run.sent, rest, RUNNING)
+            given = self._outcomes.given(run.number)  # before the answers that have handles of it
+            entry, large = self._outcomes.entry(run.number, SPLIT, run.started, monotonic(), answers, head)
+            self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
+
+    def _begin(self, task: Task) -> None:
+        """A task that is run beside others."""
+        overlap = self._overlap
+        if overlap is None:
+            overlap = self._overlap = Overlap()
+            self._overlaps(overlap)
+        self._row.start(task.number)
+        started = monotonic()
+        try:
+            if task.number in self._missed:
+                raise KeyboardInterrupt("interrupted by the controller")
+            if task.keeps:
+                self._keeping.add(task.number)
+            overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
+        except BaseException as error:
+            self._keeping.discard(task.number)
+            self._note_overlapped(task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error))
+
+    def _take_ended(self, overlap: Overlap) -> None:
+        for number, thread, started, finished in overlap.take_ended():
+            status = VALUE
+            payload: bytes | Parcel = b""
+            try:
+                value = thread.result()
+                if number in self._keeping:
+                    payload = self._shelf.keep(number, value)
+                elif value is not None:
+                    payload = self._outcomes.pack(value)
+            except BaseException as error:
+                status, payload = ERROR, self._outcomes.pack_error(error)
+            self._keeping.discard(number)
+            self._note_overlapped(number, status, started, finished, payload)
+            if not overlap.running:
+                self._last_done = number
+
+    def _note_overlapped(
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel
+    ) -> None:
+        self._outcomes.note(number, status, started, finished, payload)
+        if not self._outcomes.keep():
+            self._flush()
+
+    def _flush(self) -> None:
+        with self.socket_turn:
+            self._send_outcomes()
+            self._split_by_bulk = False
+            self._row.sent(self._last_done)  # with overlapped tasks: of those before them
+        self._flushed = monotonic()
+
+    def pack_wanted(self) -> None:
+        """Kept values that other images ask for. In the main thread between tasks, or in the ear."""
+        outcomes, wanted = self._outcomes, self._shelf.wanted
+        while wanted:
+            try:
+                number = wanted.popleft()
+            except IndexError:  # the other one has just taken it
+                return
+            status = PACKED
+            payload: bytes | Parcel
+            try:
+                here.asked_for = True
+                payload = outcomes.pack(self._shelf.value(number))
+            except BaseException as error:
+                status, payload = NOT_PACKED, outcomes.pack_error(error)
+            finally:
+                here.asked_for = False
+            entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
+            with self.socket_turn:
+                self._send(pack_outcomes([entry], large))
+            self._ring()  # by bulk, it may have taken note of news for which the main thread waits
+
+    # -- either thread, holding the socket's turn ---------------------------------------------------
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            self._HEARD[head_type(frames)](self, frames)
+        except (Malformed, KeyError) as wrong:
+            dropped(wrong)
+
+    def _hear_work(self, frames: list[bytes]) -> None:
+        definitions, todo = self._definitions, self._todo
+        for number, kind, definition, payload in unpack_work(frames):
+            if kind & SHARED:
+                kind &= ~SHARED
+                payload = self._ledger.arrived(payload)
+            if kind in (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING):
+                definitions[number] = define(kind, payload)
+            elif kind == FORGET:
+                definitions.pop(number, None)
+            elif kind == CALLS and definition in definitions:
+                todo.append(Calls(definitions[definition], *_calls(payload)))
+            elif kind == CAME_BACK:
+                self._ledger.came_back(number)
+            elif kind == BRING:
+                self._shelf.bring(number, payload)
+            elif kind == FETCH:
+                self._shelf.wanted.append(number)
+            elif kind == DROP:
+                self._shelf.drop(number, definition)
+            elif definition in definitions:
+                todo.append(Task(number, kind, definitions[definition], payload))
+            else:
+                self._not_defined(definition, _calls(payload)[0] if kind == CALLS else [number])
+
+    def _not_defined(self, definition: int, unknown: list[int]) -> None:
+        """These are calls of something that is not known here."""
+        bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
+        error = self._outcomes.pack_error(bug)
+        self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
+
+    def _hear_recall(self, frames: list[bytes]) -> None:
+        returned: list[int] = []
+        with suppress(IndexError):
+            while True:
+                task = self._todo.pop()
+                if isinstance(task, Calls):
+                    returned += task.take_from_end()
+                else:
+                    returned.append(task.number)
+        if self._calls is not None:
+            returned += self._calls.take_from_end()
+        self._send(pack_numbers(RETURNED, returned[::-1]))
+
+    def _hear_cancel(self, frames: list[bytes]) -> None:
+        targets = set(numbers(frames))
+        withdrawn = []
+        tasks = list(self._todo)
+        if self._calls is not None:
+            tasks.append(self._calls)
+        for task in tasks:
+            if isinstance(task, Calls):
+                withdrawn += task.withdraw(targets)
+            elif task.number in targets:
+                with suppress(ValueError):  # the main thread has just begun it
+                    self._todo.remove(task)
+                    withdrawn.append(task.number)
+        targets -= set(withdrawn)
+        if withdrawn:
+            self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
+        current = self._current
+        self._missed |= targets - {0, current}  # one of these may be just between `todo` and `_current`
+        if self._overlap is not None:
+            self._overlap.interrupt(targets)
+        if current and (current in targets or 0 in targets):
+            self._target = current
+            signal.pthread_kill(self._main_thread, signal.SIGINT)
+
+    def _hear_stop(self, frames: list[bytes]) -> None:
+        self._stopping = True
+
+    _HEARD: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
+        WORK: _hear_work,
+        RECALL: _hear_recall,
+        CANCEL: _hear_cancel,
+        STOP: _hear_stop,
+    }
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        if self._target and self._target == self._current:
+            self._target = 0
+            raise KeyboardInterrupt("interrupted by the controller")
+
+    @property
+    def current(self) -> int:
+        """What is run; 0: nothing; negative: it is between two tasks that came together."""
+        return self._current or (-1 if self._calls is not None else 0)
+
+    def beat(self) -> None:
+        self._row.beat()
+
+
+def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
+    numbers, calls = unpack_together(payload, 2)
+    if set(map(type, calls)) != {tuple} or min(numbers) < 0 or max(numbers) >= 1 << 64:
+        raise Malformed("calls that are none")
+    return numbers, calls
+
+
+def dropped(wrong: Exception) -> None:
+    log.warning("a malformed message was dropped: %s", wrong)

@@ -1,0 +1,180 @@
+"""Promises among the arguments of a call: how they are found, what takes their place, and what follows when one fails.
+
+    arguments ──pickled──> a hole for each promise met ──> the drone: `filled(index)`, the value
+                              └──> Holes.inputs: for these the call waits
+
+It is the pickler that finds them, at any depth, since it looks at everything anyway: for all that is no promise this
+costs nothing. A hole is opened as the value, so what is shared within the arguments is shared in the drone too. Only
+lists, tuples and values of dicts may hold one. A set would compare it, and an object may rely on its being a promise:
+there it is refused.
+
+A graph of thousands of calls that wait for each other falls as one: the calls that a rejection reaches are settled one
+after another, by the thread that came first, and never one within the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from .image.definitions import filled
+from .promises import CANCELLED, FINISHED, PENDING, Promise, pickling
+
+if TYPE_CHECKING:
+    from .work import Work
+
+__all__ = ["CONTAINERS", "Holes", "StandIn", "cancel_upstream", "fall"]
+
+CONTAINERS = frozenset((list, tuple, dict))
+"""In these, and in no subclasses of them, a promise is found."""
+_CAME_BY = "the promise that brought it: "
+
+
+class StandIn:
+    """A handle that arrives as the value where it is an argument by itself. What stands for that is a promise, which is
+    settled."""
+
+    def stands_for(self) -> Promise[Any]:
+        raise NotImplementedError
+
+
+class Holes:
+    """A ``with`` block in which this thread pickles arguments."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Promise[Any]] = []
+        self._indices: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._before = pickling.stand_in
+        pickling.stand_in = self._stand_in
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pickling.stand_in = self._before
+
+    def _stand_in(self, promise: Promise[Any]) -> tuple[Any, tuple[int]]:
+        index = self._indices.setdefault(id(promise), len(self.inputs))
+        if index == len(self.inputs):
+            self.inputs.append(promise)
+        return filled, (index,)
+
+    def check(self, *arguments: object) -> None:
+        """Raises `TypeError` where one was met in something else than `CONTAINERS`."""
+        anywhere = {id(each) for each in self.inputs if each._may_be_anywhere}
+        stray = self._indices.keys() - anywhere
+        if stray:
+            stray -= _in_containers(arguments, len(stray))
+        if stray:
+            promise = self.inputs[self._indices[stray.pop()]]
+            raise TypeError(
+                f"{promise!r} is within a set, a key or an object: promises can be arguments, "
+                "and in lists, tuples and values of dicts that are"
+            )
+
+
+def _in_containers(arguments: object, enough: int) -> set[int]:
+    """The ids of the promises there; not of all, where so many are `enough`."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    todo: list[Any] = [arguments]
+    while todo and len(found) < enough:
+        container = todo.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        values: Iterable[Any] = container.values() if type(container) is dict else container
+        kinds = set(map(type, values))
+        if not any(kind in CONTAINERS or issubclass(kind, Promise) for kind in kinds):
+            continue
+        for value in values:
+            if isinstance(value, Promise):
+                found.add(id(value))
+            elif type(value) in CONTAINERS:
+                todo.append(value)
+    return found
+
+
+# -- what follows when one fails --------------------------------------------------------------------------
+
+
+class _Falling(threading.local):
+    works: deque[tuple[Work, BaseException]] | None = None
+
+
+_falling = _Falling()
+
+
+def fall(work: Work, settled: Promise[Any]) -> None:
+    """`settled`, an input of `work`, has no value: nor will `work`. The error is the same, and says by whom it came."""
+    if settled._state == CANCELLED:
+        error: BaseException = CancelledError(f"{settled._named()}, for which {work._named()} waited, was cancelled")
+    else:
+        assert settled._exception is not None
+        error = settled._exception
+        _say_by_whom(error, settled)
+    if _falling.works is not None:  # further up in this thread: there it is seen to
+        _falling.works.append((work, error))
+        return
+    works = _falling.works = deque([(work, error)])
+    worst: BaseException | None = None
+    while works:
+        try:
+            while works:
+                each, error = works.popleft()
+                try:
+                    each._settle(FINISHED, None, error)
+                finally:
+                    each.let_go()
+                    each.crew.filled(each)
+        except BaseException as raised:  # of a callback, or Ctrl-C: when all have fallen
+            worst = raised
+    _falling.works = None
+    if worst is not None:
+        try:
+            raise worst
+        finally:
+            worst = None
+
+
+def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:
+    """Once: a path of a thousand calls is no thousand lines."""
+    notes: Sequence[object] = getattr(error, "__notes__", ())
+    if not any(isinstance(note, str) and note.startswith(_CAME_BY) for note in notes):
+        with suppress(Exception):  # an error that takes none
+            error.add_note(f"{_CAME_BY}{settled._named()}")
+
+
+def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
+    """A node of a graph was cancelled that had these: so are the nodes among them, and theirs, that led only there."""
+    todo = [inputs]
+    while todo:
+        for each in todo.pop():
+            if getattr(each, "is_node", False) and each._state == PENDING and not _is_wanted(each):
+                inputs = each.inputs
+                if Promise.cancel(each, running):
+                    todo.append(inputs)
+
+
+def _is_wanted(node: Promise[Any]) -> bool:
+    """Does anybody wait for it, but nodes that are settled? Those are taken off, and so looked at once: many may be
+    cancelled in any order. Where others pop from the front meanwhile, it is being settled."""
+    if node._made_condition is not None:
+        return True
+    hooks = node._hooks or []
+    index = len(hooks)
+    with suppress(IndexError):
+        while index:
+            index -= 1
+            hook = hooks[index]
+            waits = getattr(hook, "__self__", None)
+            if getattr(waits, "_state", PENDING) == PENDING:
+                return True
+            is_ours = hook == getattr(waits, "_one_settled", None)
+            if is_ours and hooks[index] is hook:  # the look and the removal are straight-line code, as in `_unhook`
+                del hooks[index]
+    return False

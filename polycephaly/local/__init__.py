@@ -1,0 +1,1 @@
+"""The local engine: drones are forks of this image, on this machine."""

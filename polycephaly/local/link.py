@@ -1,0 +1,140 @@
+"""The hub's end of a local drone: its lane, its output, its row of the running page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..hearing import hear_kept
+from ..launch import lifeline
+from ..launch.launcher import Launcher
+from ..link import Link
+from ..output import Heard, Merge, Stream
+from ..procfs import memory_of, processor_times, state_of, threads_of
+from ..wire.lane import Lane
+from ..wire.loans import Ledger
+from ..wire.messages import OPEN, pack_numbers
+from ..work import Work
+
+if TYPE_CHECKING:
+    import zmq
+
+    from ..crew import Crew
+
+__all__ = ["LocalLink"]
+
+SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is in transit
+TICK = 0.002  # seconds until a full lane is tried again
+
+_WHY = {
+    "T": "it is stopped by a signal",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk, or for memory that was swapped out",
+    "Z": "it has ended, and its zygote does not say so",
+}
+_IDLE = "it holds its interpreter and does nothing"
+
+
+class LocalLink(Link):
+    def __init__(self, crew: Crew, number: int, slot: int, name: str, launcher: Launcher) -> None:
+        super().__init__(crew, number, name)
+        self.slot = slot
+        self.launcher = launcher
+        self.identity = b"\x01" + os.urandom(16)
+        self.streams: list[Stream] = []
+        self._merge = Merge()
+        self.lane: Lane | None = None
+        self.bulk_open = False
+        self._bulk_waiting: list[list[bytes]] = []
+        self._asked = False
+        self.ledger = Ledger(launcher.arena, number, self._ring)
+
+    @property
+    def keeper(self) -> Launcher:  # type: ignore[override]
+        return self.launcher
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        """By the lane if it can go there without passing anything sent by bulk; see wire/lane.py."""
+        if not self.bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
+            return
+        for work in works:
+            if work.sending is not None:
+                work.sending.by_bulk = True
+        self.bulk_unanswered += len(works)
+        if self.bulk_open:
+            self.crew.hub.router.send_multipart([self.identity, *frames])
+        else:
+            self._bulk_waiting.append(frames)
+            self._ask_to_open()
+
+    def _ask_to_open(self) -> None:
+        """Something waits for bulk: the drone is to open it."""
+        if self._bulk_waiting and not self._asked and self.lane is not None:
+            self._asked = self.lane.send(pack_numbers(OPEN))
+            if not self._asked:  # its lane is full: it is busy, and will read it
+                self.crew.hub.after(TICK, self._ask_to_open)
+
+    def open_bulk(self, router: zmq.Socket[bytes]) -> None:
+        """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
+        self.bulk_open = True
+        for frames in self._bulk_waiting:
+            router.send_multipart([self.identity, *frames])
+        self._bulk_waiting.clear()
+
+    def kill(self, verdict: str = "") -> None:
+        self.verdict = self.verdict or verdict
+        self.launcher.kill(self.number)
+
+    def is_up(self) -> bool:
+        return self.alive and self.lane is not None
+
+    # -- what is known of it ----------------------------------------------------------------------
+
+    def started(self) -> int:
+        return self.launcher.page.started(self.slot)
+
+    def sent(self) -> int:
+        return self.launcher.page.sent(self.slot)
+
+    def pulse(self) -> tuple[object, dict[str, tuple[float, float]]]:
+        assert self.pid is not None
+        page, slot, pid = self.launcher.page, self.slot, self.pid
+        threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
+        hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
+        return (page.started(slot), page.sent(slot), page.beat(slot), hundredths), threads
+
+    def why_quiet(self) -> str:
+        assert self.pid is not None
+        return _WHY.get(state_of(self.pid), _IDLE)
+
+    def memory(self, enough: int) -> int:
+        return 0 if self.pid is None else memory_of(self.pid, enough)
+
+    def printed(self) -> Heard:
+        heard = self._merge.read([stream for stream in self.streams if stream.open])
+        self.remember(heard)
+        return heard
+
+    def last_words(self) -> None:
+        hub = self.crew.hub
+        hub.receive_by_lane(self, all_of_it=True)  # what had already reached this process counts
+        hub.receive(SENT_MOST)
+        hear_kept(self, self.launcher.page.kept(self.slot))
+
+    def close(self) -> None:
+        hub = self.crew.hub
+        hub.remove_link(self)
+        ends: list[Stream | Lane] = [*self.streams]
+        if self.lane is not None:
+            ends.append(self.lane)
+        for end in ends:
+            with suppress(ValueError, OSError):
+                hub.unwatch(end.fileno())
+            lifeline.close(end)
+        self.streams.clear()
+        self.lane = None
+        self.ledger.close()

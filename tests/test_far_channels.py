@@ -1,0 +1,1431 @@
+"""Channels in several images: what is sent arrives once, or its sender is told; and nobody waits for who is gone."""
+
+import asyncio
+import os
+import pickle
+import random
+import select as select_module
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise, product
+from time import monotonic
+
+import pytest
+from faults import append, lines
+from greens import run, turns
+
+import polycephaly as poly
+from polycephaly import green
+from polycephaly.errors import ItemLost
+from polycephaly.green import Channel, ChannelClosed, select
+
+CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(3, output="discard") as pool:
+        yield pool
+
+
+def made_in(drone, capacity=0):
+    return drone.promise(Channel, capacity).value
+
+
+def homes(pool):
+    """A channel that lives here, and two that live in drones."""
+    return [None, pool.drones[0], pool.drones[1]]
+
+
+def channel_in(home, capacity=0):
+    return Channel(capacity) if home is None else made_in(home, capacity)
+
+
+async def send_all(ch, items, close=False):
+    for item in items:
+        await ch.send(item)
+    if close:
+        ch.close()
+    return len(items)
+
+
+async def receive_n(ch, n):
+    return [await ch.receive() for _ in range(n)]
+
+
+async def receive_all(ch):
+    return [item async for item in ch]
+
+
+def put_all(ch, items):
+    for item in items:
+        ch.put(item)
+
+
+# -- how a channel travels ---------------------------------------------------------------------------------
+
+
+@CAPACITIES
+def test_a_channel_given_to_two_drones_connects_them(pool, capacity):
+    ch = Channel(capacity)
+    one, other, _ = pool.drones
+    got = one.promise(receive_all, ch)
+    assert other.promise(send_all, ch, range(50), True).value == 50
+    assert got.value == list(range(50))
+
+
+def test_one_that_lives_in_a_drone_connects_the_others(pool):
+    one, other, third = pool.drones
+    ch = made_in(third)
+    got = one.promise(receive_all, ch)
+    other.promise(send_all, ch, range(50), True).value  # noqa: B018
+    assert got.value == list(range(50))
+
+
+def test_it_may_be_captured_in_a_closure(pool):
+    ch = Channel()
+    p = pool.promise(lambda: ch.put("captured"))
+    assert ch.get() == "captured"
+    p.value  # noqa: B018
+
+
+def test_it_may_go_over_another_channel_and_comes_home_as_itself(pool):
+    async def forward(outer):
+        inner = await outer.receive()
+        await inner.send(inner)
+
+    async def main():
+        outer, inner = Channel(), Channel()
+        p = pool.promise(forward, outer)
+        await outer.send(inner)
+        assert await inner.receive() is inner
+        await p
+
+    run(main)
+
+
+def test_in_one_image_it_is_one_object(pool):
+    def same(one, others):
+        return one is others["a"][0]
+
+    ch = Channel()
+    assert pool.doit(same, ch, {"a": [ch]})
+
+
+def test_it_goes_on_to_a_drones_own_drones(pool):
+    def nested(ch, mine):
+        with poly.Drone() as below:
+            below.doit(ch.put, "from below")
+            p = below.promise(mine.put, "to the one between")
+            assert mine.get() == "to the one between"
+            p.result()
+        ch.put("again")  # its own drones are gone, its parent is not
+        return mine
+
+    ch = Channel()
+    p = pool.promise(nested, ch, Channel())
+    assert [ch.get(), ch.get()] == ["from below", "again"]
+    kept = pool.drones[0].doit(Channel, 1)
+    pool.drones[0].doit("import polycephaly\nwith polycephaly.Drone() as d: d.doit('1')")
+    pool.drones[1].doit(kept.put, "still there")
+    assert kept.get() == "still there"
+    p.value  # noqa: B018
+
+
+def test_spawned_images_have_it_too():
+    with poly.Pool(1, start="spawn") as pool:
+        ch = Channel()
+        p = pool.promise(ch.put, 1)
+        assert ch.get() == 1
+        p.value  # noqa: B018
+
+
+def test_asyncio_code_of_a_drone_can_use_it(pool):
+    def in_asyncio(ch):
+        async def main():
+            await ch.send(await ch.receive() + 1)
+
+        asyncio.run(main())
+
+    async def main():
+        ch = Channel()
+        p = pool.promise(in_asyncio, ch)
+        await ch.send(1)
+        assert await ch.receive() == 2
+        await p
+
+    run(main)
+
+
+SNAPSHOT = """
+import os
+import polycephaly as poly
+from polycephaly import green
+
+plain, buffered, closed, ring = green.Channel(), green.Channel(3), green.Channel(), [green.Channel() for _ in range(3)]
+closed.close()
+dropped = [green.Channel()]
+
+async def consume():
+    return await plain.receive()
+
+def by_name():
+    plain.put("by name")
+
+async def pass_on(i):
+    await ring[i + 1].send(await ring[i].receive() + 1)
+
+async def fill():
+    for i in range(20):
+        await buffered.send(i)
+    buffered.close()
+
+def try_closed():
+    try:
+        closed.put(1)
+    except green.ChannelClosed:
+        return "closed"
+
+def below():
+    own = green.Channel()
+    def nested():
+        plain.put("from below")
+        own.put("own")
+    with poly.Drone() as mine:
+        p = mine.promise(nested)
+        got = own.get()
+        p.value
+        return got
+
+async def everything():
+    return [item async for item in buffered]
+
+if __name__ == "__main__":
+    waits = green.spawn(consume)  # it stands in the channel while the drones are forked
+    green.run(green.sleep, 0.01)
+    with poly.Pool(3) as pool:
+        p = pool.promise(by_name)
+        print(waits.value, p.value)
+        p = pool.promise(lambda: plain.put("captured"))
+        print(plain.get(), p.value)
+        ps = [pool.promise(pass_on, i) for i in (0, 1)]
+        ring[0].put(0)
+        print(ring[2].get(), [p.value for p in ps])
+        p = pool.promise(fill)
+        print(green.run(everything) == list(range(20)), p.value)
+        print(pool.doit(try_closed))
+        p = pool.promise(below)
+        print(plain.get(), p.value)
+        dropped.clear()
+        print(pool.promise("dropped[0].get()").exception())
+    pid = os.fork()
+    if pid == 0:
+        waits = green.spawn(consume)
+        plain.put("a channel of its own")
+        print(waits.value, flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_what_a_drone_has_from_the_snapshot_is_the_same_channel(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SNAPSHOT)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stderr, done.stdout.splitlines()) == (
+        "",
+        [
+            "by name None",
+            "captured None",
+            "2 [None, None]",
+            "True None",
+            "closed",
+            "from below own",
+            "the channel was closed, or its home has no use for it any more",
+            "a channel of its own",
+        ],
+    )
+
+
+def test_large_items_and_many_small_ones(pool):
+    async def echo(ch, back):
+        async for item in ch:
+            await back.send(item)
+
+    async def main():
+        ch, back = Channel(), Channel()
+        p = pool.promise(echo, ch, back)
+        for item in (bytes(20_000_000), b"", "x" * 300_000, list(range(100_000))):
+            await ch.send(item)
+            assert await back.receive() == item
+        ch.close()
+        await p
+
+    run(main)
+
+
+# -- rendezvous, buffers, credit --------------------------------------------------------------------------
+
+
+def test_a_send_to_another_image_returns_when_a_receiver_has_the_item(pool):
+    async def receiver(ch, begin):
+        await begin.receive()
+        return await ch.receive()
+
+    async def main():
+        for home in homes(pool):
+            ch, begin, log = channel_in(home), Channel(), []
+            p = pool.drones[2].promise(receiver, ch, begin)
+
+            async def sender(ch=ch, log=log):
+                await ch.send("x")
+                log.append("sent")
+
+            sending = green.spawn(sender)
+            await turns()
+            assert log == []
+            await begin.send(None)
+            await sending
+            assert log == ["sent"]
+            assert await p == "x"
+
+    run(main)
+
+
+def test_a_buffer_holds_what_it_may_and_no_more(pool):
+    def fill(ch):
+        sent = 0
+        with suppress(TimeoutError):
+            while True:
+                ch.put(sent, timeout=0.2)
+                sent += 1
+        return sent
+
+    for home in homes(pool):
+        ch = channel_in(home, 5)
+        filled = [pool.drones[1].promise(fill, ch), pool.drones[2].promise(fill, ch)]
+        assert sum(each.value for each in filled) == 5
+        assert len({ch.get() for _ in range(5)}) >= 3  # each has sent 0, 1, ...
+        with pytest.raises(TimeoutError):
+            ch.get(timeout=0)
+
+
+def test_places_granted_to_who_does_not_use_them_go_to_others(pool):
+    ch = Channel(8)
+    pool.drones[0].doit(put_all, ch, ["a"])  # it is granted some for more
+    pool.drones[1].doit(put_all, ch, "bcdefg")
+    ch.put("h")
+    assert sorted(ch.get() for _ in range(8)) == list("abcdefgh")
+
+
+@pytest.mark.parametrize("closer", ["here", "there"])
+def test_what_was_sent_before_the_close_is_received(pool, closer):
+    async def send_until_closed(ch):
+        sent = 0
+        with suppress(ChannelClosed):
+            while True:
+                await ch.send(sent)
+                sent += 1
+        return sent
+
+    async def main():
+        for home in homes(pool):
+            ch = channel_in(home, 16)
+            p = pool.drones[2].promise(send_until_closed, ch)
+            got = [await ch.receive() for _ in range(40)]
+            if closer == "here":
+                ch.close()
+            else:
+                await pool.drones[0].promise(ch.close)
+            got += [item async for item in ch]
+            assert got == list(range(await p))
+
+    run(main)
+
+
+def test_many_threads_of_many_images_at_once(pool):
+    async def senders(ch, me):
+        await green.par(*(send_all(ch, [(me, k, i) for i in range(10)]) for k in range(20)))
+
+    async def main():
+        for capacity in (0, 7):
+            for home in homes(pool):
+                ch = channel_in(home, capacity)
+                got = [pool.drones[2].promise(receive_n, ch, 300), green.spawn(receive_n, ch, 300)]
+                sent = [pool.drones[k].promise(senders, ch, k) for k in (0, 1)] + [green.spawn(senders, ch, 2)]
+                for each in sent:
+                    await each
+                lists = [await each for each in got]
+                assert sorted(lists[0] + lists[1]) == list(product(range(3), range(20), range(10)))
+                for each in lists:
+                    for who in {item[:2] for item in each}:
+                        mine = [item[2] for item in each if item[:2] == who]
+                        assert mine == sorted(mine)
+
+    run(main)
+
+
+# -- select ----------------------------------------------------------------------------------------------
+
+
+async def choose(outs, ins, n, me):
+    """Sends n items by any of `outs`, and receives n by any of `ins`, as it comes."""
+    sent, got = [], []
+    while len(sent) < n or len(got) < n:
+        guards = [c.sending((me, len(sent)), when=len(sent) < n) for c in outs]
+        guards += [c.receiving(when=len(got) < n) for c in ins]
+        index, value = await select(*guards)
+        if index < len(outs):
+            sent.append((me, len(sent)))
+        else:
+            got.append(value)
+    return sent, got
+
+
+@CAPACITIES
+def test_a_select_over_channels_of_several_images(pool, capacity):
+    async def chooser(channels, n):
+        return [await select(*(c.receiving() for c in channels)) for _ in range(n)]
+
+    async def main():
+        one, other, third = pool.drones
+        for first, second in ((None, None), (one, None), (one, other), (third, third)):
+            a, b = channel_in(first, capacity), channel_in(second, capacity)
+            chosen = third.promise(chooser, [a, b], 60)
+            sent = one.promise(send_all, a, range(30)), other.promise(send_all, b, range(30))
+            for each in sent:
+                await each
+            for index in (0, 1):
+                assert [c.value for c in await chosen if c.index == index] == list(range(30))
+
+    run(main)
+
+
+def test_both_sides_in_a_select_with_choices_of_both_kinds(pool):
+    async def main():
+        one, other, third = pool.drones
+        for first, second in ((None, None), (one, other), (other, one), (third, third), (None, third)):
+            a, b = channel_in(first), channel_in(second)
+            p = one.promise(choose, [a], [b], 40, "p")
+            q = other.promise(choose, [b], [a], 40, "q")
+            (sent_p, got_p), (sent_q, got_q) = await p, await q
+            assert (got_p, got_q) == (sent_q, sent_p)
+
+    run(main)
+
+
+def test_a_circle_of_selects_each_held_for_the_next_does_not_stand_still(pool):
+    async def main():
+        for order in ((0, 1, 2), (1, 2, 0), (2, 1, 0)):
+            a, b, c = (made_in(pool.drones[i]) for i in order)
+            one, other, _ = pool.drones
+            ps = one.promise(choose, [a], [c], 30, 1), other.promise(choose, [b], [a], 30, 2)
+            sent, got = await green.spawn(choose, [c], [b], 30, 3)
+            (sent_1, got_1), (sent_2, got_2) = await ps[0], await ps[1]
+            assert (got_1, got_2, got) == (sent, sent_1, sent_2)
+
+    run(main)
+
+
+def test_many_choosers_on_two_channels(pool):
+    async def senders(a, b, me):
+        async def one(k):
+            for i in range(8):
+                await select(a.sending((me, k, i)), b.sending((me, k, i)))
+
+        await green.par(*(one(k) for k in range(5)))
+
+    async def receivers(a, b, got):
+        async def one():
+            for _ in range(8):
+                got.append((await select(a.receiving(), b.receiving())).value)
+
+        await green.par(*(one() for _ in range(5)))
+        return got
+
+    async def main():
+        for first, second in ((None, pool.drones[2]), (pool.drones[0], pool.drones[1]), (None, None)):
+            a, b = channel_in(first), channel_in(second)
+            sent = pool.drones[0].promise(senders, a, b, 0), green.spawn(senders, a, b, 1)
+            got = pool.drones[1].promise(receivers, a, b, []), green.spawn(receivers, a, b, [])
+            for each in sent:
+                await each
+            assert sorted([*await got[0], *await got[1]]) == list(product(range(2), range(5), range(8)))
+
+    run(main)
+
+
+@pytest.mark.parametrize("way", ["receive", "receive from a buffer", "close", "send", "send to a closed one"])
+def test_a_select_that_was_held_in_vain_finds_what_came_to_its_own_channels_meanwhile(pool, way, tmp_path):
+    offered, blocked, go = (str(tmp_path / name) for name in ("offered", "blocked", "go"))
+
+    async def until(path):
+        while not os.path.exists(path):
+            await green.sleep(0)
+
+    def touch(path):
+        with open(path, "w"):
+            pass
+
+    async def other(far, tag):
+        """Its offer stands, and it hears nothing, and has chosen something else before it does."""
+        mine = Channel()
+
+        async def choose():
+            await until(offered + tag)
+            touch(blocked + tag)
+            while not os.path.exists(go + tag):
+                pass
+            await mine.send("mine")
+
+        green.spawn(choose)
+        return (await select(far.sending(1), mine.receiving())).value
+
+    async def home(far, tag):
+        while far._sender is None:
+            await green.sleep(0)
+        touch(offered + tag)
+        await until(blocked + tag)
+        local = Channel(1 if "buffer" in way else 0)
+        guard = local.sending("sent") if "send" in way else local.receiving()
+        chosen = green.spawn(lambda: select(far.receiving(), guard))
+        await turns()
+        if "close" in way:
+            local.close()
+        else:
+            end = green.spawn(local.receive) if "send" in way else green.spawn(local.send, "received")
+            await turns()
+        touch(go + tag)
+        try:
+            value = (await chosen).value
+        except ChannelClosed:
+            return "closed"
+        return (await end) if "send" in way else value
+
+    async def main():
+        one, two = pool.drones[:2]
+        for tag, here, there in (("a", one, two), ("b", two, one)):  # in one of them the home's select is held first
+            far = made_in(here)
+            told = there.promise(other, far, tag)
+            expected = "closed" if "close" in way else "sent" if way == "send" else "received"
+            assert await here.promise(home, far, tag) == expected
+            assert await told == "mine"
+
+    run(main)
+
+
+def test_time_limits_and_promises_beside_remote_channels(pool):
+    async def main():
+        ch = made_in(pool.drones[0])
+        assert (await select(ch.receiving(), green.after(0.01))).index == 1
+        assert (await select(ch.sending(1), pool.promise("2"))) == (1, 2)
+        p = pool.drones[1].promise(receive_n, ch, 1)
+        assert (await select(ch.sending("x"), green.after(20))).index == 0
+        assert await p == ["x"]
+
+    run(main)
+
+
+def test_a_select_with_a_default_cannot_ask_another_image(pool):
+    async def main():
+        await select(made_in(pool.drones[0]).receiving(), default=None)
+
+    with pytest.raises(ValueError, match="lives in another image"):
+        run(main)
+
+
+# -- being cancelled -----------------------------------------------------------------------------------------
+
+
+def test_a_send_that_was_broken_off_is_received_by_nobody(pool):
+    async def main():
+        for home in homes(pool):
+            ch = channel_in(home)
+            await pool.drones[2].promise(give_up, ch)
+            p = pool.drones[1].promise(receive_n, ch, 1)
+            await ch.send("kept")
+            assert await p == ["kept"]
+
+    async def give_up(ch):
+        try:
+            async with green.timeout(0.05):
+                await ch.send("never")
+        except TimeoutError:
+            return
+        raise AssertionError("it was sent")
+
+    run(main)
+
+
+def test_a_receive_that_was_broken_off_takes_nothing(pool):
+    async def give_up(ch):
+        for _ in range(20):
+            with suppress(TimeoutError):
+                async with green.timeout(0.001):
+                    await ch.receive()
+                    return False
+        return True
+
+    async def main():
+        for home in homes(pool):
+            ch = channel_in(home)
+            assert await pool.drones[2].promise(give_up, ch)
+            got = green.spawn(receive_n, ch, 3)
+            await pool.drones[1].promise(send_all, ch, range(3))
+            assert await got == [0, 1, 2]
+
+    run(main)
+
+
+def test_receivers_and_senders_that_give_up_at_random_lose_nothing(pool):
+    """Each item is received once, or its `send` was broken off."""
+
+    async def impatient(ch, me, n, seed, way):
+        luck, done = random.Random(seed), []
+        for i in range(n):
+            with suppress(TimeoutError):
+                async with green.timeout(luck.random() * 0.002):
+                    if way == "send":
+                        await ch.send((me, i))
+                        done.append((me, i))
+                    else:
+                        done.append(await ch.receive())
+        return done
+
+    async def main():
+        for capacity in (0, 3):
+            for home in homes(pool):
+                ch = channel_in(home, capacity)
+                sent = [pool.drones[k].promise(impatient, ch, k, 150, k, "send") for k in (0, 1)]
+                got = [pool.drones[2].promise(impatient, ch, 2, 150, 2, "receive")]
+                got += [green.spawn(impatient, ch, 3, 150, 3, "receive")]
+                sent = [item for each in sent for item in await each]
+                received = [item for each in got for item in await each]
+                ch.close()
+                with suppress(ChannelClosed):
+                    while True:
+                        received.append(await ch.receive())
+                assert sorted(received) == sorted(sent)
+
+    run(main)
+
+
+def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
+    async def use(requests):
+        before = kept()
+        async for ch, end in requests:
+            await send_all(ch, range(3), close=True)
+            end.close()
+        await nothing_more_than(before)
+
+    def kept():
+        from polycephaly.green.far.post import the_post
+
+        return sum(len(each.credits) + len(each.accounts) + len(each.ends) for each in the_post().peers.values())
+
+    async def nothing_more_than(before):
+        while kept() > before:
+            await green.sleep(0.001)  # the other image's last words are on their way
+
+    async def main():
+        before = kept()
+        requests = Channel()
+        used = pool.promise(use, requests)
+        for _ in range(20):
+            ch, other = Channel(8), Channel()
+            await requests.send((ch, other.sender()))
+            assert await receive_all(ch) + await receive_all(other) == [0, 1, 2]
+        requests.close()
+        await used
+        await nothing_more_than(before)
+
+    run(main)
+
+
+@pytest.mark.parametrize("capacity", [0, 4])
+def test_asyncio_code_that_gives_up_at_random_loses_nothing(pool, capacity):
+    def impatient(ch, n):
+        async def main():
+            luck, got = random.Random(5), []
+            while len(got) < n:
+                task = asyncio.ensure_future(ch.receive())
+                await asyncio.sleep(luck.random() * 0.0005)
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    got += [item for item in [await task] if item is not None]
+            return got
+
+        return asyncio.run(main())
+
+    async def main():
+        ch = Channel(capacity)
+        got = pool.promise(impatient, ch, 300)
+        await send_all(ch, range(300))
+        while not got.done():  # so that it can go on where it has given the last ones back
+            await select(ch.sending(None), got)
+        assert sorted(await got) == list(range(300))
+
+    run(main)
+
+
+# -- endings -------------------------------------------------------------------------------------------------
+
+
+def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
+    with poly.Pool(2) as pool:
+        a, b = pool.drones
+        ch = made_in(a)
+
+        async def wait_in(ch, ready):
+            await select(ready.sending(1), green.after(20))
+            try:
+                await ch.receive()
+            except ChannelClosed as error:
+                return str(error), type(error.__cause__).__name__, error.__cause__.exitcode
+
+        async def all_wait():
+            ready = Channel()
+            there = b.promise(wait_in, ch, ready)
+            await ready.receive()
+            here = green.spawn(ch.receive())
+            choosing = green.spawn(select(ch.receiving(), green.after(20)))
+            sending = green.spawn(made_in(a).send("perhaps"))
+            await turns()
+            os.kill(a.pid, signal.SIGKILL)
+            text, cause, code = await there
+            assert (cause, code) == ("DroneDied", -signal.SIGKILL)
+            assert "was killed by SIGKILL" in text
+            assert "pool-" in text
+            for each in (here, choosing):
+                with pytest.raises(ChannelClosed, match="was killed by SIGKILL") as told:
+                    await each
+                assert isinstance(told.value.__cause__, poly.DroneDied)
+            with pytest.raises(ItemLost, match="perhaps it had the item"):
+                await sending
+            with pytest.raises(ChannelClosed, match="was killed by SIGKILL"):
+                await ch.send(1)
+
+        run(all_wait)
+
+
+def test_the_end_of_the_home_is_told_too():
+    with poly.Drone() as drone:
+        ch = made_in(drone)
+        waits = green.spawn(ch.receive())
+        drone.doit(lambda: None)
+    with pytest.raises(ChannelClosed, match="has ended"):
+        waits.result(20)
+
+
+@CAPACITIES
+def test_an_image_that_dies_takes_its_offers_and_demands_along(capacity):
+    async def wait_for_ever(ch, ready, way):
+        green.spawn(ready.send(None))
+        await green.par(*(ch.receive() if way == "receive" else ch.send("of the dead") for _ in range(capacity + 5)))
+
+    async def main(pool):
+        for way in ("receive", "send"):
+            ch, ready = Channel(capacity), Channel()
+            p = pool.promise(wait_for_ever, ch, ready, way)
+            await ready.receive()
+            await pool.promise(send_all, other := Channel(1), ["x"])  # so that what it said before has come
+            os.kill(pool.drones[0].pid, signal.SIGKILL)
+            with pytest.raises(poly.DroneDied):
+                await p
+            await other.receive()
+            if way == "receive":
+                got = green.spawn(ch.receive())
+                await ch.send("of the living")
+                assert await got == "of the living"
+
+    with poly.Pool(1, width=2) as pool:
+        run(main, pool)
+
+
+def test_the_last_sender_that_is_closed_closes_the_channel(pool):
+    async def count(end, me):
+        with end:
+            for i in range(5):
+                await end.send((me, i))
+
+    async def main():
+        ch = Channel()
+        for k, drone in enumerate(pool.drones):
+            drone.promise(count, ch.sender(), k)
+        assert sorted([item async for item in ch]) == [(k, i) for k in range(3) for i in range(5)]
+
+    run(main)
+
+
+def test_async_for_does_not_take_a_death_for_the_end(pool):
+    """What was lost with it would be missing, and nobody would know."""
+
+    async def receive_and_kill(ch, home):
+        async for item in ch:
+            if item == 2:
+                os.kill(home, signal.SIGKILL)
+
+    one, other, reading = pool.drones
+    for home, receiver in ((one, None), (other, reading)):
+        ch = made_in(home, 16)
+        home.doit(put_all, ch, range(10))
+        with pytest.raises(ChannelClosed, match="was killed by SIGKILL"):
+            if receiver is None:
+                run(receive_and_kill, ch, home.pid)
+            else:
+                receiver.doit(receive_and_kill, ch, home.pid)
+
+
+def test_the_death_of_the_last_sender_closes_the_channel_with_the_cause(pool):
+    async def die(end):
+        await end.send("last")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def main():
+        ch = Channel()
+        p = pool.promise(die, ch.sender())
+        assert await ch.receive() == "last"
+        with pytest.raises(ChannelClosed) as told:
+            await ch.receive()
+        assert "was killed by SIGKILL" in str(told.value.__cause__)
+        assert isinstance(told.value.__cause__.__cause__, poly.DroneDied)
+        with pytest.raises(ChannelClosed):
+            await receive_all(ch)
+        await green.par(lambda: p.exception())
+
+    run(main)
+
+
+def test_who_is_given_a_channel_that_a_death_has_closed_is_told_the_cause_too(pool):
+    def put_and_die(end):
+        end.put(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ch = Channel()
+    dead = pool.promise(put_and_die, ch.sender())
+    assert ch.get(10) == 1 and isinstance(dead.exception(10), poly.DroneDied)
+    with pytest.raises(ChannelClosed, match=r"was killed by SIGKILL|was closed"):
+        for _ in ch:
+            raise AssertionError("something came")
+    for _ in range(2):
+        told = pool.promise(receive_all, ch).exception(10)
+        assert isinstance(told, ChannelClosed) and "DroneDied" in causes(told)
+
+
+def causes(error):
+    """The names of their types, and what a remote traceback says."""
+    named = []
+    while error is not None:
+        named.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return " ".join(named)
+
+
+def test_plain_code_iterates_over_a_channel_and_its_end(pool):
+    for capacity in (0, 4):
+        ch = Channel(capacity)
+        sent = pool.promise(send_all, ch, range(10), close=True)
+        assert list(ch) == list(range(10)) and sent.result(10) == 10
+        ch = Channel(capacity)
+        pool.promise(send_all, ch, range(10), close=True)
+        with ch.receiver() as end:
+            assert list(end) == list(range(10))
+
+
+class Exits:
+    def __setstate__(self, state):
+        raise SystemExit(3)
+
+    def __getstate__(self):
+        return {"x": 1}
+
+
+def test_an_item_whose_opening_exits_ends_nobody_and_is_heard_once():
+    with poly.Pool(1) as pool:
+        ch = Channel(8)
+
+        def put_all(ch):
+            for item in [1, Exits(), 2, 3]:
+                ch.put(item)
+
+        put = pool.promise(put_all, ch)
+        got = []
+        while len(got) < 4:
+            try:
+                got.append(ch.get(10))
+            except RuntimeError as error:
+                got.append(error.__cause__.code)
+        assert got == [1, 3, 2, 3] and put.result(10) is None
+
+
+def test_senders_are_told_that_no_receiver_is_left(pool):
+    async def take_one(end):
+        with end:
+            return await end.receive()
+
+    async def main():
+        ch = Channel()
+        p = pool.promise(take_one, ch.receiver())
+        await ch.send(1)
+        with pytest.raises(ChannelClosed):
+            await ch.send(2)
+        assert await p == 1
+
+    run(main)
+
+
+# -- exactly once, or told: drones killed at random -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("selecting", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_drones_killed_at_random_each_item_is_received_once_or_told(seed, selecting, tmp_path):
+    """Each drone writes down what it has done. Of a drone that was killed, what it did last may not be written."""
+    luck = random.Random(seed)
+    capacity = 3 if seed == 3 else 0
+    log = tmp_path / "log"
+    log.touch()
+
+    def note(*what):
+        with open(log, "a") as file:
+            print(*what, file=file)
+
+    async def sender(ch, other, me):
+        for i in range(120):
+            try:
+                if selecting:
+                    await select(ch.sending((me, i)), other.sending((me, i)))
+                else:
+                    await ch.send((me, i))
+                note("sent", me, i)
+            except ItemLost:
+                note("lost", me, i)
+
+    async def receiver(ch, other):
+        with suppress(ChannelClosed):
+            while selecting:
+                note("got", *(await select(ch.receiving(), other.receiving())).value)
+        for each in (ch, other):  # the rest, of which a select says nothing once one of the two is closed
+            async for item in each:
+                note("got", *item)
+
+    async def main(pool):
+        drones = list(pool.drones)
+        both = Channel(capacity) if seed % 2 else made_in(drones[6], capacity), Channel(capacity)
+        sending = [drones[k].promise(sender, *both, k) for k in range(3)]
+        receiving = [drones[k].promise(receiver, *both) for k in range(3, 6)]
+        victims = [drones[luck.randrange(3)], drones[luck.randrange(3, 6)]]
+        for victim in victims:
+            enough = log.stat().st_size + luck.randrange(1, 1500)
+            while log.stat().st_size < enough and not all(each.done() for each in sending):
+                await green.sleep(0.0005)
+            os.kill(victim.pid, signal.SIGKILL)
+        for each in sending:
+            with suppress(poly.DroneDied):
+                await each
+        for ch in both:
+            ch.close()
+        for each in receiving:
+            with suppress(poly.DroneDied):
+                await each
+
+    with poly.Pool(7, output="discard") as pool:
+        run(main, pool)
+    did = [tuple(line.split()) for line in log.read_text().splitlines()]
+    got = [what[1:] for what in did if what[0] == "got"]
+    sent = {what[1:] for what in did if what[0] == "sent"}
+    lost = {what[1:] for what in did if what[0] == "lost"}
+    assert len(got) == len(set(got)), "received twice"
+    assert not lost & sent
+    missing = sent - set(got)
+    assert len(missing) <= 1 + (capacity > 0), f"said to be sent, and nobody has got it: {missing}"
+    finished = [who for who in "012" if (who, "119") in sent | lost]
+    assert len(finished) >= 2
+    for who in finished:
+        assert {i for me, i in sent | lost if me == who} == {str(i) for i in range(120)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_the_home_is_killed_at_random_what_was_sent_was_received(seed, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+
+    def note(*what):
+        with open(log, "a") as file:
+            print(*what, file=file)
+
+    async def sender(both, me):
+        i = 0
+        try:
+            while True:
+                await select(*(ch.sending((me, i)) for ch in both)) if seed % 2 else await both[0].send((me, i))
+                note("sent", me, i)
+                i += 1
+        except (ItemLost, ChannelClosed) as error:
+            return str(error)
+
+    async def receiver(both):
+        try:
+            while True:
+                got = (await select(*(ch.receiving() for ch in both))).value if seed % 2 else await both[0].receive()
+                note("got", *got)
+        except ChannelClosed as error:
+            return str(error)
+
+    async def main(pool):
+        *others, home = pool.drones
+        both = made_in(home), made_in(others[0])
+        told = [drone.promise(sender, both, k) for k, drone in enumerate(others[:2])]
+        told += [drone.promise(receiver, both) for drone in others[2:]]
+        while log.stat().st_size < 300 * (seed + 1):
+            await green.sleep(0.0005)
+        os.kill(home.pid, signal.SIGKILL)
+        return [await each for each in told]
+
+    with poly.Pool(5) as pool:
+        told = run(main, pool)
+    assert all("was killed by SIGKILL" in text for text in told), told
+    did = [tuple(line.split()) for line in log.read_text().splitlines()]
+    got = [what[1:] for what in did if what[0] == "got"]
+    assert len(got) == len(set(got))
+    assert {what[1:] for what in did if what[0] == "sent"} <= set(got)
+
+
+# -- green threads spread over drones -------------------------------------------------------------------
+
+
+def test_par_over_a_pool_runs_all_at_once_and_gives_the_values_in_order(pool):
+    async def swap(mine, come, go):
+        await green.par(go.send(mine), meet())
+        return await come.receive(), os.getpid()
+
+    async def meet():
+        await green.sleep(0)
+
+    ring = [Channel(1) for _ in range(7)]
+    told = green.par(*(partial(swap, i, ring[i - 1], ring[i]) for i in range(7)), over=pool)
+    assert [value for value, _ in told] == [6, 0, 1, 2, 3, 4, 5]
+    assert len({pid for _, pid in told}) == 3
+    assert [pid for _, pid in told] == sorted((pid for _, pid in told), key=[pid for _, pid in told].index)
+
+
+def test_par_over_a_pool_raises_what_failed_and_ends_the_others(pool):
+    async def fail():
+        raise KeyError("x")
+
+    async def wait_for_ever(ch):
+        await ch.receive()
+
+    with pytest.raises(ExceptionGroup) as told:
+        green.par(partial(wait_for_ever, Channel()), fail, partial(wait_for_ever, Channel()), over=pool)
+    assert [repr(each) for each in told.value.exceptions] == ["KeyError('x')"]
+    assert pool.doit("1 + 1") == 2
+
+
+def test_map_over_a_pool_keeps_the_order_and_every_drone_at_work(pool, tmp_path):
+    met = str(tmp_path / "met")
+
+    async def slow(n):
+        append(met, str(os.getpid()))
+        while len(set(lines(met))) < 3:
+            await green.sleep(0.01 if n % 3 else 0.03)
+        return n, os.getpid()
+
+    told = green.map(slow, range(60), width=5, over=pool)
+    assert [n for n, _ in told] == list(range(60))
+    assert len({pid for _, pid in told}) == 3
+    assert green.map(lambda n: n * n, range(5), over=pool) == [0, 1, 4, 9, 16]
+    assert green.map(slow, [], over=pool) == []
+
+
+def test_map_over_a_pool_is_lazy_and_can_be_left(pool):
+    taken = []
+
+    def items():
+        while True:
+            taken.append(None)
+            yield len(taken)
+
+    async def main():
+        async for value in green.map(lambda n: -n, items(), width=2, over=pool):
+            if value == -20:
+                return
+
+    run(main)
+    assert 20 <= len(taken) <= 20 + 3 * 2 * 4 + 1
+    assert pool.doit("1 + 1") == 2
+
+
+def test_map_over_a_pool_raises_the_error_of_a_call_of_the_items_and_of_a_drone(pool):
+    def bad(n):
+        if n == 7:
+            raise LookupError(n)
+        return n
+
+    def items():
+        yield 1
+        raise ZeroDivisionError
+
+    def die(n):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LookupError, match="7"):
+        green.map(bad, range(100), over=pool)
+    with pytest.raises(ZeroDivisionError):
+        green.map(bad, items(), over=pool)
+    with pytest.raises(poly.DroneDied):
+        green.map(die, range(100), over=pool)
+
+
+def test_what_cannot_be_spread_is_said_to_be_so(pool):
+    async def coro():
+        pass
+
+    with pytest.raises(TypeError, match="takes functions"):
+        green.par(coro(), over=pool)
+    with pytest.raises(TypeError, match="a pool that has drones"):
+        green.par(coro, over=3)
+
+
+# -- items that cannot travel, and other bad input -------------------------------------------------------------
+
+
+class Unopenable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_pickled_is_told_to_its_sender_and_nobody_has_it(pool):
+    async def main():
+        for home in homes(pool):
+            ch = channel_in(home)
+            p = pool.drones[2].promise(receive_n, ch, 1)
+            with pytest.raises(TypeError, match="pickle"):
+                await ch.send(x for x in ())
+            await ch.send("next")
+            assert await p == ["next"]
+
+    run(main)
+
+
+def test_what_cannot_be_unpickled_is_told_to_its_receiver(pool):
+    async def receiver(ch):
+        told = []
+        for _ in range(2):
+            try:
+                told.append(await ch.receive())
+            except ValueError as error:
+                told.append(error.__notes__[0])
+        return told
+
+    async def main():
+        for home in homes(pool):
+            ch = channel_in(home)
+            p = pool.drones[2].promise(receiver, ch)
+            await ch.send(Unopenable())
+            await ch.send("next")
+            assert await p == ["while unpickling an item that another image sent through a channel", "next"]
+
+    run(main)
+
+
+def test_without_a_pool_a_channel_can_go_nowhere():
+    with pytest.raises(RuntimeError, match=r"the local drones of a pool.*on Ray, have no way back"):
+        pickle.dumps(Channel())
+
+
+def test_a_class_derived_from_channel_stays_at_home(pool):
+    class Mine(Channel):
+        pass
+
+    with pytest.raises(TypeError, match="only Channel itself"):
+        pool.doit(print, Mine())
+
+
+def test_an_end_is_claimed_where_the_channel_lives(pool):
+    def claim(ch):
+        ch.claim()
+
+    with pytest.raises(RuntimeError, match="only in the image where it was made"):
+        pool.doit(claim, Channel())
+
+
+def test_a_claimed_end_is_not_given_to_other_images(pool):
+    async def main():
+        ch = Channel()
+        got = green.spawn(receive_n, ch, 4)
+        async with ch.claim("send") as end:
+            p = pool.promise(send_all, ch, ["there", "there"])
+            await end.send("here")
+            await green.sleep(0.05)
+            await end.send("here")
+        await p
+        assert await got == ["here", "here", "there", "there"]
+
+    run(main)
+
+
+def test_who_waits_for_another_image_is_in_no_deadlock(pool):
+    async def slow(ch, begin):
+        await green.sleep(0.2)
+        await ch.send("at last")
+
+    async def main():
+        ch = Channel()
+        p = pool.promise(slow, ch, None)
+        got = await ch.receive()
+        await p
+        return got
+
+    assert green.run(main) == "at last"
+
+
+# -- found by a review -----------------------------------------------------------------------------------------
+
+
+async def both_ways(ch, name, n):
+    sent, got = [], []
+    for i in range(n):
+        chosen, value = await select(ch.receiving(), ch.sending((name, i)), green.after(0.005))
+        if chosen == 0:
+            got.append(value)
+        elif chosen == 1:
+            sent.append((name, i))
+    return sent, got
+
+
+def test_a_select_may_send_and_receive_on_one_channel(pool):
+    async def main():
+        ch = Channel(1)
+        far = [drone.promise(both_ways, ch, drone.name, 300) for drone in pool.drones]
+        here = [green.spawn(both_ways(ch, i, 300)) for i in range(3)]
+        ends = [await each for each in far + here]
+        ch.close()
+        left = [item async for item in ch]
+        sent = [str(item) for sent, _ in ends for item in sent]
+        assert sorted(sent) == sorted(str(item) for got in [left, *(got for _, got in ends)] for item in got)
+
+    run(main)
+
+
+def test_what_an_image_said_before_it_ended_is_heard_by_who_writes_to_it():
+    async def hear(back):
+        async for _ in back:
+            pass
+
+    async def produce(ch, back):
+        from polycephaly.green.far.post import the_post
+
+        green.spawn(hear, back)
+        await ch.send(-1)  # this one asks, and brings credit
+        while not any(peer.credits for peer in the_post().peers.values()):
+            await green.sleep(0.001)
+        for i in range(20):
+            await ch.send(i)
+        while any(peer.sent < peer.queued for peer in the_post().peers.values()):
+            await green.sleep(0.001)
+        os._exit(0)
+
+    async def main(pool):
+        ch, back = Channel(64), Channel(64)
+        ended = os.pidfd_open(pool.drones[0].pid)
+        p = pool.promise(produce, ch, back)
+        got = await receive_n(ch, 3)
+        await back.send("said, and not written yet")
+        select_module.select([ended], [], [])  # a long step: it ends meanwhile
+        os.close(ended)
+        got += await receive_n(ch, 18)
+        assert got == list(range(-1, 20))
+        with suppress(poly.DroneDied):
+            await p
+
+    with poly.Pool(1, output="discard") as pool:
+        run(main, pool)
+
+
+def test_a_select_that_sends_is_told_that_its_item_may_be_lost_with_the_home(pool):
+    def die_at_take():
+        from polycephaly.green.far import peer, words
+
+        peer.OBEYED[words.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    async def main():
+        home, receiver, _ = pool.drones
+        ch = made_in(home)
+        home.doit(die_at_take)
+        got = receiver.promise(receive_n, ch, 1)
+        with pytest.raises(ItemLost):
+            await select(ch.sending("precious"), green.after(30))
+        assert await got == ["precious"]
+
+    run(main)
+
+
+INHERITED = Channel(64)
+INHERITED_SENDER = INHERITED.sender()
+
+
+def test_an_end_from_the_snapshot_goes_with_the_drone_that_used_it():
+    def die():
+        assert not INHERITED_SENDER.put(1)
+        os._exit(3)
+
+    async def main(pool):
+        with suppress(poly.DroneDied):
+            await pool.promise(die)
+        assert await INHERITED.receive() == 1
+        with pytest.raises(ChannelClosed):
+            await receive_all(INHERITED)
+
+    with poly.Pool(1, output="discard") as pool:
+        run(main, pool)
+
+
+def test_an_end_that_has_come_home_outlives_the_drone_where_it_was(pool):
+    async def main():
+        ch = Channel(1)
+        drone = pool.drones[0]
+        end = await drone.promise(lambda end: end, ch.sender())
+        with suppress(poly.DroneDied):
+            await drone.promise(os._exit, 1)
+        await end.send(1)
+        end.close()
+        assert await receive_all(ch) == [1]
+
+    run(main)
+
+
+CREDITED = Channel(64)
+
+
+def test_a_channel_from_the_snapshot_has_credit_and_is_one_with_itself_as_an_argument():
+    async def sends(n):
+        from polycephaly.green.far.post import the_post
+
+        for i in range(n):
+            await CREDITED.send(i)
+        return CREDITED._extra.number in {number for peer in the_post().peers.values() for number in peer.credits}
+
+    async def main(pool):
+        p = pool.promise(sends, 100)
+        assert await receive_n(CREDITED, 100) == list(range(100))
+        assert await p
+        assert await pool.promise(lambda ch: ch is CREDITED, CREDITED)
+
+    with poly.Pool(1, output="discard") as pool:
+        run(main, pool)
+
+
+def test_who_has_no_descriptor_for_a_caller_lets_it_in_later(pool):
+    async def without_descriptors(ready):
+        import resource
+
+        from polycephaly.green.far.post import ACCEPT_AGAIN, the_post
+
+        post, calls = the_post(), []
+        accept = post._accept
+        await ready.send("this opens a connection")
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        post._accept = lambda: (calls.append(monotonic()), accept())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            await ready.send("call me")
+            while len(calls) < 3:
+                await green.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            post._accept = accept
+        return all(later - call >= ACCEPT_AGAIN for call, later in pairwise(calls))
+
+    async def main():
+        home, caller, _ = pool.drones
+        ch, ready = made_in(home), Channel()
+        waits = home.promise(without_descriptors, ready)
+        await receive_n(ready, 2)
+        sent = caller.promise(ch.put, "at last")
+        let_it_rest = await waits
+        assert await ch.receive() == "at last"
+        await sent
+        assert let_it_rest
+
+    run(main)
+
+
+def test_who_calls_a_home_with_a_full_backlog_calls_again():
+    async def send_to(home, address, ch):
+        from polycephaly.green.far import post
+
+        def sleep(seconds):
+            while callers:
+                callers.pop().close()
+            os.kill(home, signal.SIGCONT)
+            real(seconds)
+
+        callers, real = [], post.sleep
+        with suppress(BlockingIOError):
+            while True:
+                callers.append(socket.socket(socket.AF_UNIX))
+                callers[-1].setblocking(False)
+                callers[-1].connect(address)
+        post.sleep = sleep
+        await ch.send("at last")
+
+    async def main(pool):
+        home, caller = pool.drones
+        ch = made_in(home, 1)
+        os.kill(home.pid, signal.SIGSTOP)
+        try:
+            await caller.promise(send_to, home.pid, ch._extra.home, ch)
+        finally:
+            os.kill(home.pid, signal.SIGCONT)
+        assert await ch.receive() == "at last"
+
+    with poly.Pool(2, output="discard") as pool:
+        run(main, pool)
+
+
+def test_who_first_calls_a_home_that_was_killed_just_now_is_told_that():
+    async def send_to(home, ch):
+        ended = os.pidfd_open(home)
+        os.kill(home, signal.SIGKILL)
+        select_module.select([ended], [], [])
+        os.close(ended)
+        await ch.send("too late")
+
+    async def main(pool):
+        home, caller = pool.drones
+        ch = made_in(home)
+        with pytest.raises(ChannelClosed, match="was killed by SIGKILL"):
+            await caller.promise(send_to, home.pid, ch)
+
+    with poly.Pool(2, output="discard") as pool:
+        run(main, pool)
+
+
+def test_a_drone_gives_a_channel_on_that_it_has_from_the_snapshot_and_has_not_used(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import polycephaly as poly
+from polycephaly import green
+
+plain = green.Channel()
+
+def below():
+    with poly.Drone() as mine:
+        return mine.promise(lambda: plain.put("from below")).value
+
+if __name__ == "__main__":
+    with poly.Pool(1) as pool:
+        p = pool.promise(below)
+        print(plain.get(), p.value)
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", "from below None\n")

@@ -1,0 +1,830 @@
+"""Pores: one owner, the same pages for all, messages to the owner, and an end that everybody hears of."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import threading
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from census import alive
+from greens import run
+from scripts import output_of
+
+import polycephaly as poly
+from polycephaly import green
+from polycephaly.pores import Message
+from polycephaly.pores.frames import HEAD, MOST, TOLD
+from polycephaly.pores.porter import porter
+
+np = pytest.importorskip("numpy")
+
+
+@pytest.fixture(autouse=True)
+def no_pore_is_left():
+    yield
+    gc.collect()
+    thread = porter._thread
+    if thread is not None:
+        thread.join(10)
+    assert porter._thread is None
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+def fill(pore, row):
+    pore.array[row] = row
+    return os.getpid()
+
+
+def tell_all(pore, messages):
+    for each in messages:
+        pore.tell(each)
+
+
+def tell_until_full(pore):
+    """By the owner, who does not receive meanwhile."""
+    told = 0
+    while True:
+        stopped = pore._desk.stopped  # nothing more is read from the senders' buffers
+        if pore.tell(told, wait=False):
+            told += 1
+        elif stopped:
+            return told
+
+
+def told_by(pore):
+    """What is told, until somebody says that it is enough."""
+    told = []
+    for message in pore:
+        if message.value == "enough":
+            return told
+        told.append(message)
+    raise AssertionError("closed")
+
+
+def error_of(fn, *args):
+    try:
+        return fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# -- the same pages --------------------------------------------------------------------------------------
+
+
+def test_what_one_writes_all_see(pool):
+    with poly.Pore((4, 1000), "i4") as pore:
+        assert pore.array.shape == (4, 1000) and pore.array.dtype == "i4" and not pore.array.any()
+        pids = list(pool.map(fill, [pore] * 4, range(4)))
+        assert os.getpid() not in pids
+        assert pore.array.sum(axis=1).tolist() == [0, 1000, 2000, 3000]
+        pore.array[:] = 7
+        assert pool.doit(lambda: int(pore.array.sum())) == 7 * 4000
+
+
+def test_a_pore_without_a_type_is_bytes(pool):
+    with poly.Pore(10) as pore:
+        pool.doit(lambda: pore.memory.__setitem__(slice(2, 5), b"abc"))
+        assert bytes(pore.memory) == b"\0\0abc\0\0\0\0\0" and pore.nbytes == len(pore.memory) == 10
+        assert pore.array.tolist() == list(pore.memory)
+
+
+def test_however_it_arrives_it_is_the_same_one(pool):
+    with poly.Pore(10) as pore:
+        assert pool.doit(lambda p, nested: p is pore is nested[0]["pore"], pore, [{"pore": pore}]) is True
+        assert pool.doit(lambda: pore) is pore
+        assert pickle.loads(pickle.dumps(pore)) is pore
+
+
+def test_a_drone_owns_one_and_others_look_at_it():
+    with poly.Drone() as owner, poly.Drone() as other:
+        owner.doit("import polycephaly as poly; pore = poly.Pore(8, 'i8', name='counts')")
+        pore = owner["pore"]
+        assert pore.owner == owner.pid and pore.name == "counts"
+        pore.array[0] = 5
+        other.doit(fill, pore, 1)
+        assert owner.doit("pore.array[:3].tolist()") == [5, 1, 0]
+        pore.tell("from here")
+        assert other.doit(pore.tell, "from there") is True
+        told = owner.doit(lambda pore: [pore.get()[:3], pore.get()[:3]], pore)
+        assert told == [("MainProcess", "told", "from here"), (other.name, "told", "from there")]
+
+
+def test_a_spawned_drone_looks_at_it_too():
+    with poly.Pore(4, "i8") as pore, poly.Drone(start="spawn") as drone:
+        assert drone.doit(put_and_tell, pore) is True
+        assert pore.get(30).value == pore.name and pore.array[2] == 6
+
+
+def put_and_tell(pore):
+    pore.array[2] = 6
+    return pore.tell(pore.name)
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+def test_the_owner_is_told_who_wrote_how_much_and_where(pool):
+    with poly.Pore(100) as pore:
+        pool.doit(lambda: pore.write(10, b"abc") and pore.write(20, np.arange(3, dtype="i4")) and pore.tell({"a": 1}))
+        first, second, third = (pore.get(30) for _ in range(3))
+        assert first == Message(first.sender, "wrote", None, 10, 3)
+        assert second[1:] == ("wrote", None, 20, 12)
+        assert third[1:] == ("told", {"a": 1}, 0, 0)
+        assert first.sender in {drone.name for drone in pool.drones}
+        assert bytes(pore.memory[10:13]) == b"abc" and bytes(pore.memory[20:32]) == bytes(np.arange(3, dtype="i4"))
+
+
+def test_each_senders_messages_come_in_its_order_and_each_once(pool):
+    with poly.Pore(1) as pore:
+        done = [pool.promise(tell_all, pore, range(start, start + 5000)) for start in (0, 10_000)]
+        values = [pore.get(30).value for _ in range(10_000)]
+        assert [value for value in values if value < 10_000] == list(range(5000))
+        assert [value for value in values if value >= 10_000] == list(range(10_000, 15_000))
+        assert [each.value for each in done] == [None, None]
+
+
+def test_plain_code_green_threads_and_asyncio_receive(pool):
+    async def received(pore, done):
+        told = []
+        async for message in pore:
+            told.append(message.value)
+            if message.value == 999:
+                await done
+                pore.close()
+        return told
+
+    def plain(pore, done):
+        told = []
+        for message in pore:
+            told.append(message.value)
+            if message.value == 999:
+                done.result()
+                pore.close()
+        return told
+
+    for receive in (
+        plain,
+        lambda pore, done: run(received, pore, done),
+        lambda pore, done: asyncio.run(received(pore, done)),
+    ):
+        pore = poly.Pore(1)
+        done = pool.promise(tell_all, pore, range(1000))
+        assert receive(pore, done) == list(range(1000))
+
+
+def test_a_green_driver_lets_the_others_have_turns():
+    async def main():
+        turns = 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await green.sleep(0)
+
+        with poly.Pore(1) as pore:
+            beside = green.spawn(other)
+            for _ in range(10):
+                for n in range(100):
+                    pore.tell(n)
+                for n in range(100):
+                    assert (await pore.receive()).value == n
+            beside.cancel()
+            return turns
+
+    assert run(main) > 5
+
+
+def test_a_driver_that_is_cancelled_loses_nothing():
+    async def main():
+        with poly.Pore(1) as pore:
+            driver = green.spawn(pore.receive)
+            await green.sleep(0)
+            driver.cancel()
+            with pytest.raises(CancelledError):
+                await driver
+            await green.call(pore.tell, "still there")
+            return (await pore.receive()).value
+
+    assert run(main) == "still there"
+
+
+def test_a_driver_that_is_cancelled_wherever_it_is_has_no_message_in_hand():
+    async def main():
+        with poly.Pore(1) as pore:
+            for n in range(200):
+                pore.tell(n)
+            got = []
+
+            async def driver():
+                while True:
+                    got.append((await pore.receive()).value)
+
+            while len(got) < 200:
+                thread = green.spawn(driver)
+                await green.sleep(0)
+                thread.cancel()
+                with pytest.raises(CancelledError):
+                    await thread
+            return got
+
+    assert run(main) == list(range(200))
+
+
+def test_plain_get_does_not_stop_the_green_threads():
+    async def main():
+        with poly.Pore(1) as pore, pytest.raises(RuntimeError, match=r"use `await pore\.receive\(\)`"):
+            pore.get()
+
+    run(main)
+
+
+def test_threads_that_begin_to_use_it_together_share_one_connection():
+    with poly.Drone() as owner:
+        for _ in range(20):
+            owner.doit("import polycephaly as poly; pore = poly.Pore(1)")
+            pore = owner["pore"]
+            together = threading.Barrier(8)
+            threads = [green.spawn(tell_together, pore, together) for _ in range(8)]
+            for each in threads:
+                each.result(30)
+            assert owner.doit("[pore.get().value for _ in range(8)], len(pore._desk.members)") == ([1] * 8, 1)
+
+
+def tell_together(pore, together):
+    together.wait(30)
+    pore.tell(1)
+
+
+def test_a_wait_has_a_limit():
+    with poly.Pore(1, name="quiet") as pore:
+        with pytest.raises(TimeoutError, match=r"nothing was told to the pore 'quiet' within 0\.01 s"):
+            pore.get(0.01)
+        assert not pore._desk.waiting
+
+
+def test_what_cannot_be_unpickled_is_that_messages_error_only():
+    with poly.Pore(1) as pore:
+        pore.tell(_Bad())
+        pore.tell("good")
+        with pytest.raises(ValueError, match="not here"):
+            pore.get()
+        assert pore.get().value == "good"
+
+
+class _Bad:
+    def __reduce__(self):
+        return _raise, ()
+
+
+def _raise():
+    raise ValueError("not here")
+
+
+# -- credit ----------------------------------------------------------------------------------------------
+
+
+def test_who_tells_waits_for_room_or_is_told_that_there_is_none():
+    with poly.Pore(1) as pore:
+        told = tell_until_full(pore)
+        assert told > 1000
+        waits = green.spawn(tell_all, pore, ["later", "enough"])  # on a native thread
+        assert pore.tell("now", wait=False) is False
+        assert [message.value for message in told_by(pore)] == [*range(told), "later"]
+        assert waits.value is None
+
+
+def test_green_code_does_not_wait_where_it_would_stop_all():
+    async def main():
+        with poly.Pore(1, name="slow") as pore:
+            told = tell_until_full(pore)
+            with pytest.raises(RuntimeError, match=r"no room .* pore 'slow'.*await green\.call\(pore\.tell"):
+                pore.tell("in a step")
+            teller = green.spawn(tell_in_call, pore)
+            values = [(await pore.receive()).value for _ in range(told + 1)]
+            await teller
+            return values == [*range(told), "in a call"]
+
+    assert run(main)
+
+
+async def tell_in_call(pore):
+    return await green.call(pore.tell, "in a call")
+
+
+def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(pool):
+    with poly.Pore(1) as pore:
+        blocked = [pool.promise(tell_large, pore) for _ in range(2)]  # there is no room for all of these
+        while not pore._desk.stopped:
+            os.sched_yield()
+        assert all(each.cancel() for each in blocked)
+        last = pool.everywhere(lambda: pore.tell("enough"))
+        values = [message.value for message in told_by(pore)]
+        values += [message.value for message in told_by(pore)]
+        assert set(values) == {"x" * (MOST - 100)}
+        assert [each.value for each in last] == [True, True]
+
+
+def tell_large(pore):
+    while True:
+        pore.tell("x" * (MOST - 100))
+
+
+# -- closing ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_told_before_the_close_is_received_and_then_no_more(pool):
+    pore = poly.Pore(1, name="short")
+    pool.doit(tell_all, pore, range(300))
+    pore.close()
+    assert [message.value for message in pore] == list(range(300))
+    with pytest.raises(poly.PoreClosed, match=rf"pore 'short' is closed: its owner, process {os.getpid()} \(MainP"):
+        pore.get()
+    assert pore.closed and "closed" in repr(pore)
+    for use in (lambda: pore.memory, lambda: pore.array, lambda: pore.tell(1), lambda: pore.write(0, b"x")):
+        with pytest.raises(poly.PoreClosed):
+            use()
+    pore.close()
+
+
+def test_a_holder_is_told_at_its_next_operation_what_and_whose_it_was(pool):
+    pore = poly.Pore(4, "i8", name="prices")
+    for each in pool.everywhere(lambda: pore.array[0]):
+        each.result()
+    pore.close()
+    list(pore)  # until it is
+    said = pool.everywhere(lambda: [error_of(getattr, pore, "array"), error_of(pore.tell, 1), pore.closed])
+    text = f"PoreClosed: the pore 'prices' is closed: its owner, process {os.getpid()} (MainProcess), has closed it"
+    assert [each.value for each in said] == [[text, text, True]] * 2
+
+
+def test_mapped_after_the_close_it_says_what_and_whose_it_was():
+    pore = poly.Pore(4, name="gone")
+    pore.close()
+    list(pore)
+    with poly.Drone() as drone:
+        promise = drone.promise(lambda: pore.memory[0])
+        with pytest.raises(poly.PoreClosed, match=r"the pore 'gone' is closed: its owner, process \d+") as caught:
+            promise.result()
+    assert (caught.value.pore, caught.value.owner, caught.value.ended) == ("gone", os.getpid(), False)
+
+
+def test_who_waits_in_the_owner_is_told_of_the_close():
+    pore = poly.Pore(1)
+    waiting = green.spawn(lambda: [message.value for message in pore])
+    async_waiting = green.spawn(pore.receive)
+    while len(pore._desk.waiting) < 2:
+        os.sched_yield()
+    pore.close()
+    assert waiting.result(30) == []
+    assert isinstance(async_waiting.exception(30), poly.PoreClosed)
+
+
+def test_who_waits_for_room_is_told_of_the_close(pool):
+    pore = poly.Pore(1)
+    waits = [pool.promise(tell_for_ever, pore) for _ in range(2)]
+    while not pore._desk.stopped:
+        os.sched_yield()
+    pore.close()
+    assert [str(each.exception(30)) for each in waits] == [str(pore._home.closed(ended=False))] * 2
+    assert {message.value for message in pore} == {"x" * 1000}
+
+
+def tell_for_ever(pore):
+    while True:
+        pore.tell("x" * 1000)
+
+
+def test_views_stay_what_they_are_when_the_pore_is_closed(pool):
+    pore = poly.Pore((2, 3), "i8")
+    mine = pore.array
+    fill(pore, 1)
+    pore.close()
+    del pore
+    gc.collect()
+    assert mine.tolist() == [[0, 0, 0], [1, 1, 1]]
+    mine[0] = 9
+    assert mine.sum() == 30
+
+
+def test_the_loss_of_the_owners_last_reference_closes_it(pool):
+    pore = poly.Pore(4)
+    keep = pool.promise(hold, pore)
+    keep.result()
+    del pore
+    gc.collect()
+    thread = porter._thread
+    if thread is not None:
+        thread.join(30)
+    said = [each.value for each in pool.everywhere(let_go)]
+    assert sorted(said) == [[], [True]]
+
+
+held: list[poly.Pore] = []
+
+
+def hold(pore):
+    held.append(pore)
+    return bytes(pore.memory)
+
+
+def let_go():
+    closed = [each.closed for each in held]
+    held.clear()
+    return closed
+
+
+def hold_again():
+    return error_of(hold, held[0])
+
+
+# -- deaths ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, "os._exit", "release"])
+def test_the_owners_end_is_told_to_all_who_hold_it(how):
+    with poly.Drone(name="other") as other:
+        owner = poly.Drone(name="owner")
+        owner.doit("import polycephaly as poly; pore = poly.Pore((2, 100), 'i8', name='table')")
+        pore = owner["pore"]
+        fill(pore, 1)
+        view = pore.array
+        other.doit(hold, pore)
+        waits = green.spawn(tell_for_ever, pore)  # on a native thread
+        pid = owner.pid
+        if how == signal.SIGKILL:
+            os.kill(pid, signal.SIGKILL)
+        elif how == "os._exit":
+            owner.promise(os._exit, 3).exception()
+        else:
+            owner.release()
+        text = f"the pore 'table' is closed: its owner, process {pid} (owner), has ended"
+        assert str(waits.exception(30)) == text
+        for use in (lambda: pore.array, lambda: pore.tell(1), lambda: pore.write(0, b"x"), lambda: pore.memory):
+            with pytest.raises(poly.PoreClosed) as caught:
+                use()
+            assert str(caught.value) == text and caught.value.ended
+        assert other.doit(hold_again) == f"PoreClosed: {text}"
+        owner.release()
+        with poly.Drone() as late:
+            assert late.doit(error_of, hold, pore) == f"PoreClosed: {text}"
+        assert view.sum() == 100  # what was handed out is still there
+
+
+def test_a_holders_death_frees_its_place_and_changes_nothing_else(pool):
+    with poly.Pore(8) as pore:
+        with poly.Pool(2, on_death="replace") as mortal:
+            pool.doit(fill, pore, 1)
+            for _ in range(5):
+                assert isinstance(mortal.promise(tell_and_die, pore).exception(), poly.DroneDied)
+            told = [pore.get(30).value for _ in range(5)]
+            assert told == ["last words"] * 5
+            mortal.doit(fill, pore, 2)
+        pool.doit(tell_all, pore, ["enough"])
+        assert told_by(pore) == []
+        assert list(pore.memory[:3]) == [0, 1, 2]
+        assert len(pore._desk.members) <= 2 + 2
+
+
+def tell_and_die(pore):
+    pore.tell("last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- forks -----------------------------------------------------------------------------------------------
+
+
+def test_a_drone_forked_from_the_owner_is_a_holder():
+    with poly.Pore(8, name="forked") as pore:
+        pore.array[0] = 4
+        with poly.Drone() as drone:
+            assert drone.doit(use_inherited, pore) == [4, 5, True]
+            said = drone.doit(error_of, pore.get)
+            assert said.startswith(f"RuntimeError: `get` is for the owner of the pore 'forked', process {os.getpid()}")
+            drone.doit(pore.close)
+        assert pore.get(30).value == "from the child"
+        assert pore.array[1] == 5 and not pore.closed
+
+
+def use_inherited(pore):
+    pore.array[1] = 5
+    return [int(pore.array[0]), int(pore.array[1]), pore.tell("from the child")]
+
+
+def test_a_drone_forked_from_a_holder_is_a_holder_of_its_own():
+    with poly.Pore(8) as pore, poly.Drone() as middle:
+        middle.doit(hold, pore)
+        assert middle.doit(tell_from_below) is None
+        first, second = pore.get(30), pore.get(30)
+        assert {first.value, second.value} == {"below", "middle"} and first.sender != second.sender
+
+
+def tell_below():
+    held[0].tell("below")
+
+
+def tell_from_below():
+    with poly.Drone() as below:
+        below.doit(tell_below)
+    held[0].tell("middle")
+
+
+def test_a_plain_forks_child_neither_closes_it_nor_keeps_it_open():
+    pore = poly.Pore(8)
+    come, go = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.close(go)
+            pore.array[0] = 3
+            pore.tell("child")
+            os.read(come, 1)  # the parent has closed it
+            status = 0 if error_of(pore.tell, 1).startswith("PoreClosed") and pore.closed else 2
+        finally:
+            os._exit(status)
+    os.close(come)
+    assert pore.get(30).value == "child"
+    assert pore.array[0] == 3
+    pore.close()
+    list(pore)
+    os.close(go)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# -- who may -----------------------------------------------------------------------------------------------
+
+
+def connect(pore, hello):
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.settimeout(30)
+    end.connect("\0" + pore._home.address)
+    end.sendall(hello)
+    return end
+
+
+def test_who_does_not_know_the_secret_is_not_let_in_and_nothing_of_his_is_opened():
+    with poly.Pore(8) as pore:
+        frame = pickle.dumps(_Bad())
+        for hello in (b"x" * 16 + b"name", b"x", HEAD.pack(TOLD, len(frame), 0) + frame):
+            with connect(pore, hello) as end:
+                try:
+                    assert end.recv(1) == b""
+                except ConnectionResetError:
+                    pass
+        pore.tell("good")
+        assert pore.get().value == "good"
+
+
+@pytest.mark.parametrize("frame", [HEAD.pack(9, 0, 0), HEAD.pack(TOLD, MOST + 1, 0), os.urandom(1000)])
+def test_a_malformed_frame_is_dropped_and_harms_nobody_else(frame, caplog):
+    with poly.Pore(8) as pore, connect(pore, pore._home.secret + b"odd one") as end:
+        _, fds, _, _ = socket.recv_fds(end, 1, 1)
+        os.close(fds[0])
+        end.sendall(frame)
+        while "odd one" not in caplog.text:
+            try:
+                pore.get(0.01)
+            except TimeoutError:
+                pass
+        pore.tell("good")
+        assert pore.get(30).value == "good"
+
+
+def test_a_pore_does_not_go_to_a_served_pool(pool, tmp_path):
+    card = tmp_path / "pool.json"
+    with poly.Pore(8, name="here") as pore, poly.serve(pool, file=card), poly.connect(card) as remote:
+        promise = remote.promise(len, [pore])
+        with pytest.raises(TypeError, match="the pore 'here' is for images of this machine"):
+            promise.result()
+
+
+def test_a_pore_of_another_machine_says_so():
+    with poly.Pore(8, name="far") as pore:
+        elsewhere = poly.Pore.__new__(poly.Pore)
+        elsewhere._set(replace(pore._home, address="none", machine="another"), (8,), None, 8)
+        with pytest.raises(RuntimeError, match="the pore 'far' is in the memory of another machine, in MainProcess"):
+            elsewhere.tell(1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "said"),
+    [
+        (0, None, ValueError, "a pore of the shape 0 would hold nothing"),
+        (-1, None, ValueError, "a pore of the shape -1 would hold nothing"),
+        ((3, 0), "i4", ValueError, r"a pore of the shape \(3, 0\) would hold nothing"),
+        ((), "i4", TypeError, r"a number of items, or a tuple of such, not \(\)"),
+        ("10", None, TypeError, "not '10'"),
+        (True, None, TypeError, "not True"),
+        (1.5, None, TypeError, "not 1.5"),
+        ((1 << 20, 1 << 30), "i8", MemoryError, "a pore of 9,007,199,254,740,992 bytes is more than half of this mach"),
+        (3, object, TypeError, "a pore cannot hold object"),
+        (3, "no such type", TypeError, "no such type"),
+    ],
+)
+def test_what_cannot_be_its_shape_is_told(shape, dtype, error, said):
+    with pytest.raises(error, match=said):
+        poly.Pore(shape, dtype)
+
+
+def test_a_pore_for_which_there_is_no_descriptor_leaves_nothing_behind():
+    told = output_of("""
+        import os, resource
+        import polycephaly as poly
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        from polycephaly.pores.porter import porter
+
+        before = descriptors()
+        poly.Pore(1).close()
+        while porter._thread is not None:
+            os.sched_yield()
+        print(descriptors() == before)
+        for more in range(5):  # it needs four, and then the porter has to accept
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            try:
+                poly.Pore(1)
+            except OSError as error:
+                print(error.strerror)
+        resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)
+        while descriptors() > before:
+            os.sched_yield()
+        with poly.Pore(1) as pore:
+            pore.tell("again")
+            print(pore.get().value)
+    """)
+    first, *errors, last = told.splitlines()
+    assert (first, set(errors), last) == ("True", {"Too many open files"}, "again")
+
+
+def test_who_finds_no_descriptor_left_with_the_owner_waits_until_there_is_one():
+    told = output_of("""
+        import os, resource
+        import polycephaly as poly
+
+        with poly.Drone() as drone, poly.Pore(1) as pore:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            drone.doit(int)
+            taken = [os.dup(0) for _ in range(64)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
+            telling = drone.promise(pore.tell, "late")
+            from polycephaly.pores.porter import porter
+            while not porter._turned_away:
+                os.sched_yield()
+            os.close(taken.pop())
+            print(pore.get(30).value, telling.value)
+    """)
+    assert told == "late True\n"
+
+
+def tell_with_no_descriptor_left_but(free, pore):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0) for _ in range(64)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
+    try:
+        for _ in range(free):
+            os.close(taken.pop())
+        pore.tell("too early")
+    except OSError as error:
+        return error.strerror
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_who_has_no_descriptor_left_itself_is_told_and_may_try_again(free):
+    with poly.Drone() as drone, poly.Pore(1, name="mine") as pore:
+        drone.doit(int)
+        told = drone.doit(tell_with_no_descriptor_left_but, free, pore)
+        assert told == "Too many open files" or "no file descriptor is left for the memory of the pore 'mine'" in told
+        drone.doit(pore.tell, "now")
+        assert pore.get(10).value == "now"
+
+
+def test_what_is_not_inside_or_too_large_is_told():
+    with poly.Pore(8, name="small") as pore:
+        for offset, data in ((-1, b"x"), (8, b"x"), (0, b"x" * 9)):
+            with pytest.raises(ValueError, match="not inside the pore 'small' of 8"):
+                pore.write(offset, data)
+        with pytest.raises(ValueError, match="told to the pore 'small', which takes 32,000"):
+            pore.tell(bytes(MOST))
+        with pytest.raises(TypeError, match="the name of a pore is a string, not 5"):
+            poly.Pore(8, name=5)
+
+
+# -- all at once -------------------------------------------------------------------------------------------
+
+
+def count_up(pore, cell, start):
+    """Writes a number, tells it, and the next."""
+    numbers = pore.array
+    n = start
+    while True:
+        n += 1
+        numbers[cell] = n
+        pore.tell((cell, n))
+
+
+def test_writers_killed_at_random_lose_no_more_than_what_they_were_about_to_tell():
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    dice = random.Random(seed)
+
+    def hear():
+        cell, n = pore.get(30).value
+        assert n == last[cell] + 1, "lost, doubled or out of order"
+        last[cell] = n
+
+    with poly.Pore(3, "i8") as pore, ExitStack() as living:
+        drones = [living.enter_context(poly.Drone()) for _ in range(3)]
+        counting = [drone.promise(count_up, pore, cell, 0) for cell, drone in enumerate(drones)]
+        last = [0, 0, 0]
+        for _ in range(10):
+            for _ in range(dice.randrange(1, 400)):
+                hear()
+            cell = dice.randrange(3)
+            os.kill(drones[cell].pid, signal.SIGKILL)
+            assert isinstance(counting[cell].exception(30), poly.DroneDied)
+            while drones[cell].name in [member.name for member in list(pore._desk.members.values())]:
+                hear()  # the others go on telling
+            while pore._desk.has_some():
+                hear()
+            assert last[cell] in (int(pore.array[cell]), int(pore.array[cell]) - 1)
+            last[cell] = pore.array[cell] = 0
+            drones[cell] = living.enter_context(poly.Drone())
+            counting[cell] = drones[cell].promise(count_up, pore, cell, 0)
+        for drone in drones:
+            drone.kill()
+
+
+def tell_until_closed(pore, who, large):
+    """How many were told."""
+    for n in itertools.count():
+        try:
+            pore.tell((who, n, "x" * large))
+        except poly.PoreClosed:
+            return n
+    raise AssertionError
+
+
+def test_closed_at_a_random_moment_every_tell_was_received_or_refused(pool):
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    dice = random.Random(seed)
+    for _ in range(15):
+        large = dice.choice([1, 100, 30_000])
+        pore = poly.Pore(1)
+        tellers = {who: pool.promise(tell_until_closed, pore, who, large) for who in ("a", "b")}
+        tellers["here"] = green.spawn(tell_until_closed, pore, "here", large)
+        tellers["there"] = green.spawn(tell_until_closed, pore, "there", large)
+        values = [pore.get(30).value for _ in range(dice.randrange(1, 200))]
+        pore.close()
+        values += [message.value for message in pore]
+        told = {who: [n for name, n, _ in values if name == who] for who in tellers}
+        for who, numbers in told.items():
+            assert numbers == list(range(tellers[who].result(30))), (who, large)
+
+
+def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    dice = random.Random(seed)
+    with poly.Pool(2) as writers:
+        for _ in range(6):
+            owner = poly.Drone()
+            owner.doit("import polycephaly as poly; pore = poly.Pore(3, 'i8')")
+            pore = owner["pore"]
+            if dice.random() < 0.5:
+                owner.promise("for message in pore: pass")  # else nobody receives, and all will wait for room
+            counting = [writers.promise(count_up, pore, cell, 0) for cell in range(2)]
+            here = threading.Thread(target=error_of, args=(count_up, pore, 2, 0))
+            here.start()
+            until = dice.randrange(1, 100)
+            while min(pore.array) < until and not all(each.done() for each in counting):
+                os.sched_yield()
+            os.kill(owner.pid, signal.SIGKILL)
+            assert [type(each.exception(30)) for each in counting] == [poly.PoreClosed] * 2
+            here.join(30)
+            assert not here.is_alive() and pore.closed
+            owner.kill()
+            assert not alive(owner.pid)

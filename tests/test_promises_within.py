@@ -1,0 +1,167 @@
+"""A promise anywhere in the lists, tuples and dicts of a call's arguments is waited for, and arrives as its value."""
+
+import operator
+import threading
+
+import pytest
+
+import polycephaly as poly
+from polycephaly import Promise
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with poly.Pool(2) as pool:
+        yield pool
+
+
+def echo(*args, **kwargs):
+    return args, kwargs
+
+
+def test_promises_at_any_depth_arrive_as_values(pool):
+    a, b, c = pool.promise(pow, 2, 3), pool.promise(str.upper, "b"), Promise()
+    p = pool.promise(echo, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})
+    c.set_result(None)
+    assert p.value == (([8, ("B", {"c": [None, 1], "a": 8})], 7, None), {"key": {"deep": ([[[None]]],)}})
+
+
+def test_deeper_than_python_would_like(pool):
+    nested = inner = Promise()
+    for _ in range(60):
+        nested = [nested]
+    inner.set_result("found")
+    (found,), _ = pool.promise(echo, nested).value
+    for _ in range(60):
+        (found,) = found
+    assert found == "found"
+
+
+def test_what_is_one_object_in_the_arguments_is_one_there(pool):
+    p = pool.promise("[]")
+    row = [p]
+    same = pool.promise(lambda a, b, c: (a is b, a[0] is c, b[0] is c), row, row, p)
+    assert same.value == (True, True, True)
+
+
+def test_a_list_that_contains_itself_is_no_trap(pool):
+    ring = [pool.promise(abs, -1)]
+    ring.append(ring)
+    assert pool.promise(lambda ring: (ring[0], ring[1] is ring), ring).value == (1, True)
+
+
+def test_a_list_is_captured_at_the_call_with_promises_in_it_too(pool):
+    late, other = Promise(), Promise()
+    row = [late, "then"]
+    p = pool.promise(list, row)
+    row[0], row[1] = other, "now"
+    late.set_result(1)
+    assert p.value == [1, "then"]
+
+
+def test_functions_that_travel_by_value_may_be_in_it_too(pool):
+    p = pool.promise(lambda fs: [f(2) for f in fs], [lambda x, y=3: x * y, Promise()][:1])
+    assert p.value == [6]
+    three = pool.promise(abs, -3)
+    assert pool.promise(lambda pair: pair[0](pair[1]), (lambda x: x + 1, three)).value == 4
+
+
+def test_submit_map_and_everywhere_take_them_too(pool):
+    one, two = pool.promise(abs, -1), pool.promise(abs, -2)
+    assert pool.submit(sum, [one, two]).result() == 3
+    assert list(pool.map(sum, [[one, two], [1, 2], (two, two)])) == [3, 3, 4]
+    assert list(pool.map(operator.add, [[one], [3]], [[two], [4]])) == [[1, 2], [3, 4]]
+    assert [p.value for p in pool.everywhere(dict, {"one": one})] == [{"one": 1}] * 2
+
+
+def test_drones_and_served_pools_take_them_too(pool, tmp_path):
+    late = Promise()
+    with poly.Drone() as drone:
+        there = drone.promise(sum, [late, pool.promise(abs, -1)])
+        with poly.serve(pool, file=tmp_path / "card.json"), poly.connect(tmp_path / "card.json") as remote:
+            mine = remote.promise(echo, [late, {"x": remote.promise(abs, -5)}], late)
+            late.set_result(10)
+            assert mine.value == (([10, {"x": 5}], 10), {})
+        assert there.value == 11
+
+
+def test_large_values_go_through_shared_memory_as_ever(pool):
+    big = pool.promise(bytes, 1 << 20)
+    assert pool.promise(lambda parts: sum(map(len, parts)), [big, b"x" * (1 << 18), big]).value == (2 << 20) + (1 << 18)
+
+
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [
+        ("a set", lambda p: [{p}]),
+        ("a key", lambda p: {p: 1}),
+        ("a subclass", lambda p: type("Row", (list,), {})([p])),
+        ("an object", lambda p: [Holder(p)]),
+    ],
+)
+def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(pool, what, make):
+    error = pool.promise(echo, make(Promise())).exception(10)
+    assert isinstance(error, TypeError), what
+    assert "lists, tuples and values of dicts" in str(error)
+    assert "argument 0" in error.__notes__[0]
+
+
+class Holder:
+    def __init__(self, promise):
+        self.promise = promise
+
+
+def test_an_object_by_itself_or_a_function_that_captured_one_is_refused(pool):
+    p = Promise()
+    for work in (lambda: pool.promise(echo, Holder(p)), lambda: pool.promise(lambda: p)):
+        error = work().exception(10)
+        assert isinstance(error, TypeError) and "a promise cannot be pickled" in str(error)
+
+
+def test_initargs_take_values_only():
+    with pytest.raises(TypeError, match="initargs"):
+        poly.Pool(1, initializer=print, initargs=(Promise(),))
+
+
+def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
+    error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(10)
+    assert isinstance(error, TypeError) and "argument 1, a list" in error.__notes__[0]
+
+
+def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
+    inner, outer = Promise(), Promise()
+    waits = [pool.promise(echo, outer), pool.promise(echo, [outer])]
+    outer.set_result([inner])
+    assert all(isinstance(p.exception(10), TypeError) for p in waits)
+    assert pool.doit(abs, -1) == 1
+
+
+# -- a path that falls ----------------------------------------------------------------------------------------
+
+
+def test_a_long_path_is_rejected_with_one_error_and_one_note_that_names_the_first(pool):
+    first = Promise()
+    p = bad = pool.promise(lambda x: 1 // x, first)
+    for _ in range(3000):
+        p = pool.promise(abs, [p] and p)
+    first.set_result(0)
+    error = p.exception(30)
+    assert isinstance(error, ZeroDivisionError) and error is bad.exception()
+    notes = [note for note in error.__notes__ if "promise" in note]
+    assert len(notes) == 1 and "<lambda> #" in notes[0]
+
+
+def test_a_wide_and_deep_graph_falls_as_one(pool):
+    first = Promise()
+    layer = [pool.promise(abs, first) for _ in range(30)]
+    for _ in range(40):
+        layer = [pool.promise(max, a, b) for a, b in zip(layer, layer[1:] + layer[:1], strict=True)]
+    first.set_exception(KeyError("seed"))
+    assert {type(p.exception(30)) for p in layer} == {KeyError}
+
+
+def test_a_cancelled_input_is_named(pool):
+    late = pool.promise(abs, Promise())
+    p = pool.promise(abs, late)
+    assert late.cancel()
+    assert "abs #" in str(p.exception(10)) and "was cancelled" in str(p.exception())

@@ -1,0 +1,492 @@
+"""What only an engine on a cluster has: its ends, its errors, its placement, values that pass the controller by."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from engines import DIFFERENCES, on_ray, poly
+from faults import append, lines, wait_for
+from scripts import Script, run_script
+
+from polycephaly import green
+
+NUMBERS = 4_000_000
+
+
+def make(size):
+    return bytearray(size)
+
+
+@pytest.fixture(scope="module")
+def pool(engine):
+    with poly.Pool(2, output="discard") as pool:
+        yield pool
+
+
+def gone(pid):
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_every_known_difference_is_in_the_documentation():
+    page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    assert [each for each in DIFFERENCES if each not in page] == []
+
+
+# -- where there is no Ray, or none that answers ----------------------------------------------------------
+
+
+def test_without_ray_one_line_names_the_extra():
+    done = run_script("""
+        import sys
+        sys.modules["ray"] = None  # as if it were not installed
+        import polycephaly as poly
+        try:
+            poly.Pool(2, engine="ray")
+        except ImportError as error:
+            print(error)
+    """)
+    assert "pip install 'polycephaly[ray]'" in done.stdout and done.stdout.count("\n") == 1, done.stderr
+
+
+def test_an_engine_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match="'dask'"):
+        poly.Pool(1, engine="dask")
+    with pytest.raises(TypeError, match="num_cpus"):
+        poly.Pool(1, num_cpus=2)
+
+
+def test_a_cluster_that_does_not_answer_is_named_within_ten_seconds():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import time
+        import polycephaly as poly
+        began = time.monotonic()
+        try:
+            poly.Pool(1, engine="ray", address="127.0.0.1:1")
+        except ConnectionError as error:
+            print(error, time.monotonic() - began < 10, sep="\\n")
+    """
+    )
+    told = done.stdout.splitlines()
+    assert "127.0.0.1:1" in told[0] and told[1:] == ["True"], done.stderr
+
+
+@on_ray
+def test_what_no_node_has_is_said_at_once_with_what_there_is():
+    with pytest.raises(ValueError, match=r"unobtainium.*CPU"):
+        poly.Pool(1, resources={"unobtainium": 1})
+    with pytest.raises(ValueError, match="1,000,000 CPU fits into a node"):
+        poly.Drone(num_cpus=1_000_000)
+    with pytest.raises(ValueError, match=r"accelerator_type:H2000 fits into a node.*CPU"):
+        poly.Drone(accelerator_type="H2000")
+    with pytest.raises(ValueError, match=r"label_selector=.*mars.*ray.io/node-id="):
+        poly.Drone(label_selector={"zone": "mars"})
+
+
+@pytest.mark.parametrize(
+    "wanted, fits",
+    [("a", True), ("b", False), ("!a", False), ("!b", True), ("in(a, b)", True), ("in(b)", False), ("!in(b,c)", True)],
+)
+def test_labels_are_matched_as_ray_does_it(wanted, fits):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray.cluster import _matches
+
+    assert _matches({"zone": "a"}, {"zone": wanted}) is fits
+    assert _matches({}, {"zone": wanted}) is wanted.startswith("!")
+
+
+def test_ray_client_is_refused_with_the_cure():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    with pytest.raises(ValueError, match=r"ray://head:10001.*address='auto' or the HOST:PORT"):
+        poly.Pool(1, engine="ray", address="ray://head:10001")
+
+
+# -- placement --------------------------------------------------------------------------------------------
+
+
+@on_ray
+def test_drones_take_what_they_are_said_to_take():
+    import ray
+
+    with poly.Pool(2, num_cpus=1.5) as pool:
+        assert len({p.value for p in pool.everywhere(os.getpid)}) == 2
+        wait_for(lambda: ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0) >= 3)
+
+
+@on_ray
+def test_a_runtime_environment_reaches_the_drones():
+    with poly.Drone(runtime_env={"env_vars": {"POLY_TEST": "b"}}) as drone:
+        assert drone.doit("import os; os.environ['POLY_TEST']") == "b"
+
+
+class Other:
+    def ping(self):
+        return True
+
+
+@on_ray
+def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypatch, caplog):
+    import ray
+
+    from polycephaly.ray import engine
+
+    monkeypatch.setattr(engine, "SAY_AFTER", 0.2)
+    other = ray.remote(num_cpus=1)(Other)
+    others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
+    with poly.Pool(1, num_cpus=1) as pool:
+        assert pool.doit(abs, -1) == 1 and ray.get([each.ping.remote() for each in others])
+        wait_for(lambda: not pool._crew.roster.engine._says_what_is_awaited)
+        others.append(other.remote())
+        pool.drones[0].kill()
+        assert ray.get(others[-1].ping.remote())  # it has taken the place
+        (replacement,) = pool.drones
+        said = f"waits for 1 drones ({replacement.name}, ...)"
+        wait_for(lambda: any(said in each.message for each in caplog.records))
+        others.clear()  # Ray ends whom nobody has any more
+        assert pool.doit(abs, -3) == 3
+
+
+@on_ray
+@pytest.mark.parametrize("wrong", [{"resources": {"disk": "a lot"}}, {"num_gpus": -1}, {"object_store_memory": True}])
+def test_amounts_that_are_none_are_named(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* is a number from 0 on, not"):
+        poly.Pool(1, **wrong)
+
+
+# -- values that pass the controller by -------------------------------------------------------------------
+
+
+@on_ray
+def test_a_promise_as_an_argument_does_not_pass_through_the_controller(pool):
+    one, other = pool.drones
+    made = one.promise(make, NUMBERS)
+    taken = other.promise(len, made)
+    assert taken.value == NUMBERS
+    assert made._lies and made._opened is None  # nobody has looked at it here
+    assert len(made.value) == NUMBERS
+
+
+@on_ray
+def test_large_arrays_arrive_read_only_and_a_copy_can_be_written_into(pool):
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    array = np.zeros(500_000)
+    assert pool.doit(lambda a: (a.flags.writeable, a.copy().flags.writeable), array) == (False, True)
+    assert not pool.doit(np.zeros, 500_000).flags.writeable
+    assert array.flags.writeable
+
+
+@on_ray
+def test_large_results_of_a_map_are_each_their_own(pool):
+    for _ in range(3):
+        assert [len(each) for each in pool.map(make, range(1_500_000, 1_500_024))] == [*range(1_500_000, 1_500_024)]
+        assert len(next(pool.map(make, [NUMBERS]))) == NUMBERS
+
+
+# -- ends -------------------------------------------------------------------------------------------------
+
+OWNER = """
+    import os, signal, subprocess, sys, time
+    import polycephaly as poly
+
+    def start_a_program():
+        return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
+
+    pool, drone = poly.Pool(2, engine="ray"), poly.Drone(engine="ray")
+    pids = [drone.pid, *(pid for p in pool.everywhere(start_a_program) for pid in p.value)]
+    pool.promise(time.sleep, 1000), pool.promise("while True: pass")
+    print(*pids, flush=True)
+    sys.stdin.read()
+    {how}
+"""
+
+
+@on_ray
+@pytest.mark.parametrize("how", ["1 / 0", "os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_nothing_is_left_of_a_controller_that_ends(how):
+    with Script(OWNER.format(how=how)) as script:
+        pids = [int(pid) for pid in script.read_line().split()]
+        assert len(pids) == 5
+        script.wait()
+        wait_for(lambda: all(map(gone, pids)), 10)
+
+
+@on_ray
+def test_ctrl_c_ends_the_wait_and_then_the_drones():
+    with Script("""
+        import polycephaly as poly
+        with poly.Pool(1, engine="ray") as pool:
+            print(pool.doit("import os; os.getpid()"), flush=True)
+            pool.doit("import time; time.sleep(1000)")
+    """) as script:
+        pid = int(script.read_line())
+        script.signal(signal.SIGINT)
+        assert script.wait() != 0
+        assert "KeyboardInterrupt" in script.process.stderr.read()
+        wait_for(lambda: gone(pid))
+
+
+async def sleep_long(path):
+    append(path, "begun")
+    await green.sleep(1000)
+
+
+@on_ray
+def test_the_death_of_a_drone_that_only_waits_for_what_it_overlaps_is_noticed(tmp_path):
+    path = str(tmp_path / "begun")
+    with poly.Pool(1, width=2, output="discard") as pool:
+        tasks = [pool.promise(sleep_long, path) for _ in range(2)]
+        wait_for(lambda: len(lines(path)) == 2)
+        wait_for(lambda: pool.drones[0].pid)
+        wait_for(lambda: not pool._crew.links[0].calls)  # so that no answer is due
+        os.kill(pool.drones[0].pid, signal.SIGKILL)
+        assert [type(each.exception(30)) for each in tasks] == [poly.DroneDied] * 2
+
+
+def drone_with_a_page(diary, lives):
+    """A forked child that has begun work 7; it ends, or waits to be killed. Its pid, and its folder."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        folder = diary.open_folder()
+        diary.Diary(folder).start(7)
+        os.write(writes, folder.encode())
+        while lives:
+            signal.pause()
+        os._exit(0)
+    os.close(writes)
+    folder = os.read(reads, 4096).decode()
+    os.close(reads)
+    return child, folder
+
+
+def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script("""
+        from polycephaly.ray.snapshot import take
+
+        large = bytes(17 << 20)
+        small = 1
+
+        def heavy(table=bytes(17 << 20)):
+            return small
+
+        def light():
+            return small
+
+        taken = take()
+        print(sorted(taken.left_out), sorted(taken.definitions), "small" in taken.data)
+        print({why.partition("(")[0] for why in taken.left_out.values()})
+    """)
+    first, second = done.stdout.splitlines()
+    assert first == "['heavy', 'large'] ['light'] True", done.stderr
+    assert second == "{'it is too large to be copied to every drone '}"
+
+
+def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray import diary
+
+    page = diary.Diary(str(tmp_path))
+    try:
+        assert page.keep(b"a") and page.keep(b"b")
+        before = page.entries()
+        assert page.keep(b"c")  # by the main thread, while its ear makes a report of the others
+        page.reported(1, before)
+        page.reported(2, before)
+        page.acknowledged(0)
+        assert page._page.kept(0) == b"abc"
+        page.acknowledged(1)
+        assert page._page.kept(0) == b"c"
+        assert page.keep(b"d")
+        page.acknowledged(2)
+        assert page._page.kept(0) == b"cd"
+        page.reported(3, page.entries())
+        page.acknowledged(3)
+        assert page._page.kept(0) == b""
+    finally:
+        page._cells.release()
+        page._room.release()
+        page._page.close()
+
+
+def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray import diary
+
+    monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
+    child, folder = drone_with_a_page(diary, lives=False)
+    os.waitpid(child, 0)
+    own = diary.open_folder()  # of the next drone on that node
+    remains = diary.read_remains(folder, 0, 0)
+    assert remains is not None and remains.started == 7
+    assert diary.read_remains(folder, 0, 0) is None  # then nobody can tell what had begun
+    os.rmdir(own)
+
+
+def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray import diary
+
+    monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
+    child, folder = drone_with_a_page(diary, lives=True)
+    remains = diary.read_remains(folder, 0, 0)
+    assert os.waitpid(child, os.WNOHANG) == (child, signal.SIGKILL)
+    assert remains is not None and remains.started == 7
+
+
+@on_ray
+def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
+    import ray
+
+    from polycephaly.ray.switch import Switch
+
+    switch = ray.remote(Switch).options(num_cpus=0, max_concurrency=2).remote()
+    for number in range(4):
+        waiting = switch.orders.remote(number)
+        ray.get(switch.forget.remote(number), timeout=30)
+        assert ray.get(waiting, timeout=30) == []
+    ray.kill(switch)
+
+
+def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import os
+        os.environ.pop("RAY_ADDRESS", None)
+        import ray
+        import polycephaly as poly
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+        with poly.Pool(1, engine="ray") as pool:
+            print(pool.doit("1+1"))
+            promise = pool.promise("import time; time.sleep(1000)")
+            ray.shutdown()
+            print("Ray was shut down" in str(promise.exception(20)))
+        print(ray.is_initialized())
+    """,
+        timeout=55,
+    )
+    assert done.stdout.split() == ["2", "True", "False"], done.stdout + done.stderr
+
+
+# -- the loss of a node -----------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import os, signal, sys, time
+        import polycephaly as poly
+        from benchmarks.scale import cluster, pool_of, processes
+        from faults import append, lines, wait_for
+
+        def note(path, i):
+            append(path, str(i))
+            time.sleep(0.005)
+            return i
+
+        path = sys.argv[1]
+        with cluster(2, 4) as nodes, pool_of(4) as pool:
+            drones = {p.value for p in pool.everywhere(os.getpid)}
+            work = [pool.promise(note, path, i) for i in range(600)]
+            work[100].result()
+            lost = processes(nodes[-1])
+            for pid in lost:
+                os.kill(pid, signal.SIGKILL)
+            errors = [p.exception() for p in work]
+            wait_for(lambda: len(pool.drones) == 4 and all(d.alive for d in pool.drones), 30)
+            print(len(drones & set(lost)), {p.value for p in pool.everywhere(os.getpid)} & set(lost))
+        died = {i for i, error in enumerate(errors) if isinstance(error, poly.DroneDied)}
+        ran = list(map(int, lines(path)))
+        print(len(died) < 30, [e for e in errors if e is not None and not isinstance(e, poly.DroneDied)])
+        print({*ran, *died} == set(range(600)), len(ran) == len(set(ran)))
+    """,
+        str(tmp_path / "ran"),
+        timeout=55,
+    )
+    assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], done.stdout + done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(100)
+def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow_it():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import os, signal
+        import polycephaly as poly
+        from benchmarks.scale import cluster, pool_of, processes
+
+        def make(n):
+            return bytes([n]) * 300_000, os.getpid()
+
+        def look(made):
+            return made[0][0], len(made[0])
+
+        with cluster(2, 4) as nodes, pool_of(4) as pool:
+            again = [drone.options(retries=2).promise(make, n) for n, drone in enumerate(pool.drones)]
+            once = [drone.promise(make, n) for n, drone in enumerate(pool.drones)]
+            for each in [*again, *once]:
+                each.exception()
+            lost = processes(nodes[-1])
+            for pid in lost:
+                os.kill(pid, signal.SIGKILL)
+            sure = pool.options(retries=3)  # what is given to a drone of the lost node is run by another
+            print([sure.doit(look, each) for each in again] == [(n, 300_000) for n in range(4)])
+            print([look(each.value) for each in again] == [(n, 300_000) for n in range(4)])
+            fates = set()
+            for each in once:
+                try:
+                    fates.add(each.value[1] in lost)
+                except poly.Lost:
+                    fates.add("lost")
+            print(fates == {False, "lost"})
+            print({type(sure.promise(look, each).exception()).__name__ for each in once} == {"NoneType", "Lost"})
+    """,
+        timeout=90,
+    )
+    assert done.stdout.splitlines()[-4:] == ["True"] * 4, done.stdout + done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(100)
+def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import contextlib, os, signal, threading, time
+        import ray
+        from benchmarks.scale import cluster, processes
+        from polycephaly.demos.securities import experiments
+        from polycephaly.demos.securities.source import loopback
+
+        killed = []
+
+        def runs_work(pid):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as told:
+                return told.read().startswith("ray::Nest.take")
+
+        def kill_in_the_middle(node):
+            while not any(map(runs_work, processes(node))):
+                time.sleep(0.01)
+            for pid in processes(node):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+        with cluster(2, 4) as nodes, loopback(latency=0.15, host=ray.util.get_node_ip_address()) as site:
+            everywhere = {"engine": "ray", "retries": 3, "scheduling_strategy": "SPREAD"}
+            plan = [each for each in experiments.plan([4], [], how=everywhere) if each.name in ("sequential", "II")]
+            outcomes = []
+            for outcome in experiments.run(site, plan):
+                outcomes.append(outcome)
+                if not killed:
+                    threading.Thread(target=kill_in_the_middle, args=nodes[-1:], daemon=True).start()
+        print(len(killed) > 2, [(each.experiment.name, each.astray) for each in outcomes])
+    """,
+        timeout=90,
+    )
+    assert done.stdout.splitlines()[-1:] == ["True [('sequential', ()), ('II', ())]"], done.stdout + done.stderr
