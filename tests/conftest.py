@@ -177,12 +177,24 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     before = census.Census.take()
-    faulthandler.dump_traceback_later(_HARD_DEADLINE, exit=True, file=_real_stderr)
+    _set_hard_deadline()
     yield
     faulthandler.cancel_dump_traceback_later()
     left = census.wait_until_clean(before)
     if left:
         pytest.fail("left behind after the test:\n  " + "\n  ".join(left))
+
+
+def _set_hard_deadline() -> None:
+    faulthandler.dump_traceback_later(_HARD_DEADLINE, exit=True, file=_real_stderr)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
+    """pytest takes all such deadlines back when a test has failed. But it is such a test that leaves work behind,
+    for which the end of its pool may wait for ever."""
+    if call.when == "call":
+        _set_hard_deadline()
 
 
 @pytest.fixture(scope="session", params=engines.ENGINES)

@@ -123,7 +123,7 @@ def test_status_tells_what_runs(remote, pool, tmp_path):
     started = str(tmp_path / "started")
     assert remote.doit(abs, -1) == 1
     running = [remote.promise(nap, started), remote.promise("import time; time.sleep(1000)")]
-    wait_for(lambda: lines(started) and all(p.running() for p in _works(pool)))
+    wait_for(lambda: sum(p.running() for p in _works(pool)) == 2)  # only then have both drones begun
     behind = remote.promise(abs, -1)
     wait_for(lambda: remote.status()["queued"] == 1)
     status = remote.status()
