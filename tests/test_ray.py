@@ -1,5 +1,6 @@
 """What only an engine on a cluster has: its ends, its errors, its placement, values that pass the controller by."""
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -149,13 +150,29 @@ def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypa
 
 
 @on_ray
-@pytest.mark.parametrize("wrong", [{"resources": {"disk": "a lot"}}, {"num_gpus": -1}, {"object_store_memory": True}])
+@pytest.mark.parametrize(
+    "wrong", [{"resources": {"disk": "a lot"}}, {"num_gpus": -1}, {"num_cpus": True}, {"memory": math.nan}]
+)
 def test_amounts_that_are_none_are_named(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* is a number from 0 on, not"):
         poly.Pool(1, **wrong)
 
 
 # -- values that pass the controller by -------------------------------------------------------------------
+
+
+@on_ray
+def test_an_object_reference_of_rays_travels(pool):
+    import ray
+
+    one, other = pool.drones
+    ref = ray.put(list(range(9)))
+    assert pool.doit(lambda refs: sum(ray.get(refs[0])), [ref]) == 36
+    assert pool.doit(lambda: sum(ray.get(ref))) == 36
+    one["ref"] = ref
+    assert one.doit("import ray; sum(ray.get(ref))") == 36
+    made = other.doit(lambda: {"made": ray.put(b"x" * 200_000)})["made"]
+    assert len(ray.get(made)) == one.doit(lambda: len(ray.get(made))) == 200_000
 
 
 @on_ray

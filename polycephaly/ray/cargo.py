@@ -10,6 +10,7 @@ calls never comes to the driver.
 
 from __future__ import annotations
 
+import copyreg
 from collections import deque
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
@@ -26,6 +27,15 @@ __all__ = ["Brought", "Cargo", "Hold", "Lying", "Manifest", "Plasma", "Sealed"]
 
 HEAVY = 1 << 20
 """Bytes of a result from which it is not copied until it is sent: its drone runs nothing else before."""
+
+
+def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An ObjectRef of the user's. Other picklers than Ray's own would leave out who owns it, and whoever gets it would
+    wait for ever. Ray keeps what is pickled so for as long as this process lives."""
+    return ray.cloudpickle.loads, (ray.cloudpickle.dumps(ref),)
+
+
+copyreg.pickle(ray.ObjectRef, _with_its_owner)
 
 
 class Cargo:

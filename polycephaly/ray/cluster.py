@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,8 +19,8 @@ __all__ = ["Cluster"]
 
 REACHED_WITHIN = 8.0  # seconds
 _PLACEMENT = (
-    "num_cpus", "num_gpus", "resources", "memory", "object_store_memory", "accelerator_type", "runtime_env",
-    "scheduling_strategy", "label_selector",
+    "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "scheduling_strategy",
+    "label_selector",
 )  # fmt: skip
 _LOCAL = ("auto", "local")
 _NO_CLIENT = (
@@ -48,10 +49,12 @@ class Cluster:
         for name in ("resources", "runtime_env", "label_selector"):
             if options.get(name) is not None and not isinstance(options[name], Mapping):
                 raise TypeError(f"{name} is a mapping, not {options[name]!r}")
-        amounts = {name: options.get(name) for name in ("num_cpus", "num_gpus", "memory", "object_store_memory")}
+        amounts = {name: options.get(name) for name in ("num_cpus", "num_gpus", "memory")}
         amounts.update({f"resources[{name!r}]": amount for name, amount in (options.get("resources") or {}).items()})
         for name, amount in amounts.items():
-            if amount is not None and (isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0):
+            if amount is None:
+                continue
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < inf:
                 raise ValueError(f"{name} is a number from 0 on, not {amount!r}")
         self.placement = {name: value for name, value in options.items() if value is not None}
         self._connect()
@@ -84,8 +87,10 @@ class Cluster:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def check(self, size: int) -> None:
-        """Is there, on all nodes together, room for so many drones, whoever else may use it now?"""
+        """Is there, on all nodes together, room for so many drones, whoever else may use it now? Raises if not."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        if not nodes:
+            raise ConnectionError("no node of the Ray cluster is alive")
         selector = self.placement.get("label_selector") or {}
         fitting = [node["Resources"] for node in nodes if _matches(node.get("Labels", {}), selector)]
         if not fitting:
