@@ -268,7 +268,8 @@ class Promise(Future[T], Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
-            after._settle(inner._state, inner._result, inner._exception)
+            error = None if inner._state == CANCELLED else inner.exception()
+            after._settle(inner._state, None if error else inner._result, error)
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()

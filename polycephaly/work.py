@@ -28,7 +28,7 @@ from .wire.loans import Arrived, Parcel, load, load_beside
 from .wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from .wire.slices import SHORT, SMALL, Answers, part_of
 from .wire.store import pristine_view
-from .wire.tickets import meeting, taking, untaken
+from .wire.tickets import Taking, meeting, taking, untaken
 
 if TYPE_CHECKING:
     from .crew import Crew
@@ -155,7 +155,7 @@ class Work(Promise[Any]):
 
     def take(self, deposits: dict[int, Deposit]) -> None:
         """It needs these kept values."""
-        if self.args is not None:
+        if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):  # else see `_fill`
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
         self.payload = taking(self.payload, deposits)
 
@@ -201,21 +201,26 @@ class Work(Promise[Any]):
         args, inputs = self.args, self.inputs
         if args is not None:
             values = [arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args]
+            captured = self.payload.deposits if type(self.payload) is Taking else None
             if SMALL.issuperset(map(type, values)):
                 self.args = tuple(values)
                 self.inputs = ()
+                if captured:
+                    self.take(captured)
                 self.crew.filled(self)
                 return
         try:
             book = self.crew.book
             if args is not None:
-                self.args, self.weight = None, type(self).weight
+                self.args, self.payload, self.weight = None, b"", type(self).weight
                 if any(isinstance(value, Promise) for value in values):
                     inputs = self._capture_with_holes(tuple(values), {}, book, True)
                 else:
                     inputs = self.capture(self.definition, tuple(values), {}, book)
                 if not all(each._lies for each in inputs):
                     raise TypeError("the value of a promise is, or has in it, another promise")
+                if captured:
+                    self.take(captured)
             if self.kind == CALL_KEYWORDS and inputs:
                 parts = {index: part for index, each in enumerate(inputs) if (part := each._part(book)) is not None}
                 results = [None if index in parts else each._result for index, each in enumerate(inputs)]
@@ -276,7 +281,7 @@ class Work(Promise[Any]):
     def let_go(self) -> None:
         """It is settled: it keeps nothing for which it waited."""
         if self.inputs:
-            self.inputs = ()
+            self.inputs, self.payload = (), b""
             if self.args is not None:
                 self.args = ()
 
@@ -352,6 +357,20 @@ class LyingWork(Work):
     @_result.setter
     def _result(self, value: Any) -> None:
         """It is settled."""
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any promise. Where there is a value that cannot be opened here, why."""
+        error = super().exception(timeout)
+        if error is None:
+            try:
+                self._result  # noqa: B018 - looking opens it
+            except Exception as unopened:
+                error = unopened
+        return error
+
+    def __repr__(self) -> str:
+        unopened = self._opened is None and self._state == FINISHED and self._exception is None
+        return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
     def computed_again(self, lost: Lost) -> Work:
         """The same work once more, on its way; the same again for who else asks. Raises `lost` where `retries` do not

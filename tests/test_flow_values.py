@@ -52,6 +52,30 @@ def numbers(value):
     return np.full(SIZE, value)
 
 
+HERE = os.getpid()
+
+
+class Foreign:
+    """Cannot be unpickled by the process that imported this first."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __reduce__(self):
+        return arrived_elsewhere, (self.numbers,)
+
+
+def arrived_elsewhere(numbers):
+    if os.getpid() == HERE:
+        raise ValueError("not here")
+    return Foreign(numbers)
+
+
+@poly.flow
+def foreign():
+    return Foreign(np.zeros(SIZE))
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     """Memory without use is given back sooner than after a second."""
@@ -187,3 +211,22 @@ def test_a_graph_whose_drones_are_killed_at_random_comes_out_right_where_its_nod
                 with contextlib.suppress(ProcessLookupError, RuntimeError):  # it has just died
                     os.kill(dice.choice(pool.drones).pid, signal.SIGKILL)
         assert [p.value for p in layer] == expected
+
+
+def test_a_value_that_cannot_be_opened_here_is_an_error_for_whoever_asks():
+    async def wait_for_one():
+        return await asyncio.wrap_future(foreign())
+
+    with poly.Pool(2) as pool:
+        made = foreign()
+        assert poly.flow(lambda each: len(each.numbers))(made).value == SIZE  # elsewhere it can be
+        assert "fulfilled" in repr(made)
+        error = made.exception()
+        assert repr(error) == "ValueError('not here')"
+        asked = [made, foreign().then(len), poly.race(foreign()), poly.gather(foreign())]
+        asked.append(pool.promise(abs, -1).then(lambda _: made))
+        for each in asked:
+            with pytest.raises(ValueError, match="not here"):
+                each.result(10)
+        with pytest.raises(ValueError, match="not here"):
+            asyncio.run(asyncio.wait_for(wait_for_one(), 10))

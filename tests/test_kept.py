@@ -13,7 +13,7 @@ import pytest
 from faults import PackedSlowly, append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly import Kept, Lost
+from polycephaly import Kept, Lost, Promise
 from polycephaly.wire import tickets
 from polycephaly.wire.messages import DROP, WorkBatch
 
@@ -618,3 +618,28 @@ def test_what_is_waiting_for_a_busy_drone_is_counted_where_queues_have_a_limit(t
         (tmp_path / "go").touch()
         third.join()
         assert [each.value for each in waiting] == [10] * 3
+
+
+def test_a_function_that_captures_a_handle_waits_for_promises_as_any(pool):
+    def calls(kept):
+        def add(x, *more):
+            return len(kept) + x + len(more)
+
+        one, three = pool.promise(abs, -1), pool.promise(abs, -3)
+        assert pool.promise(add, one).value == 4
+        assert pool.promise(add, 5).value == 8
+        assert pool.promise(add, x=one).value == 4
+        assert pool.promise(add, one, [three]).value == 5
+        assert pool.promise(add, one, pool.promise(filled, 100_000)).value == 5
+        assert pool.promise(add, one, kept, three).value == 6
+        assert poly.flow(add)(one).value == 4
+        held = Promise()
+        cancelled, failed = pool.promise(add, held), pool.promise(add, held)
+        cancelled.cancel()
+        held.set_exception(KeyError("x"))
+        return cancelled, failed
+
+    cancelled, failed = calls(pool.promise(list, range(3), keep=True).value)
+    assert cancelled.cancelled() and isinstance(failed.exception(), KeyError)
+    gc.collect()
+    wait_for(lambda: nothing_is_kept(pool))  # they are held here, and hold nothing
