@@ -166,9 +166,8 @@ class Crew:
                     inputs = work.capture(definition, args, kwargs, book)
                 else:  # what `capture` would find out, without the call
                     work.definition, work.args = definition, args
-            if definition.captures:
-                work.take(definition.kept)
-                definition.kept = {}
+            if definition.carries:
+                work.take_captured()
         except Exception as error:
             work._settle(FINISHED, None, error)
             return work

@@ -131,8 +131,7 @@ class Work(Promise[Any]):
             except Exception as error:
                 error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
                 raise
-        if pickling.met:
-            self.take(pickling.met)
+        self._note(pickling)
         return inputs
 
     def _capture_with_holes(
@@ -149,9 +148,27 @@ class Work(Promise[Any]):
                     f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, book)}"
                 )
                 raise
+        self._note(pickling)
+        return holes.inputs
+
+    def _note(self, pickling: meeting) -> None:
         if pickling.met:
             self.take(pickling.met)
-        return holes.inputs
+        if pickling.moved:
+            self._goes_with(pickling.moved)
+
+    def take_captured(self) -> None:
+        """What its function has captured goes with this call."""
+        definition = self.definition
+        if definition.captures:
+            kept, definition.kept = definition.kept, {}
+            self.take(kept)
+        if definition.moved:
+            self._goes_with(definition.moved)
+
+    def _goes_with(self, moved: list[Any]) -> None:
+        for each in moved:
+            each.goes_with(self)
 
     def take(self, deposits: dict[int, Deposit]) -> None:
         """It needs these kept values."""
@@ -227,6 +244,8 @@ class Work(Promise[Any]):
                 with meeting(book.vault) as pickling:
                     packed = pack(results, book.snapshot, book.store)
                 inner = pickling.met or {}
+                if pickling.moved:
+                    self._goes_with(pickling.moved)
                 if any(each._is_far() for each in inputs):
                     self.unfilled = self.payload, inputs
                 outer, deposits = untaken(self.payload)

@@ -17,6 +17,7 @@ from time import monotonic
 import pytest
 from faults import append, lines
 from greens import run, turns
+from scripts import run_script
 
 import polycephaly as poly
 from polycephaly import green
@@ -802,6 +803,111 @@ def test_the_death_of_the_last_sender_closes_the_channel_with_the_cause(pool):
     run(main)
 
 
+def produce_and_die(end):
+    end.put(1)
+    os._exit(3)
+
+
+def forward(ends, to):
+    to.put(ends.get())
+
+
+def take_one_and_die(ends):
+    end = ends.get()
+    end.put(1)
+    os._exit(3)
+
+
+def test_an_end_that_was_handed_on_goes_with_whoever_has_it_then(pool):
+    one, other, third = pool.drones
+
+    def ends_with_a_death(ch, home=None):
+        seen = home.doit(items_and_error, ch) if home else items_and_error(ch)
+        return seen[:-1] == [1] and seen[-1].startswith("ChannelClosed") and "exit status 3" in seen[-1]
+
+    ch = made_in(other)  # home is a drone, and the end comes by way of the main image
+    one.promise(produce_and_die, other.doit(ch.sender))
+    assert ends_with_a_death(ch, other)
+    ch, ends, more = Channel(), Channel(), Channel()  # from drone to drone, by a channel
+    other.promise(forward, ends, more)
+    third.promise(take_one_and_die, more)
+    ends.put(ch.sender())
+    assert ends_with_a_death(ch)
+    ch = Channel()  # there, back, and to another
+    other.promise(produce_and_die, pool.drones[0].doit(lambda end: end, ch.sender()))
+    assert ends_with_a_death(ch)
+
+
+def items_and_error(ch):
+    seen = []
+    try:
+        while True:
+            seen.append(ch.get(20))
+    except Exception as error:
+        return [*seen, causes(error)]
+
+
+def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
+    def put(end, number, gate):
+        end.put(number)
+        while not os.path.exists(gate):
+            green.run(green.sleep, 0.01)
+        os._exit(3)
+
+    ch, gates = Channel(), [str(tmp_path / "one"), str(tmp_path / "other")]
+    end = ch.sender()
+    died = [drone.promise(put, end, k, gate) for k, (drone, gate) in enumerate(zip(pool.drones, gates, strict=False))]
+    assert {ch.get(10), ch.get(10)} == {0, 1}
+    append(gates[0], "")
+    assert isinstance(died[0].exception(10), poly.DroneDied)
+    with pytest.raises(TimeoutError):
+        ch.get(0.05)
+    append(gates[1], "")
+    with pytest.raises(ChannelClosed, match=r"exit status 3|was closed"):
+        ch.get(10)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, captured):
+    def call(drone, fn, *args):
+        """With the end among its arguments, or captured by the function."""
+        ch = Channel()
+        end = ch.sender()
+        return ch, drone.promise(partial(fn, end), *args) if captured else drone.promise(fn, end, *args)
+
+    for _ in range(20):  # it may die before it has said that it has the end, or after
+        ch, died = call(pool, lambda end: os._exit(3))
+        assert "DroneDied" in items_and_error(ch)[-1] and isinstance(died.exception(10), poly.DroneDied)
+    unborn = poly.Promise()
+    ch, rejected = call(pool, lambda end, value: value, unborn)
+    unborn.set_exception(KeyError("of its input"))
+    assert "of its input" in items_and_error(ch)[-1] and isinstance(rejected.exception(10), KeyError)
+    ch, cancelled = call(pool, lambda end, value: value, poly.Promise())
+    cancelled.cancel()
+    assert "was cancelled" in items_and_error(ch)[-1]
+
+    def put_and_close(end):
+        end.put(1)
+        end.close()
+
+    ch, fine = call(pool, put_and_close)
+    assert list(ch) == [1] and fine.result(10) is None
+
+
+def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):
+    ch = Channel()
+    end = ch.sender()
+    unborn = poly.Promise()
+    rejected = pool.promise(lambda end, value: value, end, unborn)
+    assert pool.promise(lambda end: end.put(1), end) and ch.get(10) == 1
+    unborn.set_exception(KeyError("of its input"))
+    assert isinstance(rejected.exception(10), KeyError)
+    with pytest.raises(TimeoutError):
+        ch.get(0.05)
+    end.close()
+    assert list(ch) == []
+
+
 def test_who_is_given_a_channel_that_a_death_has_closed_is_told_the_cause_too(pool):
     def put_and_die(end):
         end.put(1)
@@ -1285,6 +1391,56 @@ def test_an_end_from_the_snapshot_goes_with_the_drone_that_used_it():
 
     with poly.Pool(1, output="discard") as pool:
         run(main, pool)
+
+
+def test_a_channel_from_the_snapshot_works_in_each_pool_that_there_is():
+    for number in range(3):
+        with poly.Pool(1, output="discard") as pool:
+            put = pool.promise(lambda n: INHERITED_ALWAYS.put(n), number)
+            assert INHERITED_ALWAYS.get(10) == number and put.result(10) is None
+
+
+INHERITED_ALWAYS = Channel(4)
+
+
+def test_a_channel_from_the_snapshot_is_found_though_it_was_frozen():
+    run_script("""
+        import gc
+        import polycephaly as poly
+        from polycephaly import green
+
+        if __name__ == "__main__":
+            ch = green.Channel()
+            gc.freeze()  # as the documentation of `gc` advises before a fork
+            with poly.Pool(1) as pool:
+                put = pool.promise(lambda: ch.put(1))
+                assert ch.get(10) == 1 and put.result(10) is None
+    """)
+
+
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_a_step_that_goes_on_for_long_keeps_nothing_back(pool, tmp_path, capacity):
+    """What was sent goes, and what was received is said to be, though the coroutine computes and does not await."""
+    gate = str(tmp_path / "gate")
+
+    async def send_and_compute(ch, own):
+        for item in range(3):
+            await own.send(item)
+        assert await ch.receive() == "x"
+        while not os.path.exists(gate):
+            pass
+        return True
+
+    for home in (None, pool.drones[1]):
+        with suppress(FileNotFoundError):
+            os.unlink(gate)
+        ch, own = channel_in(home), channel_in(home, capacity)
+        computing = pool.drones[0].promise(send_and_compute, ch, own)
+        receiver = pool.drones[2].promise(receive_n, own, 3)
+        ch.put("x", 10)
+        assert receiver.result(10) == [0, 1, 2]
+        append(gate, "")
+        assert computing.result(10)
 
 
 def test_an_end_that_has_come_home_outlives_the_drone_where_it_was(pool):

@@ -2,6 +2,7 @@
 
     a foreign call lasts longer than the window, others could go on  ──> another native thread drives from now on
     a green thread is between two awaits for longer than `HELD`      ──> says who, where and for how long
+    ... and has said something to another image by a channel          ──> sends it
 
 It looks every `window` while foreign calls are being made, else every `SLOW`, and ends when nobody drives.
 
@@ -93,7 +94,9 @@ class Watchdog:
                 self._rest()
             else:
                 sleep(min(self.window, SLOW))
-            now, driver = monotonic(), scheduler.driver
+            now, driver, mail = monotonic(), scheduler.driver, scheduler.mail
+            if mail is not None:
+                mail.send_late()
             if scheduler.bell:
                 idle += 1
                 if idle > 1 and self._may_end():

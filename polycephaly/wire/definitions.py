@@ -43,14 +43,17 @@ class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
     __slots__ = (
-        "captures", "kept", "kind", "label", "number", "once", "overlaps", "pace", "payload", "reports", "seconds",
+        "captures", "carries", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
+        "reports", "seconds",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
         self.kind = kind
         self.captures = False  # handles of kept values: then it is for one call
+        self.carries = False  # these, or what wants to know what becomes of the call
         self.kept: dict[int, Deposit] = {}  # these values, until that call has them
+        self.moved: list[Any] = []
         self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
         self.payload = payload
         self.label = label
@@ -119,7 +122,9 @@ class Book:
             raise
         kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
         definition = Definition(next(_numbers), kind, payload, label(work))
-        definition.kept, definition.captures = pickling.met or {}, bool(pickling.met)
+        definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
+        definition.captures = bool(pickling.met)
+        definition.carries = bool(pickling.met or pickling.moved)
         if entry is not None:
             definition.seconds = entry.definition.seconds
         if not self._remember(work, definition):

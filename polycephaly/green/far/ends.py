@@ -4,23 +4,34 @@
     channel.receiver() ─> Receiver  receive, get, receiving, async for
 
 Any number of threads in any image may use a `Channel`; that one of them has ended closes nothing, since nobody can know
-who else would have sent. An end is known. It is gone when it was closed, or when the last image that it was sent to has
-ended; when the last end of its kind is gone, the channel is closed, and who waits at the other side is told: with the
-cause, where an image has died. An end that has never left its image is gone only when it was closed.
+who else would have sent. An end is known. It is gone when it was closed, or when whoever has it has ended; when the
+last end of its kind is gone, the channel is closed, and who waits at the other side is told: with the cause, where an
+image has died. An end that has never left its image is gone only when it was closed.
 
-The count is kept where the channel lives. Other images say OPENED when they come to hold an end, and ENDED when it
-is closed.
+    home ──a call's argument──> B: OPENED 7, was 0 ──an item──> C: OPENED 9, was 7      C has it, B no more
+         └─ the call comes to nothing, as B is killed before: ASTRAY 0
+
+The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*; who holds it says
+OPENED with that and the one that it had before, so the home knows who has handed it on and need not be counted any
+more. What C says may come before what B says: tokens that were handed on are remembered, and B's is not counted then.
+Two to whom the same end was given hold it both. An end that went with a call is followed until the call is settled: if
+its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) - but only
+when no other call with it is on its way.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from concurrent.futures import CancelledError
 from functools import partial
+from struct import Struct
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from ...errors import ChannelClosed
+from ...errors import ChannelClosed, DroneDied
+from ...wire import tickets
 from .. import channel as channels
 from ..scheduler import scheduler
 from . import words
@@ -28,6 +39,7 @@ from .heard import channel_of
 from .peer import OBEYED, TOLD_OF_LOSS, Peer
 
 if TYPE_CHECKING:
+    from ...work import Work
     from ..channel import Channel
     from ..select import Guard
 
@@ -35,13 +47,18 @@ __all__ = ["Receiver", "Sender", "new_end"]
 
 T = TypeVar("T")
 
+_FIRST = 0  # the token of an end that has not arrived anywhere
+_TOKENS = Struct("<QQ")
+
 
 class _End(Generic[T]):
     """What both have. It goes to other images as a channel does: there it is the same end."""
 
-    def __init__(self, channel: Channel[T], number: int) -> None:
+    def __init__(self, channel: Channel[T], number: int, token: int = _FIRST) -> None:
         self.channel = channel
         self._number = number
+        self._token = token
+        self._calls = 0  # with which it is on its way
         self._closed = False
         self._generation = channels.generation
 
@@ -69,11 +86,33 @@ class _End(Generic[T]):
         if self._generation < channels.oldest:
             self._generation = channels.generation
             self.channel._is_inherited()
-            _arrives(self.channel, self._number)
+            self._token = _arrives(self.channel, self._number, _FIRST)  # the snapshot's is still the snapshot's
 
     def __reduce__(self) -> Any:
         self._open_channel()
-        return _arrived, (type(self), self.channel, self._number)
+        if tickets.here.now is not None:
+            tickets.here.now.moves(self)
+        return _arrived, (type(self), self.channel, self._number, self._token)
+
+    def goes_with(self, work: Work) -> None:
+        """A call has it among its arguments, or captured. From any thread."""
+        scheduler.post(self._sent)
+        work._hook(self._settled)
+
+    def _sent(self) -> None:
+        self._calls += 1
+
+    def _settled(self, work: Any) -> None:
+        scheduler.post(partial(self._came_through, _why_astray(work)))
+
+    def _came_through(self, error: BaseException | None) -> None:
+        self._calls -= 1
+        if error is not None and not self._calls and not self._closed:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            if self.channel.is_remote:
+                _say(self.channel, words.ASTRAY, self._number, _TOKENS.pack(self._token, 0) + why.encode())
+            else:
+                _astray(self.channel, self._number, self._token, why, error)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}{' closed' if self._closed else ''} of {self.channel!r}>"
@@ -118,14 +157,23 @@ class Receiver(_End[T]):
         return self._open_channel().__iter__()
 
 
+def _why_astray(work: Any) -> BaseException | None:
+    """Why what went with it cannot have arrived, or is gone again; None where it may be there."""
+    error: BaseException | None = work._exception
+    if isinstance(error, DroneDied) or (error is not None and work.sending is None):
+        return error
+    return CancelledError(f"{work.label} was cancelled") if work.cancelled() and work.sending is None else None
+
+
 class _Count:
-    """The ends of one channel, where it lives. `holders` are the images that have one which has left; None is this
-    one, to which it has come back."""
+    """The ends of one channel, where it lives. `holders` has for each end who has it, by token; None is this image, to
+    which it has come back. `passed` has the tokens of those who handed it on."""
 
     def __init__(self) -> None:
         self.made = 0
         self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
-        self.holders: dict[int, set[Peer | None]] = {}
+        self.holders: dict[int, dict[int, Peer | None]] = {}
+        self.passed: dict[int, set[int]] = {}
 
 
 _counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
@@ -144,21 +192,23 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     return kind(channel, number)
 
 
-def _arrived(kind: type[_End[T]], channel: Channel[T], number: int) -> _End[T]:
-    _arrives(channel, number)
-    return kind(channel, number)
+def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int) -> _End[T]:
+    return kind(channel, number, _arrives(channel, number, before))
 
 
-def _arrives(channel: Channel[Any], number: int) -> None:
+def _arrives(channel: Channel[Any], number: int, before: int) -> int:
+    """Its new token."""
+    token = secrets.randbits(63) | 1
     if channel.is_remote:
-        scheduler.post(partial(_say, channel, words.OPENED, number))
+        scheduler.post(partial(_say, channel, words.OPENED, number, _TOKENS.pack(token, before)))
     else:
-        scheduler.post(partial(_held_by, channel, number, None))
+        scheduler.post(partial(_held_by, channel, number, None, token, before))
+    return token
 
 
-def _say(channel: Any, word: int, number: int) -> None:
+def _say(channel: Any, word: int, number: int, payload: bytes = b"") -> None:
     try:
-        channel._peer(may_be_closed=True).put(word, channel._extra.number, number)
+        channel._peer(may_be_closed=True).put(word, channel._extra.number, number, payload)
     except ChannelClosed:
         pass
 
@@ -167,55 +217,89 @@ def _end_closed(channel: Channel[Any], number: int) -> None:
     if channel.is_remote:
         _say(channel, words.ENDED, number)
     else:
-        _gone(channel, number, None)
+        _gone(channel, number)
 
 
-def _gone(channel: Any, number: int, last: Peer | None) -> None:
+def _gone(channel: Any, number: int, how: str = "", cause: BaseException | None = None) -> None:
     count = _counts.get(channel)
     if count is None:
         return
-    count.holders.pop(number, None)
+    count.passed.pop(number, None)
+    for holder in count.holders.pop(number, {}).values():
+        _holds_less(count, channel, holder)
     for end, others in count.open.items():
         if number in others:
             others.discard(number)
             if not others and not channel.closed:
-                if last is not None:
-                    reason = ChannelClosed(f"the last end that could {end} was in {last}, which {last.ending.how}")
-                    reason.__cause__ = last.ending.death
+                if how:
+                    reason = ChannelClosed(f"the last end that could {end} was {how}")
+                    reason.__cause__ = cause
                     channel._extra.reason = reason
                 channel.close()
 
 
-def _held_by(channel: Any, number: int, holder: Peer | None) -> None:
+def _is_open(count: _Count, number: int) -> bool:
+    return any(number in others for others in count.open.values())
+
+
+def _held_by(channel: Any, number: int, holder: Peer | None, token: int, before: int) -> None:
     count = _counts.get(channel)
-    if count is not None:
-        count.holders.setdefault(number, set()).add(holder)
+    if count is not None and _is_open(count, number):
+        passed, holders = count.passed.setdefault(number, set()), count.holders.setdefault(number, {})
+        passed.add(before)
+        if token not in passed:
+            holders[token] = holder
+            if holder is not None:
+                holder.ends.add(channel)
+        _holds_less(count, channel, holders.pop(before, None))
 
 
-def _hear_opened(peer: Peer, channel: int, number: int, _: bytes) -> None:
+def _holds_less(count: _Count, channel: Any, holder: Peer | None) -> None:
+    if holder is not None and not any(holder in others.values() for others in count.holders.values()):
+        holder.ends.discard(channel)
+
+
+def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
+    count = _counts.get(channel)
+    if count is None or not _is_open(count, number) or token in count.passed.get(number, ()):
+        return
+    holders = count.holders.get(number, {})
+    holders.pop(token, None)
+    if not holders:
+        _gone(channel, number, f"with a call that came to nothing: {why}", cause)
+
+
+def _hear_opened(peer: Peer, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
-        _held_by(its, number, peer)
-        peer.ends[its._extra.number, number] = None
+        _held_by(its, number, peer, *_TOKENS.unpack(payload))
 
 
 def _hear_ended(peer: Peer, channel: int, number: int, _: bytes) -> None:
     its = channel_of(peer, channel)
-    peer.ends.pop((peer.post.aliases.get(channel, channel), number), None)
     if its is not None:
-        _gone(its, number, None)
+        _gone(its, number)
+
+
+def _hear_astray(peer: Peer, channel: int, number: int, payload: bytes) -> None:
+    its = channel_of(peer, channel)
+    if its is not None:
+        token, _ = _TOKENS.unpack_from(payload)
+        _astray(its, number, token, payload[_TOKENS.size :].decode(), None)
 
 
 def _lost(peer: Peer) -> None:
-    for channel, number in peer.ends:
-        its = peer.post.channels.get(channel)
-        count = _counts.get(its) if its is not None else None
-        if count is not None and number in count.holders:
-            count.holders[number].discard(peer)
-            if not count.holders[number]:
-                _gone(its, number, peer)
+    for channel in list(peer.ends):
+        count = _counts[channel]
+        for number, holders in list(count.holders.items()):
+            theirs = [token for token, holder in holders.items() if holder is peer]
+            for token in theirs:
+                del holders[token]
+            if theirs and not holders:
+                _gone(channel, number, f"in {peer}, which {peer.ending.how}", peer.ending.death)
 
 
 OBEYED[words.OPENED] = _hear_opened
 OBEYED[words.ENDED] = _hear_ended
+OBEYED[words.ASTRAY] = _hear_astray
 TOLD_OF_LOSS.append(_lost)

@@ -37,6 +37,7 @@ def settle(channel: Any) -> None:
     """In a forked image: makes a copy what it is from now on."""
     from .away import Remote, become_remote, ends
     from .home import AtHome
+    from .post import of_parents
 
     if isinstance(channel, Remote):
         return
@@ -45,7 +46,7 @@ def settle(channel: Any) -> None:
     if home is None:
         _adopt(channel)
         return
-    if isinstance(channel, AtHome):
+    if isinstance(channel, AtHome) and channel._extra.post in of_parents:  # not one of a pool that had ended before
         number = channel._extra.number
     elif made < _GENERATIONS and id(channel) < 1 << _ADDRESS_BITS:
         number = _MARK | made << _ADDRESS_BITS | id(channel)
@@ -80,4 +81,8 @@ def _look(made: int, address: int) -> Channel[Any] | None:
     for each in gc.get_objects():
         if isinstance(each, channels.Channel) and not each.is_remote:
             _originals[abs(each._plain), id(each)] = each
-    return _originals.get((made, address))
+    found = _originals.get((made, address))
+    if found is None and gc.get_freeze_count():  # such objects are not listed
+        gc.unfreeze()
+        return _look(made, address)
+    return found

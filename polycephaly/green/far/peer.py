@@ -2,6 +2,9 @@
 
     put(kind, channel, number, payload) ──> out ──flush: one write──> socket ──hear──> OBEYED[kind](peer, ...)
 
+Only the owner says and hears something; what was said is written by the owner, or by the watchdog, where a step of the
+owner's goes on for long.
+
 An image that ends says BYE. One that is killed says nothing; its parent leaves word how it ended (whereabouts.py), and
 who was connected with it waits a moment for that, so that all who are told are told the cause.
 """
@@ -13,11 +16,13 @@ import logging
 import os
 import signal
 import socket
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 from ...errors import DroneDied
 from ...wire import whereabouts
@@ -51,9 +56,10 @@ class Peer:
         self.lost = False
         self.ending = Ending("", None)
         self.queued = self.sent = 0  # bytes, all told
+        self.writing = allocate_lock()
         self._out: deque[Any] = deque()
         self._in = bytearray()
-        self._blocked = False
+        self._due = self._blocked = False  # somebody will write: who is told by the post, or by the socket
         # Of remote ends here, of channels there: all by the op's number, or the channel's.
         self.numbers = count(1)
         self.waiting: dict[int, Any] = {}  # what was asked, and is not answered yet
@@ -64,47 +70,64 @@ class Peer:
         self.asked: dict[int, Callable[[bool], object]] = {}  # who wants to know whether an op was HELD
         self.given: dict[int, Any] = {}  # deals that await TAKE or PASS
         self.accounts: dict[int, Any] = {}  # the places in our buffers that are granted to them
-        self.ends: dict[tuple[int, int], None] = {}  # the Senders and Receivers that they hold
+        self.ends: WeakSet[Any] = WeakSet()  # channels of which they hold Senders or Receivers
 
     def put(self, kind: int, channel: int = 0, number: int = 0, payload: bytes = b"") -> int:
         """Says something; it is sent soon. Where in all that was said it begins."""
         if self.lost:
             return self.queued
         began = self.queued
-        if not self._out and not self._blocked:
-            self.post.wants_to_write(self)
         head = HEAD.pack(kind, channel, number, len(payload))
         if len(payload) < SMALL:
             self._out.append(head + payload)
         else:
             self._out += head, payload
         self.queued += HEAD.size + len(payload)
+        if not self._due and not self._blocked:
+            self._due = True
+            self.post.wants_to_write(self)
         return began
 
-    def flush(self) -> None:
-        """As much as the socket takes."""
-        out = self._out
-        try:
-            while out:
-                pieces = [out[index] for index in range(min(len(out), PIECES))]
-                done = self.end.sendmsg(pieces) if len(pieces) > 1 else self.end.send(pieces[0])
-                self.sent += done
-                while done:
-                    piece = out.popleft()
-                    if done < len(piece):
-                        out.appendleft(memoryview(piece)[done:])
-                        break
-                    done -= len(piece)
-        except BlockingIOError:
-            pass
-        except (BrokenPipeError, ConnectionResetError):  # it has ended: what it said before is to be heard first
-            out.clear()
-        except OSError:
+    def flush(self, in_turn: bool = True) -> None:
+        """As much as the socket takes. From any thread, and in a step, where it is not said to be `in_turn`: then a
+        connection that is broken is left for the owner to see."""
+        self._due = False
+        with self.writing:
+            broken = not self.lost and not self._write()
+        if broken and in_turn:
             self.lose()
-            return
-        if bool(out) is not self._blocked:
-            self._blocked = bool(out)
-            self.post.watch(self, self._blocked)
+        elif broken:
+            self._due = True
+            self.post.wants_to_write(self, now=False)
+
+    def _write(self) -> bool:
+        """Nothing is left behind by two that write: who puts something looks at `_due` and `_blocked` after that, and
+        here they are cleared before it is looked whether there is something."""
+        out = self._out
+        while True:
+            try:
+                while out:
+                    pieces = [out[index] for index in range(min(len(out), PIECES))]
+                    done = self.end.sendmsg(pieces) if len(pieces) > 1 else self.end.send(pieces[0])
+                    self.sent += done
+                    while done:
+                        piece = out.popleft()
+                        if done < len(piece):
+                            out.appendleft(memoryview(piece)[done:])
+                            break
+                        done -= len(piece)
+            except BlockingIOError:
+                pass
+            except (BrokenPipeError, ConnectionResetError):  # it has ended: what it said before is to be heard first
+                out.clear()
+            except OSError:
+                return False
+            blocked = bool(out)
+            if blocked is not self._blocked:
+                self._blocked = blocked
+                self.post.watch(self, blocked)
+            if blocked or not out:
+                return True
 
     def hear(self) -> None:
         try:
@@ -162,7 +185,7 @@ class Peer:
         self.ending = ending
         if self.post.peers.get(self.who) is self:
             del self.post.peers[self.who]
-        self.post.gone[self.who] = ending
+        self.post.note_ending(self.who, ending)
         for tell in TOLD_OF_LOSS:
             try:
                 tell(self)

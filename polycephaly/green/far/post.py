@@ -8,7 +8,8 @@ dial at once there are two, and each uses its own.)
 
 All of it is done by the scheduler's owner: it sleeps in this epoll in place of its lock (`acquire`, `release`), and
 looks into it between steps (`look`). So a message crosses no thread, and channels need no locks here either. What is
-said is collected, and goes out when the owner looks or sleeps: messages to one image in one write.
+said is collected, and goes out when the owner looks or sleeps: messages to one image in one write. A step that goes on
+for long keeps nothing back: what it says goes at once, if nothing went just before, and else the watchdog sends it.
 
 Who may connect: the socket is in a directory that only its owner can enter, and both sides ask the kernel whose process
 the other is. Until it has said HELLO, nothing else of a connection is looked at.
@@ -45,7 +46,7 @@ from .words import BYE, HELLO
 if TYPE_CHECKING:
     from ..channel import Channel
 
-__all__ = ["Post", "own_address", "the_post"]
+__all__ = ["Post", "of_parents", "own_address", "the_post"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -117,11 +118,11 @@ class Post:
         """The numbers by which drones know channels that they have inherited (inherited.py), and the proper ones."""
         self.selects = count(1)
         self.peers: dict[str, Peer] = {}
-        self.gone: dict[str, Ending] = {}  # what became of those that were lost
+        self.gone: dict[str, Ending] = {}  # what became of those that were lost, of the last of them
         self._by_fd: dict[int, Peer] = {}
         self._dirty: deque[Peer] = deque()
         self._news: list[tuple[int, int]] = []
-        self._looked = 0.0
+        self._looked = self._wrote = 0.0
         self._open = True
         self._listener = lifeline.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._bell = lifeline.own(_Bell())
@@ -213,9 +214,15 @@ class Post:
             elif fd == self._listener.fileno():
                 self._accept()
 
-    def _flush(self) -> None:
-        for _ in range(len(self._dirty)):
-            self._dirty.popleft().flush()
+    def _flush(self, in_turn: bool = True) -> None:
+        with suppress(IndexError):  # another thread was quicker
+            for _ in range(len(self._dirty)):
+                self._dirty.popleft().flush(in_turn)
+
+    def send_late(self) -> None:
+        """What a step has said that is not over yet. From any thread."""
+        if self._dirty:
+            self._flush(in_turn=False)
 
     # -- connections ---------------------------------------------------------------------------------
 
@@ -281,18 +288,29 @@ class Post:
         peer.put(HELLO, 0, 0, json.dumps({"address": self.address, "name": whereabouts.name_here}).encode())
         return peer
 
-    def wants_to_write(self, peer: Peer) -> None:
+    def wants_to_write(self, peer: Peer, now: bool = True) -> None:
         self._dirty.append(peer)
+        if now:
+            time = monotonic()
+            if time - max(self._looked, self._wrote) >= LOOK_AFTER:  # else more is to come, or we look soon
+                self._wrote = time
+                self._flush(in_turn=False)
 
     def watch(self, peer: Peer, writing: bool) -> None:
         self._epoll.modify(peer.end.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     def disconnect(self, peer: Peer) -> None:
-        fd = peer.end.fileno()
-        if self._by_fd.pop(fd, None) is not None:
-            with suppress(OSError):
-                self._epoll.unregister(fd)
-            lifeline.close(peer.end)
+        with peer.writing:  # or what is written might go to whoever has that descriptor then
+            fd = peer.end.fileno()
+            if self._by_fd.pop(fd, None) is not None:
+                with suppress(OSError):
+                    self._epoll.unregister(fd)
+                lifeline.close(peer.end)
+
+    def note_ending(self, address: str, ending: Ending) -> None:
+        self.gone[address] = ending
+        if len(self.gone) > REASONS_KEPT:
+            del self.gone[next(iter(self.gone))]
 
     def find_out(self, peer: Peer, until: float) -> None:
         """It has died without a word; its parent leaves one."""
@@ -371,10 +389,11 @@ def _forget() -> None:
     """In a forked child. The sockets were closed as all that is `lifeline.own`."""
     global _post
     if _post is not None:
-        _of_parents.append(_post)
+        of_parents.append(_post)
         _post = None
 
 
-_of_parents: list[Post] = []
+of_parents: list[Post] = []
+"""Of the images that this one is a fork of."""
 whereabouts.at_end.append(_close_post)
 os.register_at_fork(after_in_child=_forget)

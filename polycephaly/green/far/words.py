@@ -14,8 +14,9 @@
     HELD       -> home     op       my select waits for your COMMIT or RELEASE
     BACK       -> home     places   I give back so many granted places
     CLOSE      -> home              close it
-    OPENED     -> home     end      I hold this end of it
+    OPENED     -> home     end      I hold this end of it                                      whose it is now, and was
     ENDED      -> home     end      it is closed
+    ASTRAY     -> home     end      I have sent it on, and it has come to nobody               whose it was, and why
     DONE       home ->     op       a receiver has what you sent
     WITHDRAWN  home ->     op       nobody has it, nobody will
     GIVE       home ->     op       take this: answer TAKE or PASS                             item
@@ -42,10 +43,11 @@ SELECT = Struct("<Q")
 
 NAMES = (
     "HELLO", "OFFER", "DEMAND", "ITEM", "WITHDRAW", "TAKE", "PASS", "RETURN", "HELD", "BACK", "CLOSE", "OPENED",
-    "ENDED", "DONE", "WITHDRAWN", "GIVE", "HOLD", "COMMIT", "RELEASE", "REFUSED", "CREDIT", "ALIAS", "RECALL", "BYE",
+    "ENDED", "ASTRAY", "DONE", "WITHDRAWN", "GIVE", "HOLD", "COMMIT", "RELEASE", "REFUSED", "CREDIT", "ALIAS",
+    "RECALL", "BYE",
 )  # fmt: skip
 
 (
     HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, BACK, CLOSE, OPENED,
-    ENDED, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
+    ENDED, ASTRAY, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
 ) = range(1, len(NAMES) + 1)  # fmt: skip
