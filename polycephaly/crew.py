@@ -707,8 +707,9 @@ class Crew:
             if self._waiting:
                 self.look_later()
             return
+        seen: set[Any] = set()  # each once, however many wait for it
         for work in [*self._waiting]:  # others add some meanwhile
-            by_hand = _by_hand(work)
+            by_hand = _by_hand(work, seen)
             if by_hand is not None:
                 more = f", and {len(self._waiting) - 1} more wait" if len(self._waiting) > 1 else ""
                 said = f"{self.plan.name} has nothing to run: {work._named()} waits for {by_hand!r}{more}"
@@ -778,9 +779,8 @@ class Crew:
             )
 
 
-def _by_hand(work: Work) -> Promise[Any] | None:
-    """A promise that nobody but the program settles, for which it waits in the end."""
-    seen: set[Any] = set()
+def _by_hand(work: Work, seen: set[Any]) -> Promise[Any] | None:
+    """A promise that nobody but the program settles, for which it waits in the end; none that was `seen` before."""
     todo: list[Any] = [work]
     while todo:
         each = todo.pop()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError
 
@@ -15,7 +16,8 @@ import pytest
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly import Promise, green
+from polycephaly import Promise, crew, green
+from polycephaly.work import Work
 
 
 @poly.flow
@@ -460,6 +462,22 @@ def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
         assert node.value == 1
         thread.join()
     assert "stuck has nothing to run: add #" in said[0] and "<Promise pending" in said[0]
+
+
+def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
+    """In a turn of the hub: a long chain must not keep it for minutes."""
+    visited = []
+    waits_for = Work._waits_for
+    monkeypatch.setattr(Work, "_waits_for", lambda work: visited.append(work) or waits_for(work))
+    with poly.Pool(1) as pool:
+        last = first = poly.flow(time.sleep)(1000)
+        for _ in range(300):
+            last = add(last)
+        seen = set()
+        assert all(crew._by_hand(each, seen) is None for each in [*pool._crew._waiting])
+        assert len(visited) == len(seen) == 301
+        first.cancel()
+        assert isinstance(last.exception(10), CancelledError)
 
 
 # -- its picture --------------------------------------------------------------------------------------------------
