@@ -21,7 +21,6 @@ and then empties the queue. Whoever pops an entry rejects it, so none is left an
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,12 +34,14 @@ from .favours import Favours
 from .halts import Halts
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
+from .lending import Lending
 from .link import BUDGET, Link, State, drained
 from .output import Listener
 from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, PENDING, Milestone, Promise, race
 from .rooms import Rooms
 from .roster import Roster, because
+from .stuck import Stuck
 from .timeline.record import Record
 from .vault import Vault
 from .watch import Watch
@@ -57,9 +58,7 @@ __all__ = ["Crew"]
 log = logging.getLogger(__name__)
 
 DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
-STUCK = 5.0  # seconds after which work that somebody waits for, and which waits for promises, is looked at
 _BATCH = 2048
-_PASSED_MOST = 1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
 CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
 
 
@@ -86,15 +85,16 @@ class Crew:
         self.vault = Vault(self)
         self.favours = Favours(self)
         self.halts = Halts(self)
+        self.lending = Lending(self)
+        self.stuck = Stuck(self)
         self.rooms: Rooms | None = None  # where queues have a limit
         self.careful = self._own_terms is not None or plan.max_queued is not None  # each call has more to look at
         self.record = Record()
-        self._waiting: set[Work] = set()  # for promises among their arguments; any thread adds, and takes out
-        self._held: set[Work] = set()  # for what they take, or lent to another process; in turns only
+        self.waiting: set[Work] = set()  # for promises among their arguments; any thread adds, and takes out
+        self.held: set[Work] = set()  # for what they take, or lent to another process; in turns only
         self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
-        self._looks = False  # whether it is stuck
         self.watch = Watch(self)
         plan.machine.check(plan.size)
         try:
@@ -184,7 +184,7 @@ class Crew:
                 if target is not None:
                     work.target = target
                 if inputs:
-                    self._waiting.add(work)
+                    self.waiting.add(work)
                     work.wait_for(inputs)
                     if self.over:
                         self._reject_waiting()
@@ -251,7 +251,7 @@ class Crew:
         """All for which it waited is there; or it is settled."""
         if work._state == PENDING:
             self._enqueue(work)
-        self._waiting.discard(work)
+        self.waiting.discard(work)
         if self.closing:
             self.hub.post(self._ask_for_end)
         if work.target is not None and work.target.state is State.RETIRING:
@@ -322,12 +322,11 @@ class Crew:
 
     def pending(self) -> int:
         of_links = sum(len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links)
-        return len(self.queue) + len(self._waiting) + len(self._held) + of_links
+        return len(self.queue) + len(self.waiting) + len(self.held) + of_links
 
     def somebody_waits(self, work: Work) -> None:
         """For that one, which itself waits for promises."""
-        if not self._looks:
-            self.hub.post(self.look_later)
+        self.stuck.look_soon()
 
     # -- in turns: sending --------------------------------------------------------------------------
 
@@ -465,17 +464,17 @@ class Crew:
     def hold(self, work: Work) -> None:
         """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has just put it into a
         queue, in `filled`, may not have taken it from `_waiting` yet.)"""
-        self._held.add(work)
+        self.held.add(work)
 
     def waits_for(self, link: Link) -> bool:
         """Is there work only for that drone, which itself waits for promises, or for what it takes?"""
         return any(work.target is link and not work.done() for work in self._not_queued())
 
     def _not_queued(self) -> list[Work]:
-        return [*self._waiting, *self._held]
+        return [*self.waiting, *self.held]
 
     def go_on(self, work: Work) -> None:
-        self._held.discard(work)
+        self.held.discard(work)
         if work.done():
             self._nothing_waits(work.target)
         elif self._abandoned:
@@ -505,11 +504,11 @@ class Crew:
         self.requeue([work for work in works if work not in far and work not in losers and not work.done()])
         for work in far:
             if not work.done():
-                self._waiting.add(work)
+                self.waiting.add(work)
                 try:
                     work.fill_again(lost)
                 except BaseException as error:
-                    self._waiting.discard(work)
+                    self.waiting.discard(work)
                     self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
         self.look_for_end = True
 
@@ -519,53 +518,12 @@ class Crew:
         message.add(number, FETCH, 0, b"")
         link.send(message.frames())
 
-    # -- in turns: what another process runs (net/workers.py) -----------------------------------------
-
-    def lend(self, most: int, which: Callable[[Work], bool]) -> list[Work]:
-        """Takes from the queue at most so many, of those that `which` is true of: no drone has got them. They count as
-        waiting, until they come back or are settled."""
-        taken: list[Work] = []
-        passed: list[Work] = []
-        with suppress(IndexError):
-            while len(taken) < most and len(passed) < _PASSED_MOST:
-                work = self.queue.popleft()
-                if not work.done():
-                    (taken if which(work) else passed).append(work)
-        self.queue.extendleft(reversed(passed))
-        for work in taken:
-            work.lent = True
-        self._held.update(taken)
-        return taken
-
-    def come_back(self, works: list[Work]) -> None:
-        """They were lent, and not begun."""
-        for work in works:
-            work.lent = False
-        self._held.difference_update(works)
-        if self.over:
-            self.lose(works, self.refusal or RuntimeError(f"{self.plan.name} has ended"), again=False)
-        else:
-            self.requeue([work for work in works if not work.done()])
-        self.look_for_end = True
-
-    def lost(self, works: list[Work], error: BaseException) -> None:
-        """They were lent, and perhaps begun: nobody knows what became of them."""
-        for work in works:
-            work.lent = False
-        self._held.difference_update(works)
-        self.lose(works, error, again=not self.over)
-        self.look_for_end = True
-
-    def settled_elsewhere(self, works: list[Work]) -> None:
-        self._held.difference_update(works)
-        self.look_for_end |= self.closing
-
     # -- in turns: stopping what runs -----------------------------------------------------------------
 
     def withdraw(self, work: Work) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
-        self._waiting.discard(work)
-        self._held.discard(work)
+        self.waiting.discard(work)
+        self.held.discard(work)
         link, target = work.link, work.target
         if link is not None and work.number in link.flight and link.alive:
             self.halts.interrupt(link, work)
@@ -667,7 +625,7 @@ class Crew:
     def _unfinished(self) -> bool:
         if self._abandoned:  # what is added by who had looked at `refusal` before is rejected when it is over
             return False
-        if self._waiting or self._held:  # first: what waits no more is in a queue by then
+        if self.waiting or self.held:  # first: what waits no more is in a queue by then
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it waited
@@ -682,8 +640,8 @@ class Crew:
         """Once a turn, however many things in it may have been the last."""
         self.look_for_end = False
         if not self.closing or self._unfinished():
-            if self.closing and self._waiting:
-                self.look_later()
+            if self.closing and self.waiting:
+                self.stuck.look_later()
             return
         for link in list(self.links):
             if link.state is State.READY:
@@ -695,36 +653,13 @@ class Crew:
         if not self.links and not self.over:
             self._end()
 
-    def look_later(self) -> None:
-        """Somebody waits for work that waits for promises. If nothing goes on by then, it is said for which."""
-        if not self._looks:
-            self._looks = True
-            self.hub.after(STUCK, self._look_if_stuck)
-
-    def _look_if_stuck(self) -> None:
-        self._looks = False
-        if self.queue or any(link.flight or link.pinned or link.favoured for link in self.links):
-            if self._waiting:
-                self.look_later()
-            return
-        seen: set[Any] = set()  # each once, however many wait for it
-        for work in [*self._waiting]:  # others add some meanwhile
-            by_hand = _by_hand(work, seen)
-            if by_hand is not None:
-                more = f", and {len(self._waiting) - 1} more wait" if len(self._waiting) > 1 else ""
-                said = f"{self.plan.name} has nothing to run: {work._named()} waits for {by_hand!r}{more}"
-                cure = "somebody has to settle that by hand. If it is this work that should, it waits for itself"
-                self._looks = True  # it is said once
-                self.hub.deliver(partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2))
-                return
-
     def abandon(self) -> None:
         """Kills every drone now; their work is lost."""
         self.closing = self._abandoned = True
         for work in [*self.queue, *self._not_queued()]:
             self.hub.deliver(work.cancel)
-        self._waiting.clear()
-        self._held.clear()
+        self.waiting.clear()
+        self.held.clear()
         self.roster.kill_all()
         self.look_for_end = True
 
@@ -753,10 +688,10 @@ class Crew:
 
     def _reject_waiting(self) -> None:
         """As `reject_all`: those that were added when it had been abandoned."""
-        for work in [*self._waiting]:
+        for work in [*self.waiting]:
             work._settle(FINISHED, None, self.refusal and another(self.refusal))
             work.let_go()
-            self._waiting.discard(work)
+            self.waiting.discard(work)
 
     def tell(self, promise: Promise[None]) -> None:
         if not promise.done():
@@ -777,20 +712,6 @@ class Crew:
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",
             )
-
-
-def _by_hand(work: Work, seen: set[Any]) -> Promise[Any] | None:
-    """A promise that nobody but the program settles, for which it waits in the end; none that was `seen` before."""
-    todo: list[Any] = [work]
-    while todo:
-        each = todo.pop()
-        if each not in seen and isinstance(each, Promise) and not each.done():
-            seen.add(each)
-            needed = list(each._waits_for())
-            if not needed and type(each) is Promise:
-                return each
-            todo += needed
-    return None
 
 
 class _Backlog:

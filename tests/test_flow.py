@@ -16,7 +16,7 @@ import pytest
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly import Promise, crew, green
+from polycephaly import Promise, green, stuck
 from polycephaly.work import Work
 
 
@@ -444,7 +444,7 @@ def test_a_long_circle_is_named_shortly():
 
 
 def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
-    monkeypatch.setattr("polycephaly.crew.STUCK", 0.05)
+    monkeypatch.setattr("polycephaly.stuck.STUCK", 0.05)
     told = threading.Event()
     monkeypatch.setattr("warnings.warn", lambda message, *_: (said.append(message), told.set()))
     said = []
@@ -474,7 +474,7 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         for _ in range(300):
             last = add(last)
         seen = set()
-        assert all(crew._by_hand(each, seen) is None for each in [*pool._crew._waiting])
+        assert all(stuck.by_hand_for(each, seen) is None for each in [*pool._crew.waiting])
         assert len(visited) == len(seen) == 301
         first.cancel()
         assert isinstance(last.exception(10), CancelledError)

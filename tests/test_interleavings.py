@@ -49,7 +49,7 @@ def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, input
 
 
 def test_who_submits_while_it_is_looked_whether_all_are_stuck_breaks_nothing(monkeypatch):
-    monkeypatch.setattr("polycephaly.crew.STUCK", 0.01)
+    monkeypatch.setattr("polycephaly.stuck.STUCK", 0.01)
     looked = threading.Event()
 
     class Elsewhere(poly.Promise):

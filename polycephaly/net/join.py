@@ -294,8 +294,8 @@ class Joined:
     def _find_some(self, most: int) -> None:
         """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work for others too."""
         ours = set(map(id, list(self._desk.works.values())))
-        works = self._crew.lend(most, lambda work: id(work) in ours)
-        self._crew.settled_elsewhere(works)
+        works = self._crew.lending.lend(most, lambda work: id(work) in ours)
+        self._crew.lending.settled(works)
         self._post(partial(self._return, works))
 
     def _return(self, works: list[Work]) -> None:

@@ -128,7 +128,7 @@ class Workers:
     def _lend(self, roomy: list[tuple[Worker, int]]) -> None:
         """In a turn of the hub."""
         for worker, room in roomy:
-            works = self._crew.lend(room, _is_relayed)
+            works = self._crew.lending.lend(room, _is_relayed)
             if works:
                 self._server._post(partial(self._give, worker, works))
         self._server._post(self._has_lent)
@@ -148,7 +148,7 @@ class Workers:
             try:
                 kind, payload = work.captured()
             except Exception as error:  # the pool has ended, and its memory with it
-                self._post(partial(self._crew.lost, [work], error))
+                self._post(partial(self._crew.lending.lost, [work], error))
                 continue
             self._define(worker, work.relays, items)
             items.append(Item(work.number, work.relays.number, kind, payload, target, work.timeout, work.retries))
@@ -164,9 +164,9 @@ class Workers:
 
     def _not_given(self, works: list[Work], target: int) -> None:
         if target:
-            self._post(partial(self._crew.lost, works, RuntimeError("the drone has ended: its worker has left")))
+            self._post(partial(self._crew.lending.lost, works, RuntimeError("the drone has ended: its worker has left")))
         else:
-            self._post(partial(self._crew.come_back, works))
+            self._post(partial(self._crew.lending.come_back, works))
 
     def _define(self, worker: Worker, given: Given, items: list[Item]) -> None:
         if given.number in worker.defined:
@@ -211,7 +211,7 @@ class Workers:
         elif kind == RETURNED:
             worker.recalled = False
             back = [work for number in read_numbers(frames) if (work := worker.flight.pop(number, None)) is not None]
-            self._post(partial(self._crew.come_back, back))
+            self._post(partial(self._crew.lending.come_back, back))
         elif kind == WINDOW:
             worker.window = sum(read_numbers(frames))  # of one
             if not worker.window:
@@ -244,7 +244,7 @@ class Workers:
             else:
                 work._settle(FINISHED, (status, payload), None)
                 settled.append(work)
-        self._post(partial(self._crew.settled_elsewhere, settled))
+        self._post(partial(self._crew.lending.settled, settled))
 
     def drop(self, worker: Worker, why: str) -> None:
         if self._workers.pop(worker.identity, None) is None:
@@ -258,7 +258,7 @@ class Workers:
                 drone=worker.name,
                 running=label,
             )
-            self._post(partial(self._crew.lost, [work], error))
+            self._post(partial(self._crew.lending.lost, [work], error))
         for tell in worker.asked.values():
             tell(error=f"the drone has ended: worker {worker.name} was lost")
 
