@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from time import monotonic
 
 import pytest
-from faults import append, lines
+from faults import append, lines, wait_for
 from greens import run, turns
 from scripts import run_script
 
@@ -845,6 +845,78 @@ def items_and_error(ch):
             seen.append(ch.get(20))
     except Exception as error:
         return [*seen, causes(error)]
+
+
+AT_HAND = {}
+
+
+def keep(end):
+    AT_HAND["end"] = end
+
+
+def give():
+    return AT_HAND.pop("end")
+
+
+def give_by(way):
+    way.put(AT_HAND.pop("end"))
+
+
+def keep_from(way):
+    AT_HAND["end"] = way.get(20)
+
+
+def put_here(item):
+    AT_HAND["end"].put(item, 20)
+
+
+def close_here():
+    AT_HAND["end"].close()
+
+
+def first_of(ch):
+    return ch.get(20)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
+    luck = random.Random(seed)
+    print("seed", seed)
+
+    def at(place, fn, *args):
+        return fn(*args) if place is None else drones[place].doit(fn, *args)
+
+    with poly.Pool(3, output="discard") as pool:
+        for round_ in range(4):
+            wait_for(lambda: len(pool.drones) == 3, 20)
+            drones = pool.drones
+            home = luck.choice([None, 0])
+            ch = at(home, Channel, 4)
+            at(home, keep, at(home, ch.sender))
+            place = home
+            for _ in range(luck.randrange(1, 6)):
+                before, place = place, luck.choice([each for each in (None, 0, 1, 2) if each != place])
+                if None in (before, place) or luck.random() < 0.3:  # as an argument, or a result
+                    at(place, keep, at(before, give))
+                else:  # from one to the other, as an item
+                    way = Channel()
+                    given = drones[before].promise(give_by, way)
+                    at(place, keep_from, way)
+                    given.result(20)
+            at(place, put_here, 1)
+            assert at(home, first_of, ch) == 1
+            victim = luck.choice([each for each in (0, 1, 2) if each != home])
+            print("round", round_, "home", home, "end at", place, "killed", victim)
+            drones[victim].kill()
+            if victim == place:
+                with pytest.raises(ChannelClosed):
+                    at(home, first_of, ch)
+            else:
+                at(place, put_here, 2)
+                assert at(home, first_of, ch) == 2
+                at(place, close_here)
+                with pytest.raises(ChannelClosed):
+                    at(home, first_of, ch)
 
 
 def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):

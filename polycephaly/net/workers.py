@@ -164,7 +164,8 @@ class Workers:
 
     def _not_given(self, works: list[Work], target: int) -> None:
         if target:
-            self._post(partial(self._crew.lending.lost, works, RuntimeError("the drone has ended: its worker has left")))
+            error = RuntimeError("the drone has ended: its worker has left")
+            self._post(partial(self._crew.lending.lost, works, error))
         else:
             self._post(partial(self._crew.lending.come_back, works))
 
