@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import pytest
 from census import alive
+from faults import wait_for
 from greens import run
 from scripts import output_of
 
@@ -75,6 +76,10 @@ def told_by(pore):
             return told
         told.append(message)
     raise AssertionError("closed")
+
+
+def until_no_pore_is_here():
+    wait_for(lambda: porter._thread is None)
 
 
 def error_of(fn, *args):
@@ -137,6 +142,15 @@ def put_and_tell(pore):
 
 
 # -- messages --------------------------------------------------------------------------------------------
+
+
+def test_what_travels_as_an_argument_can_be_told(pool):
+    with poly.Pore(1) as pore:
+        n = 5
+        assert pool.doit(lambda: pore.tell(lambda: n + 1)) is True
+        assert pore.get(30).value() == 6
+        pore.tell(lambda: n + 2)
+        assert pore.get(30).value() == 7
 
 
 def test_the_owner_is_told_who_wrote_how_much_and_where(pool):
@@ -372,6 +386,16 @@ def test_a_holder_is_told_at_its_next_operation_what_and_whose_it_was(pool):
     said = pool.everywhere(lambda: [error_of(getattr, pore, "array"), error_of(pore.tell, 1), pore.closed])
     text = f"PoreClosed: the pore 'prices' is closed: its owner, process {os.getpid()} (MainProcess), has closed it"
     assert [each.value for each in said] == [[text, text, True]] * 2
+
+
+def test_one_that_its_owner_has_let_go_of_says_what_would_have_kept_it(pool):
+    drone = pool.drones[0]
+    pore = drone.doit(lambda: poly.Pore(4, name="returned"))
+    drone.doit(until_no_pore_is_here)
+    for _ in range(2):
+        with pytest.raises(poly.PoreClosed, match="kept no reference to it: it lives while its owner keeps it") as told:
+            pore.tell(1)
+        assert (told.value.pore, told.value.owner, told.value.ended) == ("returned", drone.pid, False)
 
 
 def test_mapped_after_the_close_it_says_what_and_whose_it_was():

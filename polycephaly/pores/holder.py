@@ -47,8 +47,11 @@ class Home:
     birth: str
     machine: str
 
-    def closed(self, ended: bool) -> PoreClosed:
+    def closed(self, ended: bool, let_in: bool = True) -> PoreClosed:
+        """`let_in`: whether this image has ever reached it."""
         why = "has ended" if ended else "has closed it"
+        if not ended and not let_in:
+            why += ", or kept no reference to it: it lives while its owner keeps it, in a global say"
         return PoreClosed(
             f"the pore {self.pore!r} is closed: its owner, process {self.owner} ({self.owner_name}), {why}",
             pore=self.pore, owner=self.owner, ended=ended,
@@ -186,7 +189,7 @@ class Holder:
                     self._let_in(end)
             except ConnectionError:
                 end.close()
-                raise self._is_gone(ended=birth_of(home.owner) != home.birth) from None
+                raise self._is_gone(birth_of(home.owner) != home.birth, let_in=self._memory is not None) from None
             except BaseException:
                 end.close()
                 raise
@@ -207,9 +210,9 @@ class Holder:
             self._owner = lifeline.own(Descriptor(pidfd))
         self._end = lifeline.own(end)
 
-    def _is_gone(self, ended: bool) -> BaseException:
+    def _is_gone(self, ended: bool, let_in: bool = True) -> BaseException:
         if self._gone is None:  # or another thread has seen it first
-            self._gone = self._home.closed(ended)
+            self._gone = self._home.closed(ended, let_in)
         self._drop()
         return another(self._gone)
 

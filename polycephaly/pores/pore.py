@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from itertools import count
 from mmap import MAP_SHARED
-from pickle import dumps
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +21,7 @@ from ..errors import PoreClosed
 from ..launch import lifeline
 from ..limits import shared_memory_ceiling
 from ..procfs import birth_of
+from ..wire import capture as capturing
 from ..wire.arena import map_range
 from .desk import Desk
 from .frames import HEAD, MOST, TOLD, WROTE, Message, message_of
@@ -47,8 +47,9 @@ class Pore:
     ``for message in pore`` (in plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
 
     It is closed by its owner (`close`, the end of its ``with`` block, the loss of the owner's last reference) or by
-    the owner's end, however that comes. From then on each operation on it raises `PoreClosed`, and who waits in one is
-    told at once; views of its memory stay what they are. The end of a holder changes nothing. Any thread may use it.
+    the owner's end, however that comes. (So a drone keeps a pore that it makes: one that its function only returns is
+    closed when that has returned.) From then on each operation on it raises `PoreClosed`, and who waits in one is told
+    at once; views of its memory stay what they are. The end of a holder changes nothing. Any thread may use it.
 
     Raises `ValueError` and `TypeError` for what cannot be its shape and type, and `MemoryError` for more than half of
     the machine's memory.
@@ -153,13 +154,14 @@ class Pore:
     # -- from any image -----------------------------------------------------------------------------
 
     def tell(self, message: Any, *, wait: bool = True) -> bool:
-        """Sends the owner something small (32,000 bytes, pickled). Raises `PoreClosed`, and what its pickling raises.
+        """Sends the owner something small (32,000 bytes, pickled as an argument of a drone's call is). Raises
+        `PoreClosed`, and what its pickling raises.
 
         Where the owner does not keep up, it waits for room; with ``wait=False`` it gives False then, and has sent
         nothing. Inside a coroutine of a green thread it cannot wait: use ``await green.call(pore.tell, message)``.
         True means that it is on its way: it is received unless the owner ends before.
         """
-        pickled = dumps(message, 5)
+        pickled = capturing.capture(message, capturing.common())
         if len(pickled) > MOST:
             raise ValueError(
                 f"a message of {len(pickled):,} bytes was told to the pore {self.name!r}, which takes {MOST:,}: "
