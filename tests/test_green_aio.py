@@ -5,6 +5,7 @@ import contextvars
 import http.server
 import threading
 from concurrent.futures import CancelledError
+from functools import partial
 
 import pytest
 from scripts import output_of
@@ -396,6 +397,68 @@ def test_map_and_par_are_awaited_in_asyncio():
 
 async def _spawned(fn):
     return await green.spawn(fn)
+
+
+def test_par_is_awaited_in_asyncio_and_takes_itself():
+    async def main():
+        both = asyncio.create_task(green.par(lambda: 1, partial(green_double, 2)))
+        nested = green.par(green.par(partial(green_double, 3), lambda: 4), green_double(5))
+        with pytest.raises(ExceptionGroup) as told:
+            await green.par(partial(green.sleep, 1000), partial(fail, KeyError("x")), fail(KeyError("y")))
+        return await both, await nested, [repr(each) for each in told.value.exceptions]
+
+    assert asyncio.run(main()) == ([1, 4], [[6, 4], 10], ["KeyError('x')"])
+
+
+def test_par_and_map_over_a_pool_are_awaited_in_asyncio():
+    async def main(pool):
+        with pytest.raises(ExceptionGroup) as told:
+            await green.par(partial(green.sleep, 1000), partial(fail, KeyError("x")), over=pool)
+        squares = await green.map(lambda n: n * n, range(5), over=pool)
+        return await green.par(int, list, over=pool), squares, repr(told.value.exceptions[0])
+
+    with poly.Pool(2) as pool:
+        assert asyncio.run(main(pool)) == ([0, []], [0, 1, 4, 9, 16], "KeyError('x')")
+
+
+def test_an_asyncio_task_that_is_cancelled_cancels_the_par_it_awaits():
+    began, ended = threading.Event(), threading.Event()
+
+    async def waits():
+        began.set()
+        try:
+            await green.sleep(1000)
+        finally:
+            ended.set()
+
+    async def main():
+        task = asyncio.create_task(green.par(waits, waits))
+        await asyncio.to_thread(began.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await asyncio.to_thread(ended.wait, 20)
+
+    assert asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", [asyncio.run, green.run])
+def test_map_that_is_taken_for_a_list_says_what_to_do(where):
+    def helper():
+        return sorted(green.map(green_double, range(3)))
+
+    def unpack(mapped):
+        _first, *_rest = mapped
+
+    async def main():
+        mapped = green.map(green_double, range(3))
+        assert "green_double" in repr(mapped) and "await" in repr(mapped)
+        for use in (list, unpack, lambda _: helper()):
+            with pytest.raises(TypeError, match=r"green_double.* `await green.map\(\.\.\.\)`.* `await green.spawn\("):
+                use(mapped)
+        return await mapped, await green.spawn(helper)
+
+    assert where(main()) == ([0, 2, 4], [0, 2, 4])
 
 
 def test_channels_are_used_by_asyncio_and_green_threads_together():

@@ -1,9 +1,9 @@
-"""What is iterated with ``async for``, or awaited for a list of all."""
+"""What `map` gives where it cannot wait: iterated with ``async for``, or awaited for a list of all."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn
 
 from .scheduler import scheduler
 from .thread import spawn
@@ -12,6 +12,8 @@ __all__ = ["Collected"]
 
 
 class Collected:
+    _fn: Callable[..., Any]
+
     def __await__(self) -> Generator[Any, Any, list[Any]]:
         if scheduler.in_step():
             return self.collect().__await__()
@@ -19,3 +21,13 @@ class Collected:
 
     async def collect(self) -> list[Any]:
         raise NotImplementedError
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is no list yet: green.map was called in a coroutine, or below asyncio, as in a notebook's cell. "
+            "Use `await green.map(...)`, or `async for`; and `await green.spawn(fn, ...)` for a plain function that "
+            "calls it"
+        )
+
+    def __repr__(self) -> str:
+        return f"<green.map of {getattr(self._fn, '__qualname__', self._fn)}, to be awaited>"

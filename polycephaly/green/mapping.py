@@ -55,7 +55,7 @@ def par(*fns: Any, over: Any = None) -> Any:
     """Runs all of `fns` as green threads, until the last has ended; a list of their values, in order. (ProcessJ's par.)
 
     They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised
-    in an `ExceptionGroup`. In a coroutine: ``await green.par(...)``; in plain code it waits by itself.
+    in an `ExceptionGroup`. In a coroutine, asyncio's too: ``await green.par(...)``; in plain code it waits by itself.
 
     With ``over=pool`` they are spread over the pool's drones, those next to each other in one drone where that is
     possible. Then they must be functions (`partial` for their arguments). Channels connect them as ever.
@@ -118,13 +118,21 @@ def map(
 
 
 def _as_fits(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """In plain code, runs the coroutine; in a coroutine, gives it."""
-    return make() if _in_coroutine() else run(make())
+    """In plain code, runs the coroutine; in a coroutine, gives it; in asyncio code, one that has it run."""
+    if scheduler.in_step():
+        return make()
+    return _spawned(make) if _in_asyncio() else run(make())
+
+
+async def _spawned(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return await spawn(make())
 
 
 def _in_coroutine() -> bool:
-    if scheduler.in_step():
-        return True
+    return scheduler.in_step() or _in_asyncio()
+
+
+def _in_asyncio() -> bool:
     asyncio = sys.modules.get("asyncio")
     return asyncio is not None and asyncio._get_running_loop() is not None
 
