@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from time import monotonic
 
 import pytest
-from faults import append, lines, wait_for
+from faults import append, hold_until, lines, wait_for
 from greens import run, turns
 from scripts import run_script
 
@@ -1259,6 +1259,33 @@ def test_map_over_a_pool_raises_the_error_of_a_call_of_the_items_and_of_a_drone(
         green.map(bad, items(), over=pool)
     with pytest.raises(poly.DroneDied):
         green.map(die, range(100), over=pool)
+
+
+def test_map_over_a_pool_does_not_wait_for_a_drone_that_has_never_begun(pool, tmp_path):
+    go, began = tmp_path / "go", str(tmp_path / "began")
+    busy = pool.drones[0]
+    held = busy.promise(hold_until, str(go), began)
+    wait_for(lambda: lines(began))
+
+    async def main():
+        listed = await green.map(lambda n: n * n, range(20), width=2, over=pool)
+        iterated = [value async for value in green.map(lambda n: -n, range(20), over=pool)]
+        return listed, iterated, await green.map(lambda n: n, [], over=pool)
+
+    try:
+        assert run(main) == ([n * n for n in range(20)], [-n for n in range(20)], [])
+        assert not held.done()
+    finally:
+        go.touch()
+    assert held.value == "held" and busy.doit(os.getpid) == busy.pid == int(lines(began)[0])
+
+
+def test_a_pool_that_has_ended_says_so_of_green_threads_as_of_other_work():
+    with poly.Pool(1) as pool:
+        pass
+    for begin in (lambda: pool.submit(int), lambda: green.map(abs, [1], over=pool), lambda: green.par(int, over=pool)):
+        with pytest.raises(RuntimeError, match="after shutdown of pool-"):
+            begin()
 
 
 def test_what_cannot_be_spread_is_said_to_be_so(pool):

@@ -6,7 +6,8 @@
                                             what is free takes the next one      both are channels that live here
 
 Channels that the functions have connect them as in one image. Each share is one piece of work, for one drone alone:
-they all run at the same time, as they may wait for each other, and each drone does nothing else meanwhile.
+they all run at the same time, as they may wait for each other, and each drone does nothing else meanwhile. A share of
+`map` whose drone has something else to do until all values are there is withdrawn; one of `par` is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..coroutines import is_coroutine
-from ..errors import ChannelClosed, ItemLost
+from ..errors import ChannelClosed, ItemLost, another
 from ..promises import Promise
 from .channel import Channel
 from .collected import Collected
@@ -34,6 +35,9 @@ AHEAD = 4  # items under way, or done before an earlier one, for each green thre
 
 
 def drones_of(pool: Any) -> Sequence[Any]:
+    refusal: BaseException | None = getattr(getattr(pool, "_crew", None), "refusal", None)
+    if refusal is not None:  # it has ended, say: as with all other work
+        raise another(refusal)
     drones: Sequence[Any] = getattr(pool, "drones", ())
     if not drones:
         raise TypeError(f"green threads can be spread over a pool that has drones, not over {pool!r}")
@@ -109,8 +113,8 @@ class Spread(Collected, Generic[T]):
         jobs: Channel[tuple[int, T]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)
         room = Semaphore(workers * AHEAD)
-        working = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
-        working.append(spawn(self._feed, jobs, done, room))
+        shares = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
+        working = [*shares, spawn(self._feed, jobs, done, room)]
         for each in working:
             each.add_done_callback(partial(_close_after_an_error, done))
         early: dict[int, Any] = {}
@@ -141,8 +145,10 @@ class Spread(Collected, Generic[T]):
                     each.cancel()
             if self._progress is not None:
                 self._progress.close()
-        for each in working:
-            await each
+        for share in shares:
+            if not share.cancel(running=False):  # it has begun, and has nothing left to do
+                await share
+        await working[-1]
 
     async def _feed(self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], room: Semaphore) -> None:
         count = 0
