@@ -541,6 +541,17 @@ def test_a_select_with_a_default_cannot_ask_another_image(pool):
         run(main)
 
 
+def test_a_select_with_a_skip_cannot_ask_another_image_either(pool):
+    async def main(*guards, **how):
+        return await select(*guards, green.skip(), **how)
+
+    ch = made_in(pool.drones[0])
+    for priority in (False, True):
+        with pytest.raises(ValueError, match="lives in another image"):
+            run(partial(main, ch.receiving(), Channel().receiving(), priority=priority))
+    assert run(main, ch.receiving(when=False), Channel().receiving(when=False)).index == 2
+
+
 # -- being cancelled -----------------------------------------------------------------------------------------
 
 

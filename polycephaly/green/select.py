@@ -209,7 +209,10 @@ def settled(promise: Promise[T], *, when: bool = True) -> Guard[T]:
 
 
 def skip(*, when: bool = True) -> Guard[None]:
-    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else"."""
+    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else".
+
+    Not beside channels that live in another image: that is a `ValueError`, as a default is.
+    """
     return _Skip(when)
 
 
@@ -400,15 +403,13 @@ def select(
         chosen = open_.pop(place)
         value = chosen[1].attempt(thread)
         if value is not NOTHING:
+            if chosen[1].__class__ is _Skip:
+                _check_all_are_here(open_)
             return Chosen(chosen[0], value)
         open_.append(chosen)  # behind those that were not tried yet
         left -= 1
     if not isinstance(default, EllipsisType):
-        if any(getattr(guard, "channel", None) is not None and guard.channel.is_remote for _, guard in open_):
-            raise ValueError(
-                "whether a channel that lives in another image can be served at once is not known here: "
-                "instead of a default, use `green.after(seconds)`"
-            )
+        _check_all_are_here(open_)
         return default
     waits = _Select(open_, thread)
     waits.leave()
@@ -427,3 +428,12 @@ def select(
     if outcome.__class__ is Refused:
         raise outcome.error
     return outcome
+
+
+def _check_all_are_here(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
+    """What waits for nothing is chosen: those of other images never would be."""
+    if any(getattr(guard, "channel", None) is not None and guard.channel.is_remote for _, guard in guards):
+        raise ValueError(
+            "whether a channel that lives in another image can be served at once is not known here: "
+            "instead of a default, or `green.skip()`, use `green.after(seconds)`"
+        )
