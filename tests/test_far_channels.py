@@ -222,7 +222,7 @@ if __name__ == "__main__":
         p = pool.promise(below)
         print(plain.get(), p.value)
         dropped.clear()
-        print(pool.promise("dropped[0].get()").exception())
+        print(str(pool.promise("dropped[0].get()").exception()).partition(" (pid ")[2].partition("> ")[2])
     pid = os.fork()
     if pid == 0:
         waits = green.spawn(consume)
@@ -248,7 +248,7 @@ def test_what_a_drone_has_from_the_snapshot_is_the_same_channel(tmp_path):
             "True None",
             "closed",
             "from below own",
-            "the channel was closed, or its home has no use for it any more",
+            "was closed, or its home has no use for it any more",
             "a channel of its own",
         ],
     )
@@ -728,11 +728,40 @@ def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
 
 def test_the_end_of_the_home_is_told_too():
     with poly.Drone() as drone:
-        ch = made_in(drone)
+        ch, other = made_in(drone), made_in(drone)
         waits = green.spawn(ch.receive())
         drone.doit(lambda: None)
+        assert not ch.closed
     with pytest.raises(ChannelClosed, match="has ended"):
         waits.result(20)
+    assert ch.closed and "closed" in repr(ch)
+    wait_for(lambda: other.closed)  # nobody has asked
+
+
+@CAPACITIES
+def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, capacity):
+    def use(how, ch):
+        before = ch.closed
+        ask = {"get": ch.get, "put": partial(ch.put, 1), "select": partial(run, chosen, ch)}[how]
+        error_of(ask)
+        return before, ch.closed, repr(ch), error_of(ask)
+
+    async def chosen(ch):
+        return await select(ch.receiving(), green.after(20))
+
+    def error_of(ask):
+        with pytest.raises(ChannelClosed) as told:
+            ask()
+        return str(told.value)
+
+    for how in ("get", "put", "select"):
+        ch = Channel(capacity)
+        asked = pool.drones[0].promise(use, how, ch)
+        ch.close()
+        before, after, name, error = asked.result(30)
+        assert (before, after) == (False, True)
+        assert name == f"<Channel{f' of {capacity}' if capacity else ''} closed made in the main image>"
+        assert error.startswith(f"{name} was closed")
 
 
 @CAPACITIES

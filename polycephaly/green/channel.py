@@ -331,6 +331,7 @@ class Channel(Generic[T]):
 
     @property
     def closed(self) -> bool:
+        """Whether it was closed. In another image than its own: as far as an answer, or that image's end, has told."""
         return self._closed
 
     def __reduce__(self) -> Any:

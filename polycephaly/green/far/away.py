@@ -4,7 +4,8 @@
     await receive()  <──opened── Ask, parked <──GIVE── home <──DEMAND──┘        TAKE ──> home
 
 It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A thread that waits
-here waits for another image, so it is no deadlock.
+here waits for another image, so it is no deadlock. That the home has closed the channel is known here when an answer
+has told it, or the home's end: `ended`, which nothing of this file goes by, as the home's own answer says more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..scheduler import PARK, scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Refused, Waiter
 from . import words
-from .packed import Packed, opened, packed, unpack_reason
+from .packed import NOT_KNOWN, Packed, opened, packed, unpack_reason
 from .peer import OBEYED, TOLD_OF_LOSS, Ending, Peer
 from .post import the_post
 
@@ -36,9 +37,10 @@ Reference = tuple[str, int, int, str]
 class _Away:
     """What a remote end knows of its channel."""
 
-    __slots__ = ("home", "name", "number")
+    __slots__ = ("ended", "home", "name", "number")
 
     def __init__(self, home: str, number: int, name: str) -> None:
+        self.ended = False  # closed by others, as far as is known
         self.home = home
         self.number = number
         self.name = name
@@ -233,9 +235,13 @@ class Remote(Channel[Any]):
         away = self._extra
         return remote_end, (away.home, away.number, self.capacity, away.name)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._extra.ended
+
     def __repr__(self) -> str:
         kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
-        return f"<{kind}{' closed' if self._closed else ''} made in {self._extra.name}>"
+        return f"<{kind}{' closed' if self.closed else ''} made in {self._extra.name}>"
 
 
 class BufferedRemote(Remote, _Buffered[Any]):
@@ -293,6 +299,15 @@ def _lost_item(error: ChannelClosed) -> ItemLost:
 def _gone(remote: Remote, ending: Ending) -> ChannelClosed:
     error = ChannelClosed(f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}")
     error.__cause__ = ending.death
+    remote._extra.ended = True
+    return error
+
+
+def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
+    """What the home has answered; with the channel's name, where the home has forgotten that."""
+    if str(error).endswith(NOT_KNOWN):
+        error.args = (f"{remote!r} {NOT_KNOWN}",)
+    remote._extra.ended = True
     return error
 
 
@@ -389,6 +404,8 @@ def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
             del peer.credits[number]
         return
     waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
+    if isinstance(error, ChannelClosed) and waiter is not None:
+        error = _was_closed(waiter.remote if isinstance(waiter, Ask) else waiter.at[2], error)
     if isinstance(waiter, Ask):
         waiter.refused(error)
     elif isinstance(waiter, Offer):
@@ -435,6 +452,10 @@ def _lost(peer: Peer) -> None:
                 waiter.fail(_lost_item(error))
             else:
                 waiter.fail(error)
+    for reference in ends.valuerefs():  # a copy: other threads may unpickle ends meanwhile
+        end: Any = reference()
+        if end is not None and end._extra.home == peer.who:
+            end._extra.ended = True
 
 
 OBEYED.update(

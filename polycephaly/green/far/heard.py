@@ -13,7 +13,7 @@ from .credit import bring_home
 from .deal import Deal
 from .home import Known, Op
 from .inherited import is_inherited, number_of_inherited
-from .packed import Packed
+from .packed import NOT_KNOWN, Packed
 from .peer import OBEYED, TOLD_OF_LOSS, Peer
 
 __all__ = ["channel_of"]
@@ -38,7 +38,7 @@ def _hear_op(hear: str, peer: Peer, number: int, op: int, payload: bytes) -> Non
     item = Packed(payload[words.SELECT.size :]) if hear == "_offered" else None
     waiter = Op(channel, peer, op, select, item)
     if channel is None:
-        error = ChannelClosed("the channel was closed, or its home has no use for it any more")
+        error = ChannelClosed(f"the channel {NOT_KNOWN}")
         proper = number_of_inherited(peer.post, number) if is_inherited(number) else number
         error.__cause__ = peer.post.reasons.get(proper)
         waiter.refuse(error)

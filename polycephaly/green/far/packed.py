@@ -8,7 +8,11 @@ from typing import Any
 from ...wire import capture as capturing
 from ...wire.exceptions import pack_exception, unpack_exception
 
-__all__ = ["Packed", "opened", "pack_reason", "packed", "unpack_reason"]
+__all__ = ["NOT_KNOWN", "Packed", "opened", "pack_reason", "packed", "unpack_reason"]
+
+
+NOT_KNOWN = "was closed, or its home has no use for it any more"
+"""Of a channel whose home knows nothing of it but its number; what else it is called, who asked knows."""
 
 
 class Packed:
