@@ -375,7 +375,7 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
         os.environ.pop("RAY_ADDRESS", None)
         import ray
         import polycephaly as poly
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
         with poly.Pool(1, engine="ray") as pool:
             print(pool.doit("1+1"))
             promise = pool.promise("import time; time.sleep(1000)")
@@ -386,6 +386,76 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
         timeout=55,
     )
     assert done.stdout.split() == ["2", "True", "False"], done.stdout + done.stderr
+
+
+@pytest.mark.ray
+def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import ray
+        import polycephaly as poly
+        from benchmarks.scale import cluster
+
+        def fate(act):
+            try:
+                return act()
+            except Exception as error:
+                return type(error).__name__, "was shut down" in str(error)
+
+        with cluster(1, 4):
+            address = ray.get_runtime_context().gcs_address
+            first = poly.Pool(1, engine="ray")
+            made, shared, small = first.promise(bytes, 300_000), first.share(bytes(300_000)), first.share(7)
+            made.exception()
+            running = first.promise("import time; time.sleep(1000)")
+            ray.shutdown()
+            print({fate(lambda: made.value), fate(lambda: shared.value), fate(lambda: first.share(bytes(300_000)))})
+            print(ray.is_initialized(), small.value)
+            ray.init(address, log_to_driver=False, logging_level="CRITICAL")
+            with poly.Pool(1, engine="ray") as second:
+                print({fate(second.promise(len, each).result) for each in (made, shared, [made], [shared])})
+                print(second.doit(abs, small), second.doit(len, second.share(bytes(300_000))))
+                print({fate(lambda: first.promise("1").result()), fate(running.result)})
+                first.shutdown()
+                print(second.doit("1+1"))
+            third = poly.Pool(1, engine="ray")
+            third.doit("1")
+            ray.shutdown()
+            ray.init(address, log_to_driver=False, logging_level="CRITICAL")
+            third.shutdown()  # it does not know yet
+    """,
+        timeout=55,
+    )
+    told = done.stdout.splitlines()
+    assert eval(told[0]) <= {("Lost", True), ("ConnectionError", True), ("RuntimeError", True)}, done.stderr
+    assert told[1:4] == ["False 7", "{('Lost', True)}", "7 300000"], done.stdout + done.stderr
+    assert told[4:] == ["{('RuntimeError', True)}", "2"], done.stdout + done.stderr
+
+
+@pytest.mark.ray
+def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import os
+        os.environ.pop("RAY_ADDRESS", None)
+        import ray
+        import polycephaly as poly
+        full = {"local_fs_capacity_threshold": 0.0001}  # no disk for what does not fit into the store
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20,
+            _system_config=full,
+        )
+        with poly.Pool(1, engine="ray") as pool:
+            large = pool.promise(len, bytes(150 << 20))
+            print(type(large.exception(40)).__name__)
+            print(pool.doit(len, "abc"), pool._crew.links[0].load)
+        ray.shutdown()
+    """,
+        timeout=55,
+    )
+    assert done.stdout.splitlines()[-2:] == ["OutOfDiskError", "3 0.0"], done.stdout + done.stderr
 
 
 # -- the loss of a node -----------------------------------------------------------------------------------

@@ -6,6 +6,10 @@
 A `Cargo` is a list of buffers. Where it arrives its buffers are read-only views of the store's memory, which lives as
 long as they do. So nothing is copied but once, by whoever puts it there, and a result that is only an argument of other
 calls never comes to the driver.
+
+What is in a store is gone with its *session*, one connection of this process to a cluster: handles and promises may
+outlive that, so each knows its own. Ray, asked for what another session had, would start a cluster where there is none,
+and else refuse the whole message.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from ..wire.arena import Full
 from ..wire.loans import Arrived, Parcel, read_waybill
 from ..wire.store import LARGE_PICKLE
 
-__all__ = ["Brought", "Cargo", "Hold", "Lying", "Manifest", "Plasma", "Sealed"]
+__all__ = ["Brought", "Cargo", "Hold", "Lying", "Manifest", "Plasma", "Sealed", "session"]
 
 HEAVY = 1 << 20
 """Bytes of a result from which it is not copied until it is sent: its drone runs nothing else before."""
@@ -36,6 +40,18 @@ def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 copyreg.pickle(ray.ObjectRef, _with_its_owner)
+
+
+def session() -> tuple[str, str] | None:
+    """By which node this process is connected to Ray, and as whom there: two clusters differ in the one, two
+    connections to one cluster in the other. None: it is not connected."""
+    if not ray.is_initialized():
+        return None
+    here = ray.get_runtime_context()
+    try:
+        return here.get_node_id(), here.get_worker_id()
+    except (AttributeError, AssertionError):  # another thread is shutting it down
+        return None
 
 
 class Cargo:
@@ -51,37 +67,52 @@ class Cargo:
 class Lying:
     """A cargo in the object store, fetched when somebody looks at it."""
 
-    def __init__(self, ref: Any) -> None:
+    def __init__(self, ref: Any, of: tuple[str, str] | None) -> None:
         self.ref = ref
+        self.session = of
         self._cargo: Cargo | None = None
 
     @property
     def buffers(self) -> Sequence[Any]:
+        """Raises `Lost`, where it lay with a node, or in a Ray, that is gone."""
         if self._cargo is None:
-            self._cargo = ray.get(self.ref)
+            if self.session != session():
+                raise Lost("a value that lay in Ray's object store is lost: that Ray was shut down")
+            try:
+                self._cargo = ray.get(self.ref)
+            except ray.exceptions.RayError as error:
+                why = str(error).strip().splitlines()[0]
+                raise Lost(f"a value that lay in Ray's object store is lost: {why}") from error
         return self._cargo.buffers
 
 
 class Sealed:
     """A cargo that this image has made, or knows of: a segment, to a `Parcel`."""
 
-    def __init__(self, cargo: Any, length: int) -> None:
+    def __init__(self, cargo: Any, length: int, of: tuple[str, str] | None = None) -> None:
         self.cargo = cargo  # an ObjectRef, or a `Cargo` that is still to be sent
         self.length = length
+        self.session = of  # of the ObjectRef
         self.offset = 0  # of its first buffer, among those of the cargo with which it goes
 
 
 class Plasma:
     """The driver's store: what is put there is in the object store from that moment on."""
 
+    def __init__(self) -> None:
+        self.session = session()
+
     def parcel(self, pieces: list[Any], buffers: list[memoryview]) -> Parcel:
-        """Raises `Full`."""
+        """Raises `Full`, or `ConnectionError` when Ray was shut down."""
         inline, runs, lengths = _runs(pieces, buffers)
         total = sum(lengths)
-        sealed = Sealed(self._put(Cargo(runs), total), total)
+        sealed = Sealed(self.put(Cargo(runs), total), total, self.session)
         return Parcel(inline, [(sealed, at, length) for at, length in enumerate(lengths)])  # type: ignore[misc]
 
-    def _put(self, cargo: Cargo, total: int) -> Any:
+    def put(self, cargo: Cargo, total: int) -> Any:
+        """Raises as `parcel` does."""
+        if self.session != session():
+            raise ConnectionError("the pool's Ray was shut down")
         try:
             return ray.put(cargo)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
@@ -95,10 +126,12 @@ class Hold(Plasma):
     """A drone's store: it keeps results until the message goes that tells of them. `laden` is called when one is so
     large that it is not copied: nothing else may be run before that."""
 
+    session = None
+
     def __init__(self, laden: Callable[[], None]) -> None:
         self._laden = laden
 
-    def _put(self, cargo: Cargo, total: int) -> Any:
+    def put(self, cargo: Cargo, total: int) -> Any:
         if total < HEAVY:
             cargo.buffers = [bytes(each) for each in cargo.buffers]
         else:
@@ -154,22 +187,20 @@ class Brought(Arrived):
         self._places = [(which, loans[which][1] + index, length) for which, index, length in places]
 
     def content(self) -> tuple[bytes, list[memoryview]]:
-        """Raises `Lost`, where it lay with a node that is gone."""
-        try:
-            cargoes = [each.buffers for each in self._cargoes]
-        except ray.exceptions.RayError as error:
-            why = str(error).strip().splitlines()[0]
-            raise Lost(f"a value that lay in Ray's object store is lost: {why}") from error
+        """Raises `Lost`."""
+        cargoes = [each.buffers for each in self._cargoes]
         return self._inline, [memoryview(cargoes[which][index]) for which, index, _ in self._places]
 
     def is_far(self) -> bool:
         return any(isinstance(each, Lying) for each in self._cargoes)
 
     def lies_in(self, store: Any) -> bool:
-        return isinstance(store, Plasma) and self.is_far()
+        return isinstance(store, Plasma) and all(
+            isinstance(each, Lying) and each.session == store.session for each in self._cargoes
+        )
 
     def parcel(self) -> Parcel:
-        sealed = [Sealed(each.ref, 0) for each in self._cargoes]
+        sealed = [Sealed(each.ref, 0, each.session) for each in self._cargoes]
         return Parcel(self._inline, [(sealed[which], index, length) for which, index, length in self._places])  # type: ignore[misc]
 
 

@@ -10,7 +10,10 @@ An actor's death is told by each call that it has not answered. A drone that has
 overlaps, is asked now and then; that is the watch. Then a task on its node reads what it has left there, if the node
 lives, and only after that the roster hears of the death: it decides by what was begun.
 
-All actors are the driver's: Ray ends them with it.
+All actors are the driver's: Ray ends them with it. They are those of one session (cargo.py): after `ray.shutdown` Ray
+would start another cluster for whatever it is asked, and after another `ray.init` it does not know them. So who asks
+in a turn looks first whether the session is still there; where it is not, the pool is broken, at the next `_look` or by
+who could not send. If Ray does not take a message of work for any other reason, that work is rejected, and no more.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..errors import Lost
 from ..link import Link, State
 from ..procfs import boot_of_this_machine
+from ..wire.arena import Full
 from ..wire.capture import MainSnapshot
 from ..wire.definitions import Book
 from ..work import Work
 from . import snapshot
-from .cargo import Plasma
+from .cargo import Cargo, Lying, Plasma, session
 from .diary import Remains, kill_owner, read_remains
 from .drone import Birth, Born, Nest, Report
 from .link import RayLink
@@ -72,6 +76,7 @@ class RayEngine:
         self._roster = roster
         self._plan = self.crew.plan
         self._hub = self.crew.hub
+        self._session = session()
         self._placement = placement
         self._ended = False
         hang = self._plan.hang_timeout
@@ -92,8 +97,19 @@ class RayEngine:
         store: Any = self._store
         self._roster.book = Book(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)
 
+    def is_there(self) -> bool:
+        """Its Ray."""
+        return ray.is_initialized() and session() == self._session
+
     def fail(self, error: Exception) -> None:
-        self.crew.fail(error)
+        if not self._is_lost():
+            self.crew.fail(error)
+
+    def _is_lost(self) -> bool:
+        lost = not self.is_there()
+        if lost and not self._ended:
+            self.crew.break_(RuntimeError(f"Ray was shut down while {self._plan.name} was open"))
+        return lost
 
     def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return initializer, initargs
@@ -105,7 +121,7 @@ class RayEngine:
         self._hub.after(self._probe_every, self._look)
 
     def can_start(self) -> bool:
-        return not self._ended and ray.is_initialized()
+        return not self._ended and self.is_there()
 
     def start(self, number: int, name: str, index: int) -> RayLink | None:
         plan = self._plan
@@ -185,6 +201,25 @@ class RayEngine:
         link.last_heard = monotonic()
         link.hear(Report.unpack(told), cargo)
 
+    def not_sent(self, link: RayLink, frames: list[bytes], works: Sequence[Work], error: Exception) -> None:
+        """In the turn that was to send it, which goes on with other drones: so not before the next."""
+        if not self.is_there():
+            self._hub.post(self._is_lost)
+        elif works:
+            self._hub.post(partial(link.not_sent, frames, works, error))
+        else:
+            raise error
+
+    def land(self, cargo: Any) -> Lying | Cargo:
+        """What came beside a report."""
+        if isinstance(cargo, Cargo):
+            try:
+                ref = self._store.put(cargo, sum(memoryview(each).nbytes for each in cargo.buffers))
+            except Full:  # then it stays where it is
+                return cargo
+            return Lying(ref, self._session)
+        return Lying(cargo, self._session)
+
     def order(self, link: RayLink, frames: list[bytes]) -> None:
         self._switch.order.remote(link.number, frames)
 
@@ -201,11 +236,12 @@ class RayEngine:
     def ended(self, link: RayLink) -> None:
         """It has ended as it was told to, and all that it said was heard."""
         if link.state is not State.DEAD:
-            ray.kill(link.actor)
+            if self.is_there():
+                ray.kill(link.actor)
             self._died(link, 0)
 
     def kill(self, link: RayLink) -> None:
-        if not ray.is_initialized():  # its actors have ended with it
+        if not self.is_there():  # its actors have ended with it
             link.fate = "Ray was shut down"
             self._hub.after(0.0, partial(self._died, link, None))
             return
@@ -226,7 +262,7 @@ class RayEngine:
         return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
 
     def forget(self, link: RayLink) -> None:
-        if not self._ended and ray.is_initialized():
+        if not self._ended and self.is_there():
             self._switch.forget.remote(link.number)
 
     # -- deaths -----------------------------------------------------------------------------------
@@ -236,7 +272,7 @@ class RayEngine:
         if link.dying:
             return
         if not isinstance(error, _DEATHS):
-            self.crew.fail(error)
+            self.fail(error)
             return
         link.dying = link.deaf = True
         link.fate = _fate(error)
@@ -268,10 +304,7 @@ class RayEngine:
 
     def _look(self) -> None:
         """A drone of which nothing was heard may have died."""
-        if self._ended:
-            return
-        if not ray.is_initialized():
-            self.crew.break_(RuntimeError(f"Ray was shut down while {self._plan.name} was open"))
+        if self._ended or self._is_lost():
             return
         now = monotonic()
         links = self._roster.links
@@ -324,7 +357,8 @@ class RayEngine:
 
     def adopt(self, snapshot: Snapshot) -> None:
         self._taken = snapshot
-        self._open_book()
+        if self.is_there():
+            self._open_book()
 
     def discard(self, snapshot: Snapshot) -> None:
         """It is only bytes."""
@@ -337,7 +371,7 @@ class RayEngine:
 
     def end(self) -> None:
         self._ended = True
-        if not sys.is_finalizing() and ray.is_initialized():
+        if not sys.is_finalizing() and self.is_there():
             ray.kill(self._switch)
 
 
@@ -350,7 +384,7 @@ class _Turn:
         self._value = value
 
     def __call__(self) -> None:
-        if ray.is_initialized():  # or whatever is asked of Ray would start another one
+        if self.__self__.is_there():
             self._act(self._value)
 
 

@@ -21,9 +21,11 @@ from ..errors import Lost
 from ..hearing import hear, hear_kept, print_lines
 from ..link import Link, State
 from ..output import Heard, Line, Lines, Merge, Record
+from ..wire.loans import Parcel
 from ..wire.messages import STOP, WORK, Malformed
+from ..wire.tickets import untaken
 from ..work import Work
-from .cargo import Cargo, Lying, Manifest
+from .cargo import Manifest
 from .diary import Remains
 from .drone import Born, Report
 
@@ -69,6 +71,12 @@ class RayLink(Link):
         return super().takes(pinned)
 
     def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        try:
+            self._send(frames, works)
+        except Exception as error:
+            self._engine.not_sent(self, frames, works, error)
+
+    def _send(self, frames: list[bytes], works: Sequence[Work]) -> None:
         kind = frames[0][:1]
         if kind == WORK:
             loaded = self.ledger.take()
@@ -103,7 +111,7 @@ class RayLink(Link):
             return
         landed: Sequence[Any] = ()
         if report.laden:
-            landed = [Lying(ray.put(cargo) if isinstance(cargo, Cargo) else cargo)]
+            landed = [self._engine.land(cargo)]
         self._reports[report.number] = report, landed
         while self._has + 1 in self._reports:
             self._has += 1
@@ -162,6 +170,18 @@ class RayLink(Link):
         for work in here:
             self.answered(work.number)
         self.crew.fill_again(here, lost)
+        self.crew.answered(self)
+
+    def not_sent(self, frames: Sequence[bytes], works: Sequence[Work], error: Exception) -> None:
+        """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything does."""
+        self.unheard(frames)
+        here = [work for work in works if self.flight.get(work.number) is work]
+        for work in here:
+            self.answered(work.number)
+        losers = [work for work in here if isinstance(untaken(work.payload)[0], Parcel)] or here
+        self.crew.lose(losers, error, again=False)
+        self.crew.requeue([work for work in here if work not in losers])
+        self.crew.look_for_end = True
         self.crew.answered(self)
 
     def leave(self, remains: Remains | None) -> None:

@@ -22,8 +22,8 @@ class RayShared(StandIn, Generic[T]):
 
     As an argument by itself it arrives as the value; inside another argument as a handle with that `value`. Large
     buffers in it (arrays, data frames) are not copied for that: drones of a node look at the same memory, which is
-    read-only. It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it. Any
-    thread may use it.
+    read-only. It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; when
+    Ray is shut down, the value is `Lost`. Any thread may use it.
     """
 
     def __init__(self, part: Parcel) -> None:
@@ -31,7 +31,7 @@ class RayShared(StandIn, Generic[T]):
 
     @property
     def value(self) -> T:
-        """The value, built anew each time. Raises `ValueError` after `release`."""
+        """The value, built anew each time. Raises `ValueError` after `release`, and `Lost`."""
         value: T = self._held()._result
         return value
 
@@ -99,7 +99,7 @@ class _Settled(Promise[Any]):
 
     @property
     def _result(self) -> Any:
-        views = [Lying(sealed.cargo).buffers[index] for sealed, index, _ in self.where.places]  # type: ignore[attr-defined]
+        views = [Lying(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
         return load_beside(self.where.inline, [memoryview(each) for each in views])
 
     @_result.setter
@@ -107,7 +107,11 @@ class _Settled(Promise[Any]):
         pass
 
     def _part(self, book: Any) -> Parcel | None:
-        return self.where if isinstance(book.store, Plasma) else None
+        here = isinstance(book.store, Plasma) and all(
+            sealed.session == book.store.session  # type: ignore[attr-defined]
+            for sealed, _, _ in self.where.places
+        )
+        return self.where if here else None
 
 
 def share(value: T, book: Book) -> RayShared[T]:
