@@ -3,7 +3,9 @@
 import math
 import os
 import signal
+import threading
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from engines import DIFFERENCES, on_ray, poly
@@ -98,6 +100,51 @@ def test_labels_are_matched_as_ray_does_it(wanted, fits):
     assert _matches({}, {"zone": wanted}) is wanted.startswith("!")
 
 
+@pytest.mark.parametrize(
+    "name, there, amount, drones",
+    [
+        ("x", 17, 0.68, 25), ("x", 1, 0.3, 3), ("x", 0, 1, 0), ("x", 1, 0.00001, 10_000), ("memory", 1e12, 1e9, 1000),
+        ("GPU", 2, 0.6, 2), ("GPU", 2, 0.5, 4), ("GPU", 8, 2, 4),
+    ],
+)  # fmt: skip
+def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray.cluster import _room
+
+    assert _room(name, there, amount) == drones
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(100)
+def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    done = run_script(
+        """
+        import os
+        os.environ.pop("RAY_ADDRESS", None)
+        import ray
+        import polycephaly as poly
+        from benchmarks.scale import cluster
+
+        def joined(**how):
+            with poly.Pool(1, engine="ray", **how) as pool:
+                pool.doit("1")
+                joined = ray.get_runtime_context().gcs_address == address
+            ray.shutdown()
+            return joined
+
+        with cluster(1, 1):
+            address = ray.get_runtime_context().gcs_address
+            ray.shutdown()
+            print(joined(), joined(address="auto"))
+            os.environ["RAY_ADDRESS"] = address
+            print(joined())
+    """,
+        timeout=90,
+    )
+    assert done.stdout.splitlines()[-2:] == ["False True", "True"], done.stdout + done.stderr
+
+
 def test_ray_client_is_refused_with_the_cure():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     with pytest.raises(ValueError, match=r"ray://head:10001.*address='auto' or the HOST:PORT"):
@@ -143,10 +190,58 @@ def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypa
         pool.drones[0].kill()
         assert ray.get(others[-1].ping.remote())  # it has taken the place
         (replacement,) = pool.drones
-        said = f"waits for 1 drones ({replacement.name}, ...)"
+        said = f"waits for {replacement.name}; the cluster has"
         wait_for(lambda: any(said in each.message for each in caplog.records))
         others.clear()  # Ray ends whom nobody has any more
         assert pool.doit(abs, -3) == 3
+
+
+@on_ray
+def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(monkeypatch, caplog):
+    import ray
+
+    from polycephaly.ray import engine
+
+    monkeypatch.setattr(engine, "SAY_AFTER", 6.0)
+    other = ray.remote(num_cpus=1)(Other)
+    others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
+    ray.get([each.ping.remote() for each in others])
+    told = []
+
+    def make_room_when_it_is_told():
+        wait_for(lambda: any("still waits for " in each.message for each in caplog.records), 40)
+        told.append(monotonic())
+        others.clear()  # Ray ends whom nobody has any more
+
+    thread = threading.Thread(target=make_room_when_it_is_told)
+    thread.start()
+    began = monotonic()
+    with poly.Pool(2, num_cpus=1):  # the first has room
+        thread.join()
+    assert told[0] - began < 2 * 6.0
+
+
+@on_ray
+def test_a_placement_group_without_room_is_said_at_once():
+    import ray
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"CPU": 1}, {"CPU": 0.5}])
+    ray.get(group.ready())
+    anywhere, second = (PlacementGroupSchedulingStrategy(group, index) for index in (-1, 1))
+    with poly.Pool(1, num_cpus=1, scheduling_strategy=anywhere) as pool:
+        assert pool.doit("1 + 1") == 2
+    with pytest.raises(ValueError, match=r"2 drones of 1 CPU each.* placement group, which has: 1 CPU; 0\.5 CPU"):
+        poly.Pool(2, num_cpus=1, scheduling_strategy=anywhere)
+    with pytest.raises(ValueError, match=r"no drone of 1 CPU fits .* bundle .*: 0\.5 CPU$"):
+        poly.Drone(num_cpus=1, scheduling_strategy=second)
+    with pytest.raises(ValueError, match="2 bundles, and none of index 2"):
+        poly.Drone(num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 2))
+    remove_placement_group(group)
+    wait_for(lambda: placement_group_table(group)["state"] == "REMOVED")
+    with pytest.raises(ValueError, match=f"no placement group {group.id.hex()}"):
+        poly.Drone(scheduling_strategy=anywhere)
 
 
 @on_ray

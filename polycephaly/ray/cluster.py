@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util.client
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..roster import Roster
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "where_in"]
 
 REACHED_WITHIN = 8.0  # seconds
 _PLACEMENT = (
@@ -23,6 +24,7 @@ _PLACEMENT = (
     "label_selector",
 )  # fmt: skip
 _LOCAL = ("auto", "local")
+_UNITS = 10_000  # of each resource
 _NO_CLIENT = (
     "by Ray Client a pool cannot hear its drones; run the controller on a machine of the cluster, "
     "with address='auto' or the HOST:PORT of its head"
@@ -32,9 +34,9 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 class Cluster:
-    """The cluster at `address`: Ray's own meaning (None: the one this process is connected to, else `RAY_ADDRESS`, else
-    one that is started here; "auto": one that runs already; "HOST:PORT" of its head). Other options are given to Ray
-    with each drone.
+    """The cluster at `address` (None: the one this process is connected to, else that of `RAY_ADDRESS`, else "local";
+    "local": one that is started here; "auto": one that runs already; "HOST:PORT" of its head). Ray itself, with None,
+    would rather take one that runs on this machine, whosever it is. Other options are given to Ray with each drone.
 
     Raises `TypeError` for an option that there is not, `ConnectionError` for a cluster that cannot be reached, and
     `ValueError` for an address that is none or not that of the cluster this process is connected to.
@@ -67,18 +69,18 @@ class Cluster:
             if self.address not in (None, *_LOCAL, here):
                 raise ValueError(f"address={self.address!r}: this process is connected to the Ray cluster at {here}")
             return
-        address = self.address or os.environ.get("RAY_ADDRESS")
-        if str(address).startswith("ray://"):
+        address = str(self.address or os.environ.get("RAY_ADDRESS") or "local")
+        if address.startswith("ray://"):
             raise ValueError(f"address={address!r}: {_NO_CLIENT}")
-        if address not in (None, *_LOCAL):
-            _look(str(address))
+        if address not in _LOCAL:
+            _look(address)
         try:
             ray.init(
-                address=self.address, log_to_driver=False, include_dashboard=None if address else False,
+                address=address, log_to_driver=False, include_dashboard=False if address == "local" else None,
                 logging_level="warning",
             )  # fmt: skip
         except (ConnectionError, RuntimeError, SystemExit) as error:
-            where = address or "this machine"
+            where = "this machine" if address in _LOCAL else address
             raise ConnectionError(f"no Ray cluster can be reached at {where}: {error}") from error
 
     # -- what there is ----------------------------------------------------------------------------
@@ -87,7 +89,8 @@ class Cluster:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def check(self, size: int) -> None:
-        """Is there, on all nodes together, room for so many drones, whoever else may use it now? Raises if not."""
+        """Is there, on all nodes together, or in the placement group, room for so many drones, whoever else may use it
+        now? Raises if not."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if not nodes:
             raise ConnectionError("no node of the Ray cluster is alive")
@@ -96,17 +99,23 @@ class Cluster:
         if not fitting:
             labels = "; ".join(", ".join(f"{name}={value}" for name, value in node["Labels"].items()) for node in nodes)
             raise ValueError(f"no node of the Ray cluster has label_selector={selector!r}; their labels: {labels}")
+        room, one, whole = fitting, "a node of the Ray cluster, whose nodes have", "the Ray cluster, whose nodes have"
+        strategy = self.placement.get("scheduling_strategy")
+        if isinstance(strategy, PlacementGroupSchedulingStrategy) and strategy.placement_group is not None:
+            room = _bundles(strategy)
+            one, whole = "a bundle of the placement group, which has", "the placement group, which has"
         needs = self._needs()
         if not needs:
             return
-        fits = sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in fitting)
+        fits = sum(min(_room(name, there.get(name, 0), amount) for name, amount in needs.items()) for there in room)
         if fits >= size:
             return
         asked = ", ".join(f"{amount:,.12g} {name}" for name, amount in needs.items())
-        known = [[f"{node[name]:,.12g} {name}" for name in sorted(node) if name[:5] != "node:"] for node in fitting]
-        there = "; ".join(", ".join(each) or "nothing" for each in known)
-        what = f"{size} drones of {asked} each do not fit into" if fits else f"no drone of {asked} fits into a node of"
-        raise ValueError(f"{what} the Ray cluster, whose nodes have: {there}")
+        known = [[f"{node[name]:,.12g} {name}" for name in sorted(node) if name[:5] != "node:"] for node in room]
+        has = "; ".join(", ".join(each) or "nothing" for each in known)
+        if fits:
+            raise ValueError(f"{size} drones of {asked} each do not fit into {whole}: {has}")
+        raise ValueError(f"no drone of {asked} fits into {one}: {has}")
 
     def _needs(self) -> dict[str, float]:
         asked = {"CPU": self.placement.get("num_cpus"), "GPU": self.placement.get("num_gpus")}
@@ -121,6 +130,37 @@ class Cluster:
         from .engine import RayEngine
 
         return RayEngine(roster, self.placement)
+
+
+def _room(name: str, there: float, amount: float) -> int:
+    """For how many. Ray counts in ten-thousandths, and what is less than one GPU is of one device."""
+    units, each = round(there * _UNITS), max(1, round(amount * _UNITS))
+    if name == "GPU" and each < _UNITS:
+        return units // _UNITS * (_UNITS // each)
+    return units // each
+
+
+def _bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float]]:
+    """What drones may take there. Raises `ValueError` for a group that is no more: Ray would wait for it."""
+    group, index = strategy.placement_group, strategy.placement_group_bundle_index
+    known = ray.util.placement_group_table(group)
+    if not known or known["state"] == "REMOVED":
+        raise ValueError(f"there is no placement group {group.id.hex()}: it was removed, or is another cluster's")
+    bundles: dict[int, dict[str, float]] = known["bundles"]
+    if index == -1:
+        return list(bundles.values())
+    if index not in bundles:
+        raise ValueError(f"placement group {group.id.hex()} has {len(bundles)} bundles, and none of index {index}")
+    return [bundles[index]]
+
+
+def where_in(placement: Mapping[str, Any]) -> str:
+    """Of which placement group, and how that is; or nothing."""
+    strategy = placement.get("scheduling_strategy")
+    if not isinstance(strategy, PlacementGroupSchedulingStrategy) or strategy.placement_group is None:
+        return ""
+    state = ray.util.placement_group_table(strategy.placement_group).get("state", "not known")
+    return f", in placement group {strategy.placement_group.id.hex()} ({state})"
 
 
 def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -46,6 +46,7 @@ from ..wire.definitions import Book
 from ..work import Work
 from . import snapshot
 from .cargo import Cargo, Lying, Plasma, session
+from .cluster import where_in
 from .diary import Remains, kill_owner, read_remains
 from .drone import Birth, Born, Nest, Report
 from .link import RayLink
@@ -164,18 +165,21 @@ class RayEngine:
             self._roster.not_started(link, why)
 
     def _say_what_is_awaited(self) -> None:
-        """Looks at drones that are being started, as long as there are any: which have no place?"""
+        """Looks at drones that are being started, as long as there are any: is there one that has no place?"""
         starting = [link for link in self._roster.links if isinstance(link, RayLink) and not link.pid and link.alive]
-        self._says_what_is_awaited = bool(starting) and not self._ended
+        self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
         if not self._says_what_is_awaited:
             return
-        late = [link for link in starting if monotonic() - link.asked_for >= SAY_AFTER]
-        if late:
+        wait = min(link.asked_for for link in starting) + SAY_AFTER - monotonic()
+        if wait <= 0:
+            more = len(starting) - 1
             log.warning(
-                "%s still waits for %s drones (%s, ...); the cluster has %s free",
-                self._plan.name, len(late), late[0].name, ray.available_resources(),
+                "%s still waits for %s%s%s; the cluster has %s free",
+                self._plan.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
+                ray.available_resources(),
             )  # fmt: skip
-        self._hub.after((6 if late else 1) * SAY_AFTER, self._say_what_is_awaited)
+            wait = 6 * SAY_AFTER
+        self._hub.after(wait, self._say_what_is_awaited)
 
     # -- what links use, in turns -------------------------------------------------------------------
 
