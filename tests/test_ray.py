@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from time import monotonic
@@ -421,6 +422,42 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
         page._cells.release()
         page._room.release()
         page._page.close()
+
+
+def print_much(times):
+    for _ in range(times):
+        print("x" * ((1 << 20) - 1))
+    sys.stdout.flush()
+    file = os.fstat(1)
+    return file.st_size >> 20, file.st_blocks * 512 >> 20
+
+
+@on_ray
+def test_what_was_printed_and_read_is_not_kept_on_the_node():
+    with poly.Pool(1, output="discard") as pool:
+        for _ in range(3):
+            pool.doit(print_much, 20)
+        size, kept = pool.doit(print_much, 1)
+        assert size == 61 and kept <= 12
+
+
+def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray import diary
+
+    with open(tmp_path / diary.OUT, "ab", buffering=0) as file:
+        printed = diary.Printed(str(tmp_path), diary.OUT)
+        lengths = []
+        for _ in range(15):
+            file.write(b"x" * (1 << 20))
+            lengths.append(len(printed.read(-1)))
+        assert lengths == [1 << 20] * 15 and not printed.has_more()
+        file.write(b"y")
+        assert printed.has_more() and (printed.read(10), printed.read(10)) == (b"y", b"")
+    end = 15 << 20
+    assert diary._rest(str(tmp_path), diary.OUT, 5) == b"x" * diary.MOST  # not what is in a hole
+    assert diary._rest(str(tmp_path), diary.OUT, end) == b"y" and diary._rest(str(tmp_path), diary.OUT, end + 1) == b""
+    printed._file.close()
 
 
 def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(tmp_path, monkeypatch):

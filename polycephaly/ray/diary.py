@@ -5,6 +5,9 @@
 
 Ray tells that an actor has died; the page tells what it had begun, and brings results that did not reach the driver, as
 on one machine (launch/page.py). A result stays there until the driver says that it has the report it went with.
+Of the output what was read some megabytes ago is freed, so a drone that prints for days fills no disk: a hole in
+the file, as descriptors 1 and 2 append to it at any time, in any process. If a drone dies that had more on its way to
+the driver than that, what is in the hole is not told.
 
 The folder lies in Ray's own of this session. A drone that ends removes it, and so does who has read it. What is left
 when the driver itself was killed is removed by drones that start on that node: not by the first one that finds it, as
@@ -13,6 +16,7 @@ its driver may be about to read it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shutil
@@ -21,17 +25,23 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from io import FileIO
 from typing import Any, NamedTuple
 
 from ..launch.page import ROOM, Row, RunningPage
 from ..procfs import birth_of
 
-__all__ = ["Diary", "Remains", "kill_owner", "open_folder", "read_remains"]
+__all__ = ["Diary", "Printed", "Remains", "kill_owner", "open_folder", "read_remains"]
 
 _PAGE, OUT, ERR, _FOUND = "page", "out", "err", "found"
 UNREAD = 120.0  # seconds that a dead drone's folder waits for its driver, since somebody else has found it
 GONE_WITHIN = 1.0  # seconds for a process that was killed
 MOST = 1 << 20  # bytes of output that are read when it is dead, of each stream
+READ_KEPT = 4 << 20  # bytes of output, of each stream, that are kept when they were read; whole pages
+
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_libc = ctypes.CDLL(None)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Remains(NamedTuple):
@@ -92,6 +102,29 @@ class Diary(Row):
                 self._entries.popleft()
                 self._dropped += 1
             self.rewrite(list(self._entries))
+
+
+class Printed:
+    """What a drone prints on one descriptor, as it reads it itself. By one thread at a time."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._file = FileIO(os.path.join(folder, name), "r+")  # to be written into: by holes
+        self._read = 0
+        self._freed = 0
+
+    def read(self, most: int) -> bytes:
+        """At most so many bytes; -1: all that there are."""
+        found = self._file.read(most)
+        self._read += len(found)
+        old = self._read - self._freed - READ_KEPT
+        if old >= READ_KEPT:  # where the file system has no holes, they stay
+            old -= old % READ_KEPT
+            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, self._freed, old)
+            self._freed += old
+        return found
+
+    def has_more(self) -> bool:
+        return os.fstat(self._file.fileno()).st_size > self._read
 
 
 def open_folder() -> str:
@@ -166,7 +199,7 @@ def read_remains(folder: str, out_from: int, err_from: int) -> Remains | None:
 
 
 def _rest(folder: str, name: str, start: int) -> bytes:
-    with suppress(OSError), open(os.path.join(folder, name), "rb") as file:
-        file.seek(start)
+    with suppress(OSError), FileIO(os.path.join(folder, name)) as file:  # or there is no more
+        os.lseek(file.fileno(), start, os.SEEK_DATA)
         return file.read(MOST)
     return b""

@@ -26,7 +26,6 @@ import threading
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from io import FileIO
 from pickle import dumps, loads
 from time import monotonic
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from ..image.runner import Runner
 from ..procfs import boot_of_this_machine, memory_of
 from ..wire.messages import RETURNED, SHARED, pack_numbers, status_of
 from .cargo import Cargo, Hold, Manifest
-from .diary import ERR, OUT, Diary, open_folder
+from .diary import ERR, OUT, Diary, Printed, open_folder
 from .snapshot import Snapshot, enter
 
 __all__ = ["Birth", "Born", "Nest", "Report"]
@@ -164,7 +163,7 @@ class RayDrone(Runner):
         super().__init__(birth.name, self._diary, snapshot, Hold(self._lade), ledger, tail)
         self._outcomes = _Outcomes(self._diary, snapshot, self._store, self._ledger, tail, self._shelf)
         self.birth = birth
-        self._printed = [FileIO(os.path.join(folder, name)) for name in (OUT, ERR)]
+        self._printed = [Printed(folder, name) for name in (OUT, ERR)]
         self._outbox: list[list[bytes]] = []
         self._reports = 0
         self.in_call = threading.Lock()
@@ -279,7 +278,7 @@ class RayDrone(Runner):
         return None
 
     def _has_printed(self) -> bool:
-        return any(os.fstat(file.fileno()).st_size > file.tell() for file in self._printed)
+        return any(file.has_more() for file in self._printed)
 
 
 class _Ear:
