@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import gc
 import pickle
 import random
@@ -13,6 +15,7 @@ import weakref
 from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager
 
+import numpy as np
 import pytest
 from greens import outcome, run, turns
 from scripts import output_of
@@ -155,12 +158,43 @@ def test_after_an_error_the_next_crossing_is_as_good_as_ever():
     assert run(main) == (ZeroDivisionError, 1)
 
 
+class Table:
+    """As those of pandas: so many rows, and it iterates over its columns."""
+
+    columns = ("a", "b")
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+class Changing:
+    """It has another number of items than it says."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter("abc")
+
+
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
         (lambda requests: requests[1:], "gave 1 results for 2 requests: it must give a list of as many, or None"),
         (lambda requests: (each for each in requests), "gave a generator for 2 requests"),
         (lambda requests: 5, "gave a int for 2 requests"),
+        (lambda requests: {n: n for n in requests}, "gave a dict for 2 requests"),
+        (lambda requests: {"one", "two"}, "gave a set for 2 requests"),
+        (lambda requests: "ab", "gave a str for 2 requests"),
+        (lambda requests: b"ab", "gave a bytes for 2 requests"),
+        (lambda requests: Table(2), "gave a Table for 2 requests"),
+        (lambda requests: Changing(), "gave 3 results for 2 requests"),
     ],
 )
 def test_another_number_of_results_is_an_error_of_all_and_says_so(fn, said):
@@ -172,6 +206,39 @@ def test_another_number_of_results_is_an_error_of_all_and_says_so(fn, said):
                 await each
 
     run(main)
+
+
+@pytest.mark.parametrize("made", [tuple, array.array, collections.deque, np.array])
+def test_what_has_its_results_in_order_is_taken_for_a_list(made):
+    batched = green.call.batch(lambda numbers: made("i", numbers) if made is array.array else made(numbers))
+
+    async def main():
+        return await green.par(*(batched(n) for n in range(3)))
+
+    assert run(main) == [0, 1, 2]
+
+
+class CannotBeTwice(Exception):
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_whatever_ends_who_crosses_nobody_waits_for_ever():
+    @green.call.batch
+    def fails(requests):
+        if requests[0]:
+            raise CannotBeTwice
+        return requests
+
+    async def main():
+        threads = [green.spawn(fails, n) for n in (1, 2)]
+        for each in threads:
+            with pytest.raises(RuntimeError, match="failed before it had served this request") as caught:
+                await each
+            assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+        return await fails(0)
+
+    assert run(main) == 0
 
 
 async def coroutine_function(requests):

@@ -11,13 +11,16 @@ is to do, the more goes at once.
 The *crosser* is a green thread that there is only while somebody waits; with `using` it is bound, and holds on to
 what it uses until the batch is closed. Everything here is done by the scheduler's owner, so without locks. A request
 that is withdrawn before its crossing is not in it; one that is withdrawn during it stays, and its result is dropped.
+
+Who is in a crossing stands in `aboard` until he has been woken. So whatever ends the crosser, nobody waits for it for
+ever: who is aboard then is given its error, and for who waits another begins.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial, update_wrapper
@@ -40,6 +43,8 @@ P = ParamSpec("P")
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_NO_LISTS = (Mapping, Set, str, bytes, bytearray)
 
 
 class Batch(Generic[Q, R]):
@@ -145,6 +150,7 @@ class _Crossings:
         self.using = using
         self.name = getattr(fn, "__qualname__", None) or repr(fn)
         self.waiting: deque[_Request] = deque()
+        self.aboard: deque[_Request] = deque()
         self.count = 0
         self.closed = False
         self._crosser: GreenThread[None] | None = None
@@ -165,6 +171,7 @@ class _Crossings:
 
     def _begin(self) -> None:
         self._idle = None
+        self.aboard = deque()  # perhaps of such an image too
         context = Context()  # of nobody's: it is for all
         name = f"batch of {self.name}"
         self._crosser = context.run(start, self._cross, (), name=name, bound=self.using is not None)
@@ -172,8 +179,15 @@ class _Crossings:
 
     def _crossed(self, crosser: Promise[None]) -> None:
         """It has ended. If it was cancelled, perhaps before its first step, somebody may have come since."""
-        if crosser is self._crosser and self.waiting and not sys.is_finalizing():
-            self._begin()
+        if crosser is self._crosser and not sys.is_finalizing():
+            aboard, self.aboard = self.aboard, deque()
+            for each in aboard:
+                if not each.withdrawn:
+                    error = RuntimeError(f"the batch of {self.name} failed before it had served this request")
+                    error.__cause__ = crosser._exception
+                    each.wake(Refused(error))
+            if self.waiting:
+                self._begin()
 
     def close(self) -> None:
         self.closed = True
@@ -223,31 +237,34 @@ class _Crossings:
         while requests := self._take(self.limit):
             self.count += 1
             try:
-                results = _as_many(await _call(fn, [each.request for each in requests]), requests, self.name)
+                results = _as_many(await _call(fn, [each.request for each in requests]), len(requests), self.name)
             except GeneratorExit:
                 raise
             except BaseException as error:
                 self._refuse(requests, error)
                 continue
-            for each, result in zip(requests, results, strict=True):
+            for result in results:
+                each = requests.popleft()
                 if not each.withdrawn:
                     each.wake(Refused(result) if isinstance(result, BaseException) else result)
 
-    def _take(self, limit: int | None) -> list[_Request]:
+    def _take(self, limit: int | None) -> deque[_Request]:
         """Who is in the next crossing."""
         waiting = self.waiting
-        taken: list[_Request] = []
+        taken = self.aboard = deque()
         while waiting and len(taken) != limit:
             request = waiting.popleft()
             if not request.withdrawn:
                 taken.append(request)
         return taken
 
-    def _refuse(self, requests: list[_Request], error: BaseException) -> None:
+    def _refuse(self, requests: deque[_Request], error: BaseException) -> None:
         trace = _without_our_frames(error.__traceback__)
-        for each in requests:
+        while requests:
+            refused = Refused(another(error).with_traceback(trace))
+            each = requests.popleft()
             if not each.withdrawn:
-                each.wake(Refused(another(error).with_traceback(trace)))
+                each.wake(refused)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -257,17 +274,20 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _as_many(results: Any, requests: list[_Request], name: str) -> list[Any]:
+def _as_many(results: Any, count: int, name: str) -> list[Any]:
+    """Of what has no order, or gives something else than its items, nobody knows which is whose."""
     if results is None:
-        return [None] * len(requests)
-    try:
-        count = len(results)
-    except TypeError:
-        count = None
-    if count != len(requests):
-        what = f"a {type(results).__name__}" if count is None else f"{count} results"
-        raise RuntimeError(f"{name} gave {what} for {len(requests)} requests: it must give a list of as many, or None")
-    return list(results)
+        return [None] * count
+    what = f"a {type(results).__name__}"
+    if not isinstance(results, _NO_LISTS) and not hasattr(type(results), "columns"):  # tables give those
+        try:
+            many = list(results) if len(results) == count else results
+            if len(many) == count:
+                return many
+            what = f"{len(many)} results"
+        except TypeError:  # it has no length, or no items
+            pass
+    raise RuntimeError(f"{name} gave {what} for {count} requests: it must give a list of as many, or None")
 
 
 class Call(Protocol):
@@ -312,10 +332,11 @@ def batch(
 ) -> Any:
     """A function of a list of requests, to be asked for one at a time: ``await batched(request)``.
 
-    `fn` takes a list of requests and gives a list of as many results; an exception in it is raised in that one's
-    place. It may give None: then each gets None. What `fn` raises, each of that crossing gets. It runs as by
-    `green.call`, once for all that has gathered; with `limit`, for at most so many at once. Also as a decorator,
-    ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
+    `fn` takes a list of requests and gives a list of as many results (not a dict, set, text or table: nobody knows
+    which is whose there); an exception in it is raised in that one's place. It may give None: then each gets None.
+    What `fn` raises, each of that crossing gets. It runs as by `green.call`, once for all that has gathered; with
+    `limit`, for at most so many at once. It must not wait for a request to its own batch, which crosses after it.
+    Also as a decorator, ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
 
     For objects that belong to one native thread (`sqlite3`): `using` gives a context manager, which is entered, used
     and left on a native thread of the batch's own. `fn` is then called as ``fn(entered, requests)``. It is entered
