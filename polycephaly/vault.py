@@ -74,6 +74,7 @@ class Recipe(NamedTuple):
     kind: int
     args: tuple[Any, ...] | None
     payload: Any
+    timeout: float | None
 
 
 class Stake:
@@ -216,7 +217,7 @@ class Vault:
             deposit = Deposit(self, work.number, work.definition.label, nbytes, kind)
             self._deposits[work.number] = deposit
             if work.retries > 0 and work.target is None:
-                deposit.recipe = Recipe(work.definition, work.kind, work.args, work.payload)
+                deposit.recipe = Recipe(work.definition, work.kind, work.args, work.payload, work.timeout)
         deposit.again = work.deposit = deposit.unpackable = None
         deposit.retries = work.retries
         self._put(deposit, link)
@@ -366,7 +367,7 @@ class Vault:
         work = deposit.again = KeptWork(self.crew)
         work.number = deposit.number
         work.deposit = deposit
-        work.definition, work.kind, work.args, work.payload = recipe
+        work.definition, work.kind, work.args, work.payload, work.timeout = recipe
         deposit.retries -= 1
         work.retries = deposit.retries
         work._hook(lambda promise: self.crew.hub.post(partial(self._computed_again, deposit, promise)))
