@@ -204,7 +204,7 @@ class Work(Promise[Any]):
             else:  # the same, without the call
                 hooks.append(settled)
                 if each._state != PENDING and each.done():
-                    each._run_hooks()
+                    each._run_hooks(each._first)
 
     def _one_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:

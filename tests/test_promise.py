@@ -5,6 +5,7 @@ import concurrent.futures
 import copy
 import gc
 import logging
+import signal
 import sys
 import threading
 import time
@@ -202,6 +203,75 @@ def test_callbacks_run_in_the_order_in_which_they_were_added():
     assert called == list(range(10))
     p.add_done_callback(lambda _: called.append("late"))
     assert called[-1] == "late"
+
+
+def test_of_many_callbacks_each_is_called_once_and_in_order_too():
+    p, called = Promise(), []
+    for i in range(1000):
+        p.add_done_callback(lambda _, i=i: called.append(i))
+    p.add_done_callback(lambda _: p.add_done_callback(lambda _: called.append("late")))
+    for i in range(1000, 2000):
+        p.add_done_callback(lambda _, i=i: called.append(i))
+    p.set_result(None)
+    called.remove("late")
+    assert called == list(range(2000))
+
+    calls = [[] for _ in range(50)]
+
+    def adder(n):
+        def act(i, p):
+            for k in range(300):
+                p.add_done_callback(lambda _, k=k: calls[i].append(300 * n + k))
+
+        return act
+
+    race_threads(*map(adder, range(3)), lambda i, p: p.set_result(i), rounds=50)
+    for each in calls:
+        assert len(each) == 900 and len(set(each)) == 900
+
+
+def test_settling_takes_time_for_each_callback_and_no_more():
+    p, called = Promise(), []
+    for _ in range(300_000):
+        p.add_done_callback(called.append)
+    began = time.thread_time()
+    p.set_result(None)
+    assert len(called) == 300_000 and time.thread_time() - began < 5
+
+
+def test_ctrl_c_while_many_callbacks_are_called_has_none_called_twice_and_none_out_of_order():
+    armed = False
+
+    def interrupt(*_):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def settle_once():
+        nonlocal armed
+        p, called = Promise(), []
+        for i in range(1000):
+            p.add_done_callback(lambda _, i=i: called.append(i))
+        try:
+            armed = True
+            p.set_result(None)
+            armed = False
+        except KeyboardInterrupt:
+            if not p.done():  # it came before
+                p.set_result(None)
+        p.add_done_callback(lambda _: called.append(-1))  # who comes then calls what was left
+        called.remove(-1)
+        assert p.value is None and not p._hooks and called == sorted(set(called))
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0003)
+    try:
+        for _ in range(100):
+            settle_once()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
