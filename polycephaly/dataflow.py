@@ -55,10 +55,10 @@ def flow(
     the value stays in its drone, and nodes that take it run there if they can. `fn` may be a function, a method (below
     it: ``@staticmethod`` and the like go above), a coroutine function or any other callable; ``__wrapped__`` is it.
 
-    A node that fails, or whose input has no value, is rejected, and so is all that depends on it, with the same error;
-    a note says which node that was. A node that is cancelled rejects what depends on it with `CancelledError`; and
-    cancels the nodes that only led to it: that no other node which is still wanted needs, and for which nobody waits
-    in another way. Keeping a node's promise in a variable is not waiting.
+    A node that fails, or whose input has no value, is rejected, and so is all that depends on it, with a copy of the
+    error; a note says which node that was. A node that is cancelled rejects what depends on it with `CancelledError`;
+    and cancels the nodes that only led to it: that no other node which is still wanted needs, and for which nobody
+    waits in another way. Keeping a node's promise in a variable is not waiting.
 
     Raises `TypeError` for what is not callable, `ValueError` for numbers that make no sense; the calls raise what
     `Pool.promise` raises. Any thread may make calls.

@@ -123,10 +123,22 @@ class Deadlock(RuntimeError):
 
 def another(error: BaseException) -> BaseException:
     """The same once more. An error that is raised gets a traceback, which holds the frames of whoever met it: so each
-    one gets an error of his own, and what we keep is never raised."""
-    try:
-        twin = copy.copy(error)
-    except Exception:
-        return error.with_traceback(None)
-    twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    one gets an error of his own, and what we keep is never raised. (But for one that cannot be copied truly: that is
+    given itself.) Never raises."""
+    for copied in (copy.copy, _without_init):
+        try:
+            twin = copied(error)
+            if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(map(id, error.args)):
+                twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+                return twin
+        except Exception:
+            continue
+    return error.with_traceback(None)
+
+
+def _without_init(error: BaseException) -> BaseException:
+    """For a class whose constructor takes other arguments than it hands on."""
+    twin: BaseException = type(error).__new__(type(error), *error.args)
+    twin.args = error.args
+    twin.__dict__.update(error.__dict__)
     return twin

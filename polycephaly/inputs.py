@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from .errors import another
 from .image.definitions import filled
 from .promises import CANCELLED, FINISHED, PENDING, Promise, pickling
 
@@ -110,12 +111,13 @@ _falling = _Falling()
 
 
 def fall(work: Work, settled: Promise[Any]) -> None:
-    """`settled`, an input of `work`, has no value: nor will `work`. The error is the same, and says by whom it came."""
+    """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's, and says by whom it
+    came."""
     if settled._state == CANCELLED:
         error: BaseException = CancelledError(f"{settled._named()}, for which {work._named()} waited, was cancelled")
     else:
         assert settled._exception is not None
-        error = settled._exception
+        error = _own(settled._exception)
         _say_by_whom(error, settled)
     if _falling.works is not None:  # further up in this thread: there it is seen to
         _falling.works.append((work, error))
@@ -139,6 +141,18 @@ def fall(work: Work, settled: Promise[Any]) -> None:
             raise worst
         finally:
             worst = None
+
+
+def _own(error: BaseException) -> BaseException:
+    """The same for one more promise. One that all share would get, wherever one of them is asked, the lines of whoever
+    asks, and keep his frames as long as there is any of them."""
+    trace, context = error.__traceback__, error.__context__
+    own = another(error).with_traceback(trace)
+    with suppress(Exception):  # as in `another`
+        own.__context__ = context
+        if own is not error and hasattr(error, "__notes__"):
+            own.__notes__ = list(error.__notes__)
+    return own
 
 
 def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from concurrent.futures import CancelledError
 
@@ -298,10 +299,61 @@ def test_what_depends_on_a_node_that_fails_is_rejected_with_its_error_and_its_na
         for _ in range(500):
             path.append(add(path[-1], path[-2]))
         error = path[-1].exception(30)
-        assert error is bad.exception() and isinstance(error, ZeroDivisionError)
+        assert isinstance(error, ZeroDivisionError) and error.__cause__ is bad.exception().__cause__
         (note,) = [note for note in error.__notes__ if "promise" in note]
         assert "fail #" in note
         assert good.value == 1 and add(good, 1).value == 2
+
+
+class OfItsCode(Exception):
+    """Its constructor takes something else than it hands on."""
+
+    def __init__(self, code):
+        super().__init__(f"failed with {code}")
+        self.code = code
+
+
+def refuse(code):
+    raise OfItsCode(code)
+
+
+def locals_in(error):
+    """Of the frames in its traceback that are of this file."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame.f_locals for frame in frames if frame.f_code.co_filename == __file__]
+
+
+@pytest.mark.parametrize("wrong", [lambda x: 1 // x, refuse])
+def test_each_that_depends_on_a_node_that_fails_has_an_error_of_its_own(wrong):
+    with poly.Pool(1):
+        bad = poly.flow(wrong)(0)
+        rest = [add(bad, n) for n in range(5)]
+        errors = [bad.exception(), *(each.exception() for each in rest)]
+        assert len(set(map(id, errors))) == 6 and len({(type(each), str(each)) for each in errors}) == 1
+
+        def ask(node, number):
+            with pytest.raises(type(errors[0])) as caught:
+                _ = node.value
+            return caught.value
+
+        for number, node in enumerate([bad, *rest]):
+            error = ask(node, number)
+            assert error is errors[number]
+            assert [each["number"] for each in locals_in(error) if "node" in each] == [number]
+            shown = "".join(traceback.format_exception(error))
+            assert "_RemoteTraceback" in shown and ("1 // x" in shown or "raise OfItsCode" in shown)
+        assert not getattr(errors[0], "__notes__", ()) and "the promise that brought it" in errors[1].__notes__[0]
+        assert getattr(errors[1], "code", 0) == 0
+
+
+def test_the_lines_of_an_error_that_was_raised_here_stay_with_all_that_depend_on_it():
+    with poly.Pool(1):
+        start = Promise()
+        node = add(add(start.then(lambda x: refuse(x))))
+        start.set_result(5)
+        with pytest.raises(OfItsCode, match="failed with 5") as caught:
+            _ = node.value
+    assert caught.value.code == 5 and "raise OfItsCode(code)" in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_node_that_cannot_be_pickled_rejects_its_path_as_any_does():
@@ -518,7 +570,7 @@ def test_a_node_whose_function_does_not_pickle_is_rejected_with_why():
     with poly.Pool(1):
         node = poly.flow(lambda: lock)()
         end = add(node)
-        assert isinstance(node.exception(), TypeError) and end.exception() is node.exception()
+        assert isinstance(node.exception(), TypeError) and end.exception().args == node.exception().args
         assert [each.state for each in poly.Graph(end).nodes] == ["rejected", "rejected"]
 
 

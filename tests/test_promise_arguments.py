@@ -58,7 +58,7 @@ def test_waiting_for_inputs_holds_no_drone(tmp_path):
         assert [p.value for p in waiting] == [3] * 20
 
 
-def test_a_rejected_input_rejects_with_the_same_error_and_the_work_never_runs(pool, tmp_path):
+def test_a_rejected_input_rejects_with_its_error_and_the_work_never_runs(pool, tmp_path):
     ran = str(tmp_path / "ran")
     bad = pool.promise("1 / 0")
     p = pool.promise(append, ran, bad)
