@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
@@ -28,10 +28,11 @@ from .promises import CANCELLED, FINISHED, PENDING, Promise, pickling
 if TYPE_CHECKING:
     from .work import Work
 
-__all__ = ["CONTAINERS", "Holes", "StandIn", "cancel_upstream", "fall"]
+__all__ = ["CONTAINERS", "Holes", "StandIn", "cancel_upstream", "fall", "forget"]
 
 CONTAINERS = frozenset((list, tuple, dict))
 """In these, and in no subclasses of them, a promise is found."""
+_FEW = 32
 _CAME_BY = "the promise that brought it: "
 
 
@@ -163,6 +164,19 @@ def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:
             error.add_note(f"{_CAME_BY}{settled._named()}")
 
 
+def forget(inputs: Iterable[Any]) -> None:
+    """A work that waited for these is settled. What stays pending, while works that wait for it come and go, is not to
+    keep them all: when about half of its hooks are theirs, these are taken off. So each hook is looked at twice, about.
+    """
+    for each in inputs:
+        if isinstance(each, Promise) and not each.done():
+            each._gone += 1  # threads may do so at once: it need not be exact
+            if each._gone > _FEW and 2 * each._gone > len(each._hooks or ()):
+                each._gone = 0
+                for _ in _waiters(each):
+                    pass
+
+
 def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
     """A node of a graph was cancelled that had these: so are the nodes among them, and theirs, that led only there."""
     todo = [inputs]
@@ -175,11 +189,14 @@ def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
 
 
 def _is_wanted(node: Promise[Any]) -> bool:
-    """Does anybody wait for it, but nodes that are settled? Those are taken off, and so looked at once: many may be
-    cancelled in any order. Where others pop from the front meanwhile, it is being settled."""
-    if node._made_condition is not None:
-        return True
-    hooks = node._hooks or []
+    """Does anybody wait for it, but nodes that are settled?"""
+    return node._made_condition is not None or any(True for _ in _waiters(node))
+
+
+def _waiters(promise: Promise[Any]) -> Iterator[Any]:
+    """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, and so looked at
+    once: many may be cancelled in any order. Where others pop or turn them meanwhile, it is being settled."""
+    hooks = promise._hooks or []
     index = len(hooks)
     with suppress(IndexError):
         while index:
@@ -187,8 +204,8 @@ def _is_wanted(node: Promise[Any]) -> bool:
             hook = hooks[index]
             waits = getattr(hook, "__self__", None)
             if getattr(waits, "_state", PENDING) == PENDING:
-                return True
+                yield hook
+                continue
             is_ours = hook == getattr(waits, "_one_settled", None)
             if is_ours and hooks[index] is hook:  # the look and the removal are straight-line code, as in `_unhook`
                 del hooks[index]
-    return False

@@ -134,6 +134,7 @@ class Promise(Future[T], Generic[T]):
     _result: Any = None
     _exception: BaseException | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
+    _gone = 0  # hooks of works that wait no more, about: see inputs.py
     _first = 0  # of `_hooks`, the index of the next to be called: 0, or -1 where they have been turned round
     _made_condition: Condition | None = None
     output: str = ""
@@ -662,7 +663,7 @@ class Milestone(Promise[T]):
 class as_completed(Iterator[F], AsyncIterator[F]):
     """Iterates over promises in the order in which they settle; with ``async for`` too.
 
-    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator; plain
+    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator, which ends there; plain
     iteration only.
 
     >>> import polycephaly as poly
@@ -673,21 +674,34 @@ class as_completed(Iterator[F], AsyncIterator[F]):
     """
 
     def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
+        self._open: set[F] = set()
         everyone = tuple(dict.fromkeys(promises))
         _check_promises("as_completed", everyone)
         # One place a finisher: the k-th that settles fills the k-th place.
-        self._places: list[Promise[F]] = [Promise() for _ in everyone]
-        self._open = set(everyone)
+        places: list[Promise[F]] = [Promise() for _ in everyone]
+        self._places = places
+        self._open = still_open = set(everyone)
         self._next = 0
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
-        def one_settled(future: Any) -> None:
-            self._open.discard(future)
-            self._places[next(turn)]._settle(FINISHED, future, None)
+        def one_settled(future: Any) -> None:  # does not know the iterator, which may be dropped before
+            still_open.discard(future)
+            places[next(turn)]._settle(FINISHED, future, None)
 
+        self._hook = one_settled
         for each in everyone:
             each.add_done_callback(one_settled)
+
+    def _let_go(self) -> None:
+        """Nobody waits any more for those that are open: they keep nothing of this."""
+        for each in list(self._open):
+            if isinstance(each, Promise):
+                each._unhook(self._hook)
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():
+            self._let_go()
 
     def __iter__(self) -> as_completed[F]:
         return self
@@ -700,6 +714,9 @@ class as_completed(Iterator[F], AsyncIterator[F]):
             future = self._places[self._next].result(left)
         except KeyboardInterrupt:
             _break_off_all(list(self._open))
+            raise
+        except TimeoutError:
+            self._let_go()
             raise
         self._next += 1
         return future

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import Lost
 from .graph import note_failure
-from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall
+from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
 from .kept import Kept
 from .promises import DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans
 from .shared import Shared
@@ -299,10 +299,12 @@ class Work(Promise[Any]):
 
     def let_go(self) -> None:
         """It is settled: it keeps nothing for which it waited."""
-        if self.inputs:
+        inputs = self.inputs
+        if inputs:
             self.inputs, self.payload = (), b""
             if self.args is not None:
                 self.args = ()
+            forget(inputs)
 
     def _withdraw(self) -> None:
         self.let_go()

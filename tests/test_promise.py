@@ -677,4 +677,9 @@ def test_waits_that_time_out_and_lost_races_leave_nothing_on_the_promise():
         first = poly.race(slow, fast)
         fast.set_result(1)
         assert first.value == 1
+        with pytest.raises(TimeoutError):
+            list(poly.as_completed([slow], timeout=0))
+        assert next(iter(poly.as_completed([slow, fast]))) is fast  # and the iterator is dropped
+        with pytest.raises(TypeError):
+            poly.as_completed([slow, 5])
     assert not slow._hooks

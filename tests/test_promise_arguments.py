@@ -85,6 +85,24 @@ def test_cancelling_work_that_waits_for_inputs(pool, tmp_path):
     assert pool.doit(abs, -1) == 1 and not lines(ran) and late.value == "x"
 
 
+@pytest.mark.parametrize("ended", ["cancelled", "rejected"])
+def test_a_promise_that_stays_pending_does_not_keep_all_that_waited_for_it_once(pool, ended):
+    late = Promise()
+    stays = []
+    for i in range(300):
+        stays.append(pool.promise(operator.add, late, i))
+        for _ in range(5):
+            other = Promise()
+            p = pool.promise(operator.add, late, [other])
+            p.cancel() if ended == "cancelled" else other.set_exception(ValueError())
+    assert len(late._hooks) < 700
+    for each in stays[50:]:
+        each.cancel()
+    assert len(late._hooks) < 150
+    late.set_result(1)
+    assert [each.value for each in stays[:50]] == list(range(1, 51))
+
+
 def test_other_arguments_are_captured_at_the_call_not_when_the_input_comes(pool):
     late, names = Promise(), ["then"]
     p = pool.promise(lambda a, b: (a, b), names, late)
