@@ -6,6 +6,10 @@ its zygote has from the main image, and each drone from the zygote.
 
 The names used here are private to `multiprocessing`, the same in all versions: its own `BaseProcess._bootstrap` and
 `concurrent.futures` use them.
+
+NumPy's global random numbers would be the same in every drone, as its state is copied with the image. CPython seeds
+`random` anew in a forked child; here that is done for NumPy. Where it is loaded later, it seeds itself. It takes half a
+millisecond of a drone's start, most of it to copy pages of NumPy that are written to (reference counts).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pickle import Pickler
 from typing import Any
 
@@ -34,6 +39,16 @@ def become_child(name: str, heirloom: tuple[Any, ...] | None) -> None:
         util._finalizer_registry.clear()
         util._run_after_forkers()
         atexit.register(util._exit_function)
+    _seed_numpy()
+
+
+def _seed_numpy() -> None:
+    mtrand: Any = sys.modules.get("numpy.random.mtrand")
+    with suppress(AttributeError):  # it is half loaded: another thread of the main image was at it
+        lock = mtrand._rand._bit_generator.lock
+        if lock.acquire(blocking=False):  # or it is a copy of one that another thread held: seeding would wait for ever
+            lock.release()
+            mtrand.seed()
 
 
 def with_heirloom(initializer: Callable[..., Any]) -> Any:
