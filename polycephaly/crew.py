@@ -80,6 +80,7 @@ class Crew:
         self.look_for_end = False
         self.has_promised_to_finish = False  # what it has, before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
+        self.bond: object = None  # by which it ends with its owner, who has it only weakly
         self.begun: Milestone[None] = Milestone()
         self.ended: Milestone[None] = Milestone()
         self.vault = Vault(self)
@@ -263,11 +264,11 @@ class Crew:
             self.refusal = RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
         self.hub.post(partial(self._close, cancel, running))
 
-    def kill(self) -> None:
-        """Ends it now, with whatever it runs. Takes no lock."""
+    def kill(self, why: str = "") -> None:
+        """Ends it now, with whatever it runs; errors tell `why`. Takes no lock."""
         if self.refusal is None:
-            self.refusal = RuntimeError(f"{self.plan.name} was released")
-        self.hub.post(self.abandon)
+            self.refusal = RuntimeError(f"{self.plan.name} was released{why and ', because '}{why}")
+        self.hub.post(partial(self.abandon, why))
 
     def refresh(self) -> None:
         """New drones from a new snapshot, for all work that is not yet sent."""
@@ -653,14 +654,14 @@ class Crew:
         if not self.links and not self.over:
             self._end()
 
-    def abandon(self) -> None:
-        """Kills every drone now; their work is lost."""
+    def abandon(self, why: str = "") -> None:
+        """Kills every drone now; their work is lost. Their deaths tell `why`."""
         self.closing = self._abandoned = True
         for work in [*self.queue, *self._not_queued()]:
             self.hub.deliver(work.cancel)
         self.waiting.clear()
         self.held.clear()
-        self.roster.kill_all()
+        self.roster.kill_all(why)
         self.look_for_end = True
 
     def _end(self) -> None:

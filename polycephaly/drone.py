@@ -276,15 +276,29 @@ def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 # -- whose end is whose -----------------------------------------------------------------------------
 
 
+class _Bond:
+    """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to keep for its sake."""
+
+    def __init__(self, crew: Crew, owner: str) -> None:
+        self._crew = weakref.ref(crew)
+        self._owner = owner
+        crew.bond = self
+
+    def kill(self, _: object = None) -> None:
+        crew = self._crew()
+        if crew is not None:
+            crew.kill(f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go on)")
+
+
 class _ThreadsDrones:
     """What a native thread started. A thread's locals are dropped when it ends, and this with them."""
 
     def __init__(self) -> None:
-        self.crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+        self.bonds: weakref.WeakSet[_Bond] = weakref.WeakSet()
 
     def __del__(self) -> None:
-        for crew in list(self.crews):
-            crew.kill()
+        for bond in list(self.bonds):
+            bond.kill()
 
 
 class _Locals(threading.local):
@@ -300,20 +314,14 @@ def end_with_owner(crew: Crew) -> None:
     green = sys.modules.get("polycephaly.green.thread")
     owner = green.here() if green is not None else None
     if owner is not None:
-        owner.own(crew)
+        owner.own(_Bond(crew, f"green thread {owner.name!r}"))
         return
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
         if task is not None:
-            known = weakref.ref(crew)
-
-            def end(_: object) -> None:
-                its = known()
-                if its is not None:
-                    its.kill()
-
-            task.add_done_callback(end)
+            task.add_done_callback(_Bond(crew, f"asyncio task {task.get_name()!r}").kill)
             return
-    if threading.current_thread() is not threading.main_thread():
-        _locals.drones.crews.add(crew)
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        _locals.drones.bonds.add(_Bond(crew, f"thread {thread.name!r}"))

@@ -156,7 +156,8 @@ class Link:
         """Why it takes no more work."""
         if self.death is not None:
             return another(self.death)
-        return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode})")
+        why = f", because {self.verdict}" if self.verdict else ""
+        return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){why}")
 
     def runs(self, number: int) -> bool:
         """Has that work been begun? From any thread; an engine tells what the drone tells."""

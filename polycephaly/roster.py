@@ -211,10 +211,10 @@ class Roster:
         if link.alive:
             link.kill()
 
-    def kill_all(self) -> None:
+    def kill_all(self, why: str) -> None:
         for link in self.links:
             link.state = max(link.state, State.STOPPING)
-            link.kill()
+            link.kill(why)
 
     def renew(self, snapshot: Any, renewed: Promise[None]) -> None:
         """Replaces all drones by new ones from that snapshot; tells `renewed` when they are started."""
@@ -266,6 +266,8 @@ class Roster:
     def _unexpected(self, link: Link, error: DroneDied, before: State) -> None:
         if self._plan.on_death == "break":
             self._crew.break_(error)
+        elif before < State.READY and self._crew.wanted() and self._plan.on_death == "end":
+            self._crew.break_(error)  # none is tried in its place
         elif before < State.READY and self._crew.wanted():
             # Killed by somebody else: that says little of whether drones can start.
             killed = error.exitcode == -signal.SIGKILL and not link.verdict
@@ -309,12 +311,11 @@ def _death(link: Link, work: Work | None) -> DroneDied:
         how = f"died ({link.fate})"
     else:
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-    if link.verdict and code in (None, -signal.SIGKILL):
-        how += f", because {link.verdict},"
-    message = f"drone {link.name} (pid {link.pid}) {how}"
+    why = f", because {link.verdict}" if link.verdict and code in (None, -signal.SIGKILL) else ""
+    message = f"drone {link.name} (pid {link.pid}) {how}{why}"
     running = work.definition.label if work is not None else None
     if running:
-        message += f" while running {running}"
+        message += f"{why and ','} while running {running}"
     stderr, stack = "\n".join(link.stderr), "\n".join(link.stack)
     if stack:
         message += f"\n{stack}"

@@ -227,6 +227,18 @@ def test_a_killed_drone_has_its_exit_code():
         assert isinstance(running.exception(), poly.DroneDied)
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed):
+    with poly.Drone(initializer=block_for_ever if killed else exit_hard, initargs=() if killed else (3,)) as drone:
+        waiting = drone.promise(abs, 1)
+        if killed:
+            drone.kill()
+        died = waiting.exception(20)
+        assert type(died) is poly.DroneDied and died.exitcode == (-signal.SIGKILL if killed else told(3))
+        with pytest.raises(poly.DroneDied):
+            drone.promise(abs, 1)
+
+
 @local_only
 def test_a_fresh_drone_for_one_promise_tells_its_death():
     assert poly.promise(exit_hard, 9).exception(10).exitcode == 9

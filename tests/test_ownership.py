@@ -11,6 +11,8 @@ from engines import local_only, on_each_engine, poly, rounds
 from faults import append, block_for_ever, exit_hard, lines, wait_for
 from scripts import run_script
 
+from polycephaly import green
+
 pytestmark = on_each_engine
 
 
@@ -43,6 +45,26 @@ def test_a_threads_drone_ends_with_the_thread(busy):
         kept[0].doit(abs, 1)
     if busy:
         assert kept[1].exception(5) is not None
+
+
+@pytest.mark.parametrize("owner", ["thread", "asyncio task", "green thread"])
+def test_what_ended_with_its_owner_says_with_whom_and_names_the_cure(owner):
+    def make():
+        drone = poly.Drone()
+        return drone, drone.promise(block_for_ever)
+
+    async def main():
+        return make()
+
+    if owner == "thread":
+        drone, promise = in_thread(make)
+    else:
+        drone, promise = asyncio.run(main()) if owner == "asyncio task" else green.run(main)
+    said = rf"its owner, {owner} '.+', has ended \(Drone\(detached=True\), or a Pool, would go on\)"
+    with pytest.raises(poly.DroneDied, match=said):
+        promise.result(20)
+    with pytest.raises(RuntimeError, match=said):
+        drone.promise(abs, 1)
 
 
 def test_a_detached_drone_outlives_its_thread():
