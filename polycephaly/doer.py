@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from types import FunctionType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 
 from .crew import Crew
@@ -136,8 +137,17 @@ class Resident(Doer):
         """Binds a name in its namespace; done when it returns."""
         self.push({name: value})
 
+    def __contains__(self, name: object) -> bool:
+        """Whether its namespace has that name: it is asked."""
+        return isinstance(name, str) and self.doit(namespace.has, name) is True
+
+    __iter__ = None  # or Python would ask for drone[0], drone[1] and so on
+
     def push(self, names: Mapping[str, Any]) -> None:
         """Binds names in the drone's namespace; done when it returns. Raises what the pickling of a value raises."""
+        wrong = [name for name in names if not isinstance(name, str)]
+        if wrong:
+            raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
         self.doit(namespace.push, dict(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
@@ -269,6 +279,12 @@ class Workforce(Doer, Executor):
             check_work(fn, args, kwargs)
         self._crew.has_promised_to_finish = True
         return self._crew.submit(fn, args, kwargs, None, self._terms)
+
+
+for _each in (Doer, Resident, Workforce):  # what argument errors call them: users know none of these classes
+    for _name, _method in list(vars(_each).items()):
+        if isinstance(_method, FunctionType):
+            _method.__qualname__ = _name
 
 
 def wait_for(promised: Promise[T]) -> T:

@@ -78,14 +78,35 @@ class Machine(Protocol):
         """In the thread that asks for drones. Raises `OSError` where the machine forbids it."""
 
 
+_TASKS = "`max_tasks`, of a Pool"
+_HERE = {
+    **dict.fromkeys(("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"),
+    **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: 'fork' or 'spawn'"),
+    **dict.fromkeys(("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"), _TASKS),
+    "max_concurrency": "`width`, of a Pool",
+    "max_retries": "`retries`, of a Pool",
+    "task_timeout": "`timeout`",
+    "thread_name_prefix": "`name`",
+}
+"""What other libraries call it, and what that is here."""
+
+_OF_RAY = {
+    "accelerator_type", "address", "label_selector", "memory", "num_cpus", "num_gpus", "resources", "runtime_env",
+    "scheduling_strategy",
+}  # fmt: skip
+
+
 def machine(name: object, options: dict[str, Any]) -> Machine:
     """The engine of that name, with options of its own. Raises `ValueError` for one that there is not, `TypeError` for
     options that it has not."""
+    unexpected = f"unexpected {', '.join(sorted(options))}"
+    known = [f"{each} is here {_HERE[each]}" for each in options if each in _HERE]
+    if known:
+        raise TypeError(f"{unexpected}; {'; '.join(known)}")
     if name == "local":
         if options:
-            raise TypeError(
-                f"unexpected {', '.join(sorted(options))}: the local engine has no such option (engine='ray' may have)"
-            )
+            whose = " (engine='ray' has)" if options.keys() <= _OF_RAY else ""
+            raise TypeError(f"{unexpected}: the local engine has no such option{whose}")
         from .local.engine import ThisMachine
 
         return ThisMachine()

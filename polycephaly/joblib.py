@@ -3,7 +3,7 @@
     Parallel(...)(delayed(f)(x) for x in xs)
         │ batches of calls                                large arrays: into shared memory, once
         ▼                                                     ▼
-    Backend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback ──> joblib dispatches the next batch
+    PolycephalyBackend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback ──> joblib dispatches the next
 
 joblib asks for a backend instance for each `parallel_config`, or for each `Parallel` outside of one. The instance has
 the pool: it is started by the first call of `Parallel`, used by all that come under the same `parallel_config`, and
@@ -44,7 +44,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from .promises import Promise
 
-__all__ = ["Backend", "register"]
+__all__ = ["PolycephalyBackend", "register"]
 
 KEPT = 8
 """Arrays that stay in shared memory for the calls to come."""
@@ -64,10 +64,10 @@ def register(*, make_default: bool = False) -> None:
     ...     joblib.Parallel()(joblib.delayed(abs)(-i) for i in range(3))
     [0, 1, 2]
     """
-    joblib.register_parallel_backend("polycephaly", Backend, make_default=make_default)
+    joblib.register_parallel_backend("polycephaly", PolycephalyBackend, make_default=make_default)
 
 
-class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
+class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     """What joblib calls. Options of a `Pool` are those of the backend, and pass through:
     ``parallel_config("polycephaly", n_jobs=4, start="spawn", retries=1)``; those that are none raise `TypeError`.
 

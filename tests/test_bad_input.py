@@ -66,6 +66,35 @@ def test_options_of_the_wrong_type_are_type_errors(how):
         poly.Drone(**how)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("max_workers", "`drones`"), ("mp_context", "`start`"), ("max_tasks_per_child", "`max_tasks`")],
+)
+def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(theirs, ours):
+    for make in (poly.Pool, poly.Drone):
+        with pytest.raises(TypeError, match=f"{theirs} is here {ours}"):
+            make(**{theirs: 4})
+
+
+@local_only
+def test_an_option_of_rays_is_a_type_error_that_names_its_engine():
+    with pytest.raises(TypeError, match=r"unexpected num_gpus: .*engine='ray'"):
+        poly.Pool(1, num_gpus=1)
+    with pytest.raises(TypeError, match=r"unexpected drnes: the local engine has no such option$"):
+        poly.Pool(drnes=1)
+
+
+def test_errors_of_arguments_name_what_was_called():
+    with poly.Pool(1) as pool, poly.Drone() as drone:
+        for said, call in {
+            r"map\(\) got": lambda: pool.map(abs, [1], size=1),
+            r"submit\(\) missing": lambda: pool.submit(),
+            r"options\(\) got": lambda: drone.options(timout=3),
+        }.items():
+            with pytest.raises(TypeError, match=f"^{said}"):
+                call()
+
+
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotADirectoryError, match="nowhere"):
         poly.Pool(1, cwd=tmp_path / "nowhere")

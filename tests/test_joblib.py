@@ -60,7 +60,7 @@ def test_results_may_be_had_as_they_come():
 
 
 def test_n_jobs_counts_usable_cores():
-    one = poly.joblib.Backend()
+    one = poly.joblib.PolycephalyBackend()
     cores = joblib.cpu_count()
     assert [one.effective_n_jobs(n) for n in (3, -1, -2, -1000, None)] == [3, cores, max(1, cores - 1), 1, 1]
     with pytest.raises(ValueError, match="n_jobs=0"):

@@ -33,6 +33,20 @@ def test_a_name_that_is_not_there_is_an_error_that_names_it(drone):
         drone.pull("nowhere")
 
 
+def test_it_is_asked_for_a_name_and_cannot_be_walked_through(drone):
+    drone["here"] = None
+    assert "here" in drone and "nowhere" not in drone and 0 not in drone
+    with pytest.raises(TypeError, match="'Drone' object is not iterable"):
+        list(drone)
+
+
+def test_a_name_that_is_no_string_is_refused(drone):
+    with pytest.raises(TypeError, match="is a string, not 3"):
+        drone[3] = 1
+    with pytest.raises(KeyError):
+        drone[3]
+
+
 def test_functions_and_lambdas_can_be_pushed(drone):
     n = 10
     drone["add"] = lambda m: m + n

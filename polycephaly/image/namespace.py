@@ -1,4 +1,4 @@
-"""What `drone[name]`, `push` and `pull` do, on the drone: plain work, sent like any other."""
+"""What `drone[name]`, `name in drone`, `push` and `pull` do, on the drone: plain work, sent like any other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..wire.capture import main_namespace
 
-__all__ = ["pull", "push"]
+__all__ = ["get", "has", "pull", "push"]
 
 
 def push(names: dict[str, Any]) -> None:
@@ -23,3 +23,7 @@ def pull(*names: str) -> tuple[Any, ...]:
 
 def get(name: str) -> Any:
     return pull(name)[0]
+
+
+def has(name: str) -> bool:
+    return name in main_namespace()
