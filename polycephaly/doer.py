@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from types import FunctionType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 
 from .crew import Crew
@@ -279,12 +278,6 @@ class Workforce(Doer, Executor):
             check_work(fn, args, kwargs)
         self._crew.has_promised_to_finish = True
         return self._crew.submit(fn, args, kwargs, None, self._terms)
-
-
-for _each in (Doer, Resident, Workforce):  # what argument errors call them: users know none of these classes
-    for _name, _method in list(vars(_each).items()):
-        if isinstance(_method, FunctionType):
-            _method.__qualname__ = _name
 
 
 def wait_for(promised: Promise[T]) -> T:

@@ -84,17 +84,6 @@ def test_an_option_of_rays_is_a_type_error_that_names_its_engine():
         poly.Pool(drnes=1)
 
 
-def test_errors_of_arguments_name_what_was_called():
-    with poly.Pool(1) as pool, poly.Drone() as drone:
-        for said, call in {
-            r"map\(\) got": lambda: pool.map(abs, [1], size=1),
-            r"submit\(\) missing": lambda: pool.submit(),
-            r"options\(\) got": lambda: drone.options(timout=3),
-        }.items():
-            with pytest.raises(TypeError, match=f"^{said}"):
-                call()
-
-
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotADirectoryError, match="nowhere"):
         poly.Pool(1, cwd=tmp_path / "nowhere")
