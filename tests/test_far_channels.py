@@ -740,7 +740,8 @@ def test_the_end_of_the_home_is_told_too():
 
 @CAPACITIES
 def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, capacity):
-    def use(how, ch):
+    def use(how, ch, go):
+        go.get()
         before = ch.closed
         ask = {"get": ch.get, "put": partial(ch.put, 1), "select": partial(run, chosen, ch)}[how]
         error_of(ask)
@@ -755,13 +756,14 @@ def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, c
         return str(told.value)
 
     for how in ("get", "put", "select"):
-        ch = Channel(capacity)
-        asked = pool.drones[0].promise(use, how, ch)
+        ch, go = Channel(capacity), Channel()
+        asked = pool.drones[0].promise(use, how, ch, go)
         ch.close()
+        go.put(None, 30)
         before, after, name, error = asked.result(30)
         assert (before, after) == (False, True)
         assert name == f"<Channel{f' of {capacity}' if capacity else ''} closed made in the main image>"
-        assert error.startswith(f"{name} was closed")
+        assert error == f"{name} was closed, or its home has no use for it any more"
 
 
 @CAPACITIES
