@@ -1038,6 +1038,26 @@ def test_who_is_given_a_channel_that_a_death_has_closed_is_told_the_cause_too(po
         assert isinstance(told, ChannelClosed) and "DroneDied" in causes(told)
 
 
+def test_who_sends_again_is_told_the_cause_again(pool):
+    def take_and_die(end):
+        end.get()
+        os._exit(3)
+
+    def put_until_told(ch):
+        told = []
+        while len(told) < 3:
+            try:
+                ch.put("x", 20)
+            except ChannelClosed as error:
+                told.append(causes(error))
+        return told
+
+    for capacity in (0, 4):
+        ch = Channel(capacity)
+        pool.promise(take_and_die, ch.receiver())
+        assert all("exit status 3" in each for each in pool.promise(put_until_told, ch).result(20))
+
+
 def causes(error):
     """The names of their types, and what a remote traceback says."""
     named = []

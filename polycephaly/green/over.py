@@ -113,7 +113,11 @@ class Spread(Collected, Generic[T]):
         jobs: Channel[tuple[int, T]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)
         room = Semaphore(workers * AHEAD)
-        shares = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
+        try:
+            shares = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
+        except BaseException:  # one of them has retired, say: the others would wait for ever
+            jobs.close()
+            raise
         working = [*shares, spawn(self._feed, jobs, done, room)]
         for each in working:
             each.add_done_callback(partial(_close_after_an_error, done))

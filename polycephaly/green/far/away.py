@@ -37,10 +37,11 @@ Reference = tuple[str, int, int, str]
 class _Away:
     """What a remote end knows of its channel."""
 
-    __slots__ = ("ended", "home", "name", "number")
+    __slots__ = ("ended", "home", "name", "number", "reason")
 
     def __init__(self, home: str, number: int, name: str) -> None:
         self.ended = False  # closed by others, as far as is known
+        self.reason: BaseException | None = None  # why, where its home has told it unasked
         self.home = home
         self.number = number
         self.name = name
@@ -168,7 +169,7 @@ class Remote(Channel[Any]):
     def _peer(self, may_be_closed: bool = False) -> Peer:
         """The connection to its home. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
-            raise ChannelClosed(f"{self!r} was closed")
+            raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
         away, post = self._extra, the_post()
         peer = post.dial(away.home, away.name)
         if peer is None:
@@ -396,9 +397,9 @@ def _hear_release(peer: Peer, _: int, op: int, __: bytes) -> None:
 def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
     error = unpack_reason(payload)
     if not op:
-        end = ends.get((peer.who, number))
+        end: Any = ends.get((peer.who, number))
         if end is not None:
-            end._closed = True
+            end._closed, end._extra.reason = True, error.__cause__
         credit = peer.credits.get(number)
         if credit is not None and not credit.places:  # else they are about to be recalled
             del peer.credits[number]
