@@ -6,7 +6,7 @@
 It is the pickler that finds them, at any depth, since it looks at everything anyway: for all that is no promise this
 costs nothing. A hole is opened as the value, so what is shared within the arguments is shared in the drone too. Only
 lists, tuples and values of dicts may hold one. A set would compare it, and an object may rely on its being a promise:
-there it is refused.
+there it is refused. (Not where the same one is at a right place too: the pickler meets each object once.)
 
 A graph of thousands of calls that wait for each other falls as one: the calls that a rejection reaches are settled one
 after another, by the thread that came first, and never one within the other.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from .errors import another
 from .image.definitions import filled
-from .promises import CANCELLED, FINISHED, PENDING, Promise, pickling
+from .promises import CANCELLED, FINISHED, PENDING, Promise, misplaced, pickling
 
 if TYPE_CHECKING:
     from .work import Work
@@ -72,11 +72,7 @@ class Holes:
         if stray:
             stray -= _in_containers(arguments, len(stray))
         if stray:
-            promise = self.inputs[self._indices[stray.pop()]]
-            raise TypeError(
-                f"{promise!r} is within a set, a key or an object: promises can be arguments, "
-                "and in lists, tuples and values of dicts that are"
-            )
+            raise misplaced(self.inputs[self._indices[stray.pop()]])
 
 
 def _in_containers(arguments: object, enough: int) -> set[int]:

@@ -47,7 +47,7 @@ from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
-__all__ = ["Milestone", "Promise", "Spans", "as_completed", "callbacks", "gather", "race"]
+__all__ = ["Milestone", "Promise", "Spans", "as_completed", "callbacks", "gather", "misplaced", "race"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -118,6 +118,13 @@ class Spans:
     bytes_sent: int = 0
     bytes_received: int = 0
     drone: str | None = None
+
+
+def misplaced(promise: Promise[Any]) -> TypeError:
+    return TypeError(
+        "a promise cannot be pickled, so not be in a set, a key, an object or what a function captures: give it as an "
+        f"argument, or in lists, tuples and values of dicts that are ({promise!r})"
+    )
 
 
 class Promise(Future[T], Generic[T]):
@@ -537,9 +544,7 @@ class Promise(Future[T], Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if pickling.stand_in is None:
-            raise TypeError(
-                "a promise cannot be pickled: give it as an argument, or in lists, tuples and values of dicts that are"
-            )
+            raise misplaced(self)
         return pickling.stand_in(self)
 
     def _named(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pickle import dumps, loads
 from time import monotonic
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "AnswersTogether", "KeptWork", "Sending", "Slice", "Work"]
 
 _numbers = itertools.count(1)
+_CURE = " (a future of the standard library does not go along: give `polycephaly.race(future)`, a promise of its value)"
 
 
 class Work(Promise[Any]):
@@ -511,5 +513,18 @@ def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: Book) -> str:
                 capture(arg, book.snapshot)
             holes.check(arg)
         except Exception:
-            return f"{name}, a {type(arg).__qualname__}"
+            return f"{name}, a {type(arg).__qualname__}{_CURE if _has_future(arg) else ''}"
     return "all of them together"
+
+
+def _has_future(arg: Any) -> bool:
+    """Is it one of the library's, or has it one in it, where a promise could be?"""
+    todo, seen = [arg], {id(arg)}
+    for each in todo:
+        if isinstance(each, Future) and not isinstance(each, Promise):
+            return True
+        if type(each) in CONTAINERS:
+            new = {id(it): it for it in (each.values() if type(each) is dict else each) if id(it) not in seen}
+            seen |= new.keys()
+            todo += new.values()
+    return False

@@ -1,5 +1,6 @@
 """A promise anywhere in the lists, tuples and dicts of a call's arguments is waited for, and arrives as its value."""
 
+import concurrent.futures
 import operator
 import threading
 
@@ -100,10 +101,13 @@ def test_large_values_go_through_shared_memory_as_ever(pool):
     ],
 )
 def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(pool, what, make):
-    error = pool.promise(echo, make(Promise())).exception(10)
-    assert isinstance(error, TypeError), what
-    assert "lists, tuples and values of dicts" in str(error)
-    assert "argument 0" in error.__notes__[0]
+    settled = Promise()
+    settled.set_result(1)
+    for made, others in ((make(Promise()), []), (make(settled), []), (make(settled), [Promise()])):
+        error = pool.promise(echo, made, *others).exception(10)
+        assert isinstance(error, TypeError), what
+        assert "a set, a key, an object" in str(error) and "lists, tuples and values of dicts" in str(error)
+        assert "argument 0" in error.__notes__[0]
 
 
 class Holder:
@@ -123,9 +127,21 @@ def test_initargs_take_values_only():
         poly.Pool(1, initializer=print, initargs=(Promise(),))
 
 
+def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(pool):
+    future = concurrent.futures.Future()
+    around = [{"key": (1, future)}]
+    around.append(around)
+    for args in ((future,), (Promise(), future), (around,), ([Promise()], around)):
+        error = pool.promise(echo, *args).exception(10)
+        assert isinstance(error, TypeError) and "polycephaly.race(future)" in error.__notes__[0]
+    p = pool.promise(abs, poly.race(future))
+    future.set_result(-3)
+    assert p.result(10) == 3
+
+
 def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
     error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(10)
-    assert isinstance(error, TypeError) and "argument 1, a list" in error.__notes__[0]
+    assert isinstance(error, TypeError) and error.__notes__[0].endswith("argument 1, a list")
 
 
 def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
