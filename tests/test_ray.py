@@ -528,6 +528,7 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
         import ray
         import polycephaly as poly
         from benchmarks.scale import cluster
+        from faults import wait_for
 
         def fate(act):
             try:
@@ -539,11 +540,11 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
             address = ray.get_runtime_context().gcs_address
             first = poly.Pool(1, engine="ray")
             made, shared, small = first.promise(bytes, 300_000), first.share(bytes(300_000)), first.share(7)
-            made.exception()
+            wait_for(made.done, 20)  # and nobody looks at it
             running = first.promise("import time; time.sleep(1000)")
             ray.shutdown()
-            print({fate(lambda: made.value), fate(lambda: shared.value), fate(lambda: first.share(bytes(300_000)))})
-            print(ray.is_initialized(), small.value)
+            print({fate(lambda: made.value), fate(lambda: shared.value)})
+            print(fate(lambda: first.share(bytes(300_000)))[1], ray.is_initialized(), small.value)
             ray.init(address, log_to_driver=False, logging_level="CRITICAL")
             with poly.Pool(1, engine="ray") as second:
                 print({fate(second.promise(len, each).result) for each in (made, shared, [made], [shared])})
@@ -559,10 +560,14 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
     """,
         timeout=55,
     )
-    told = done.stdout.splitlines()
-    assert eval(told[0]) <= {("Lost", True), ("ConnectionError", True), ("RuntimeError", True)}, done.stderr
-    assert told[1:4] == ["False 7", "{('Lost', True)}", "7 300000"], done.stdout + done.stderr
-    assert told[4:] == ["{('RuntimeError', True)}", "2"], done.stdout + done.stderr
+    assert done.stdout.splitlines() == [
+        "{('Lost', True)}",
+        "True False 7",
+        "{('Lost', True)}",
+        "7 300000",
+        "{('RuntimeError', True)}",
+        "2",
+    ], done.stdout + done.stderr
 
 
 @pytest.mark.ray
@@ -639,6 +644,7 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
         import os, signal
         import polycephaly as poly
         from benchmarks.scale import cluster, pool_of, processes
+        from faults import wait_for
 
         def make(n):
             return bytes([n]) * 300_000, os.getpid()
@@ -649,8 +655,7 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
         with cluster(2, 4) as nodes, pool_of(4) as pool:
             again = [drone.options(retries=2).promise(make, n) for n, drone in enumerate(pool.drones)]
             once = [drone.promise(make, n) for n, drone in enumerate(pool.drones)]
-            for each in [*again, *once]:
-                each.exception()
+            wait_for(lambda: all(each.done() for each in [*again, *once]), 40)  # and nobody looks at them
             lost = processes(nodes[-1])
             for pid in lost:
                 os.kill(pid, signal.SIGKILL)
