@@ -180,7 +180,7 @@ class RayLink(Link):
             self.answered(work.number)
         losers = [work for work in here if isinstance(untaken(work.payload)[0], Parcel)] or here
         self.crew.lose(losers, error, again=False)
-        self.crew.requeue([work for work in here if work not in losers])
+        self.crew.requeue([work for work in here if work not in losers and not work.done()])
         self.crew.look_for_end = True
         self.crew.answered(self)
 
