@@ -286,8 +286,10 @@ class Promise(Future[T], Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
-            error = None if inner._state == CANCELLED else inner.exception()
-            after._settle(inner._state, None if error else inner._result, error)
+            if inner._state == CANCELLED:
+                after._settle(CANCELLED, None, None)
+            else:
+                after._settle(FINISHED, *_outcome(inner))
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()
@@ -568,6 +570,17 @@ class Promise(Future[T], Generic[T]):
         return promise_table(self)
 
 
+def _outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
+    """Its value, its error. A value that lies elsewhere is opened, which may fail."""
+    error = settled.exception()
+    if error is None:
+        try:
+            return settled.result(), None
+        except Exception as unopened:
+            error = unopened
+    return None, error
+
+
 def _raise_asyncio_cancelled() -> NoReturn:
     asyncio = sys.modules["asyncio"]
     raise asyncio.CancelledError()
@@ -648,8 +661,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
         if future.cancelled():
             first._settle(CANCELLED, None, None)
         else:
-            error = future.exception()
-            first._settle(FINISHED, None if error else future.result(), error)
+            first._settle(FINISHED, *_outcome(future))
         for loser in promises:
             if isinstance(loser, Promise):
                 loser._unhook(one_settled)

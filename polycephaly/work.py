@@ -382,9 +382,10 @@ class LyingWork(Work):
         """It is settled."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of any promise. Where there is a value that cannot be opened here, why."""
+        """As of any promise. Where there is a value that cannot be opened here, why; but one that lies in another
+        node is not brought here to find that out."""
         error = super().exception(timeout)
-        if error is None:
+        if error is None and not self._is_far():
             try:
                 self._result  # noqa: B018 - looking opens it
             except Exception as unopened:

@@ -277,7 +277,7 @@ def test_a_promise_as_an_argument_does_not_pass_through_the_controller(pool):
     made = one.promise(make, NUMBERS)
     taken = other.promise(len, made)
     assert taken.value == NUMBERS
-    assert made._lies and made._opened is None  # nobody has looked at it here
+    assert made.exception() is None and made._lies and made._opened is None  # nobody has looked at it here
     assert len(made.value) == NUMBERS
 
 
