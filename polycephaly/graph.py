@@ -26,6 +26,7 @@ __all__ = ["Graph", "Node", "note"]
 
 KEPT = 20_000
 """Nodes of which it is known what they needed: 5 MB, about."""
+_AT_ONCE = 1000  # failures that are forgotten together: the oldest is far to find where many before it were taken out
 
 WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = "waiting", "ready", "running", "done", "rejected", "cancelled"
 _FILLS = {
@@ -68,9 +69,10 @@ def note(work: Work) -> None:
 def note_failure(work: Work, state: str) -> None:
     """A node has no value, and will have none."""
     _failed[work.number] = CALLED_OFF if state == CANCELLED else REJECTED
-    if len(_failed) > KEPT:
+    if len(_failed) > KEPT + _AT_ONCE:
         with suppress(RuntimeError):  # another thread is at it, and takes the oldest
-            _failed.pop(next(iter(_failed)), None)
+            for number in list(islice(_failed, _AT_ONCE)):
+                _failed.pop(number, None)
 
 
 class Graph:
