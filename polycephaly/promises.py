@@ -12,7 +12,8 @@ somebody waits in a way that needs one.
 Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly one goes
 on and the others learn that they lost. A hook is called by whoever pops it from the list, and `list.pop` is
 atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if it came after, then S2 came
-before W2, and the waiter finds the promise settled and pops the hook itself.
+before W2, and the waiter finds the promise settled and pops the hook itself. While many hooks are being called
+(`_calling`), a new one is called at once and not put behind them: in a hook, that would be within all that are left.
 
 A pop from the front moves all the rest: 100,000 calls that wait for one promise took seconds so. Where there are many
 hooks, their list is turned round, once (`_turn`), and popped from its end from then on, as `_first` says. Turning takes
@@ -141,6 +142,7 @@ class Promise(Future[T], Generic[T]):
     _result: Any = None
     _exception: BaseException | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
+    _calling = False  # its hooks, of which there were several
     _gone = 0  # hooks of works that wait no more, about: see inputs.py
     _first = 0  # of `_hooks`, the index of the next to be called: 0, or -1 where they have been turned round
     _made_condition: Condition | None = None
@@ -400,6 +402,12 @@ class Promise(Future[T], Generic[T]):
         return True
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        if self._calling:
+            try:
+                hook(self)
+            except Exception:
+                callbacks.exception("exception calling callback for %r", self)
+            return
         hooks = self._hooks
         if hooks is None:
             hooks = []
@@ -435,23 +443,27 @@ class Promise(Future[T], Generic[T]):
         hooks = self._hooks
         worst: BaseException | None = None
         looked = False
-        while hooks is not None:
-            try:
-                hook = hooks.pop(first)
-            except IndexError:  # another thread popped the last one
-                break
-            try:
-                hook(self)
-            except Exception:
-                callbacks.exception("exception calling callback for %r", self)
-            except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
-                worst = error
-            if not hooks:
-                break
-            if not looked:
-                looked = True
-                if len(hooks) > _MANY:
-                    first = self._turn(hooks)
+        try:
+            while hooks is not None:
+                try:
+                    hook = hooks.pop(first)
+                except IndexError:  # another thread popped the last one
+                    break
+                if hooks and not looked:
+                    looked = self._calling = True
+                    if len(hooks) > _MANY:
+                        first = self._turn(hooks)
+                try:
+                    hook(self)
+                except Exception:
+                    callbacks.exception("exception calling callback for %r", self)
+                except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
+                    worst = error
+                if not hooks:
+                    break
+        finally:
+            if looked:
+                self._calling = False
         if worst is not None:
             try:
                 raise worst

@@ -21,7 +21,7 @@ from .errors import Lost
 from .graph import note_failure
 from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
 from .kept import Kept
-from .promises import DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans
+from .promises import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans
 from .shared import Shared
 from .wire.capture import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from .wire.definitions import Book, Definition
@@ -198,8 +198,8 @@ class Work(Promise[Any]):
         self._filling = iter(range(1, len(inputs)))
         settled = self._one_settled
         for each in inputs:
-            hooks = each._hooks
-            if each._state == FINISHED:
+            hooks, state = each._hooks, each._state
+            if state in (FINISHED, CANCELLED):
                 settled(each)
             elif hooks is None:
                 each._hook(settled)

@@ -683,3 +683,17 @@ def test_waits_that_time_out_and_lost_races_leave_nothing_on_the_promise():
         with pytest.raises(TypeError):
             poly.as_completed([slow, 5])
     assert not slow._hooks
+
+
+def test_callbacks_that_add_callbacks_are_all_called(caplog):
+    """However many: each is called at once, as the library does it, and not within all that are left."""
+    p, called = Promise(), []
+
+    def add_one(settled):
+        settled.add_done_callback(lambda _: called.append("added"))
+        called.append("first")
+
+    for _ in range(3000):
+        p.add_done_callback(add_one)
+    p.set_result(1)
+    assert called == ["added", "first"] * 3000 and not caplog.records
