@@ -40,6 +40,7 @@ import logging
 import sys
 import threading
 from _thread import allocate_lock, get_ident
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -69,6 +70,9 @@ LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks
 
 _MANY = 256
 """Hooks: from more than these on, their list is turned round."""
+
+_DEEP = 50
+"""Promises by `then` that may be settled one within the other."""
 
 _STEPS_SHOWN = 10
 """Of a circle of promises, in a message."""
@@ -288,36 +292,33 @@ class Promise(Future[T], Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
-            if inner._state == CANCELLED:
-                after._settle(CANCELLED, None, None)
-            else:
-                after._settle(FINISHED, *_outcome(inner))
+            _settle_next(after, inner._state, *((None, None) if inner._state == CANCELLED else _outcome(inner)))
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()
             if isinstance(receiver, Promise):
                 receiver._stands_for = ()
             if done._state == CANCELLED:
-                after._settle(CANCELLED, None, None)
+                _settle_next(after, CANCELLED, None, None)
                 return
             if done._exception is not None:
-                after._settle(FINISHED, None, done._exception)
+                _settle_next(after, FINISHED, None, done._exception)
                 return
             try:
                 value = fn(done._result)
             except BaseException as error:
-                after._settle(FINISHED, None, error)
+                _settle_next(after, FINISHED, None, error)
                 return
             if isinstance(value, Promise):
                 try:
                     _check_no_cycle(value, after)
                 except RuntimeError as error:
-                    after._settle(FINISHED, None, error)
+                    _settle_next(after, FINISHED, None, error)
                     return
                 after._stands_for = (value,)
                 value._hook(follow)
             else:
-                after._settle(FINISHED, value, None)
+                _settle_next(after, FINISHED, value, None)
 
         self._hook(go_on)
         return after
@@ -580,6 +581,46 @@ class Promise(Future[T], Generic[T]):
         from .html import promise_table
 
         return promise_table(self)
+
+
+class _Chain(threading.local):
+    """Of promises by `then`, in this thread: how many are being settled, one within the other; and those that are
+    left for the outermost, as a long chain would recurse too deep."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.later: deque[tuple[Promise[Any], str, Any, BaseException | None]] = deque()
+
+
+_chain = _Chain()
+
+
+def _settle_next(after: Promise[Any], state: str, result: Any, exception: BaseException | None) -> None:
+    later = _chain.later
+    if _chain.depth >= _DEEP:
+        later.append((after, state, result, exception))
+        return
+    _chain.depth += 1
+    try:
+        after._settle(state, result, exception)
+    finally:
+        if _chain.depth > 1:
+            _chain.depth -= 1
+        else:
+            _settle_all(later)
+
+
+def _settle_all(later: deque[tuple[Promise[Any], str, Any, BaseException | None]]) -> None:
+    worst: BaseException | None = None
+    while later:
+        each, *outcome = later.popleft()
+        try:
+            each._settle(*outcome)
+        except BaseException as raised:  # SystemExit, Ctrl-C: when all are settled
+            worst = raised
+    _chain.depth = 0
+    if worst is not None:
+        raise worst
 
 
 def _outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:

@@ -697,3 +697,21 @@ def test_callbacks_that_add_callbacks_are_all_called(caplog):
         p.add_done_callback(add_one)
     p.set_result(1)
     assert called == ["added", "first"] * 3000 and not caplog.records
+
+
+def test_a_chain_of_then_may_be_long(caplog):
+    def chain(first, fn, n=5000):
+        for _ in range(n):
+            first = first.then(fn)
+        return first
+
+    p = Promise()
+    counted, failed = chain(p, lambda n: n + 1), chain(p, lambda n: 1 // n)
+    promised = chain(p, lambda n: fulfilled(n + 1))
+    p.set_result(0)
+    assert counted.result(10) == promised.result(10) == 5000
+    assert isinstance(failed.exception(10), ZeroDivisionError)
+    q = Promise()
+    cancelled = chain(q, abs)
+    q.cancel()
+    assert cancelled.cancelled() and not caplog.records
