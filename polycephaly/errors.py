@@ -121,6 +121,9 @@ class Deadlock(RuntimeError):
     """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""
 
 
+_HEAP_TYPE = 1 << 9  # of a class made by Python code
+
+
 def another(error: BaseException) -> BaseException:
     """The same once more. An error that is raised gets a traceback, which holds the frames of whoever met it: so each
     one gets an error of his own, and what we keep is never raised. (But for one that cannot be copied truly: that is
@@ -137,8 +140,13 @@ def another(error: BaseException) -> BaseException:
 
 
 def _without_init(error: BaseException) -> BaseException:
-    """For a class whose constructor takes other arguments than it hands on."""
-    twin: BaseException = type(error).__new__(type(error), *error.args)
+    """For a class whose constructor takes other arguments than it hands on. Raises where it has more than its `args`
+    and its `__dict__`: fields of C, as an `OSError` has, or slots."""
+    kind = type(error)
+    builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    if builtin.__basicsize__ != BaseException.__basicsize__ or any("__slots__" in vars(base) for base in kind.__mro__):
+        raise TypeError(f"{kind.__qualname__} cannot be copied")
+    twin: BaseException = kind.__new__(kind, *error.args)
     twin.args = error.args
     twin.__dict__.update(error.__dict__)
     return twin

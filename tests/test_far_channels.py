@@ -1008,6 +1008,21 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, cap
     assert list(ch) == [1] and fine.result(10) is None
 
 
+def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
+    from polycephaly.green.far.ends import _counts
+
+    ch = Channel()
+    end = ch.sender()
+    drone = pool.drones[0]
+    for _ in range(30):
+        drone.doit(lambda end: None, end)
+    holders = _counts[ch].holders
+    wait_for(lambda: [len(each) for each in holders.values()] == [1])
+    drone.kill()
+    with pytest.raises(ChannelClosed):
+        ch.get(20)
+
+
 def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):
     ch = Channel()
     end = ch.sender()
@@ -1048,6 +1063,8 @@ def test_who_sends_again_is_told_the_cause_again(pool):
         while len(told) < 3:
             try:
                 ch.put("x", 20)
+            except ItemLost:
+                pass  # it had it, and had not said so
             except ChannelClosed as error:
                 told.append(causes(error))
         return told

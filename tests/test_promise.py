@@ -16,6 +16,7 @@ from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import Promise
+from polycephaly.errors import another
 
 ROUNDS = 2000
 
@@ -715,3 +716,31 @@ def test_a_chain_of_then_may_be_long(caplog):
     cancelled = chain(q, abs)
     q.cancel()
     assert cancelled.cancelled() and not caplog.records
+
+
+class NoSuchThing(OSError):
+    def __init__(self, path):
+        super().__init__(2, "no such thing", path)
+
+
+class Slotted(Exception):
+    __slots__ = ("why",)
+
+    def __init__(self, why):
+        super().__init__()
+        self.why = why
+
+
+class Two(ValueError):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+        self.one = one
+
+
+def test_another_is_like_it_or_itself():
+    for error in (NoSuchThing("/x"), Slotted("so"), Two(1, 2), KeyError("k"), OSError(2, "no", "/y")):
+        twin = another(error)
+        assert type(twin) is type(error) and str(twin) == str(error) and repr(twin) == repr(error)
+        for name in ("errno", "filename", "why", "one"):
+            assert getattr(twin, name, None) == getattr(error, name, None)
+        assert (twin is error) == isinstance(error, NoSuchThing | Slotted)

@@ -14,6 +14,7 @@ image has died. An end that has never left its image is gone only when it was cl
 The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*; who holds it says
 OPENED with that and the one that it had before, so the home knows who has handed it on and need not be counted any
 more. What C says may come before what B says: tokens that were handed on are remembered, and B's is not counted then.
+An image to which it comes more than once is counted once, by the last token.
 Two to whom the same end was given hold it both. An end that went with a call is followed until the call is settled: if
 its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) - but only
 when no other call with it is on its way.
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
+_PASSED_KEPT = 1000  # more than can be on their way at once
 
 
 class _End(Generic[T]):
@@ -167,13 +169,13 @@ def _why_astray(work: Any) -> BaseException | None:
 
 class _Count:
     """The ends of one channel, where it lives. `holders` has for each end who has it, by token; None is this image, to
-    which it has come back. `passed` has the tokens of those who handed it on."""
+    which it has come back. `passed` has the last tokens of those who handed it on, in their order."""
 
     def __init__(self) -> None:
         self.made = 0
         self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
         self.holders: dict[int, dict[int, Peer | None]] = {}
-        self.passed: dict[int, set[int]] = {}
+        self.passed: dict[int, dict[int, None]] = {}
 
 
 _counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
@@ -245,9 +247,13 @@ def _is_open(count: _Count, number: int) -> bool:
 def _held_by(channel: Any, number: int, holder: Peer | None, token: int, before: int) -> None:
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
-        passed, holders = count.passed.setdefault(number, set()), count.holders.setdefault(number, {})
-        passed.add(before)
+        passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
+        passed[before] = None
+        if len(passed) > _PASSED_KEPT:
+            del passed[next(iter(passed))]
         if token not in passed:
+            for before_that in [each for each, who in holders.items() if who is holder]:
+                del holders[before_that]
             holders[token] = holder
             if holder is not None:
                 holder.ends.add(channel)
