@@ -190,18 +190,33 @@ def _is_wanted(node: Promise[Any]) -> bool:
 
 
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
-    """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, and so looked at
-    once: many may be cancelled in any order. Where others pop or turn them meanwhile, it is being settled."""
+    """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, as many together
+    as stand together, and so looked at once: many may be cancelled in any order."""
     hooks = promise._hooks or []
-    index = len(hooks)
+    index = end = len(hooks)
+    first = last = None
     with suppress(IndexError):
         while index:
             index -= 1
             hook = hooks[index]
             waits = getattr(hook, "__self__", None)
-            if getattr(waits, "_state", PENDING) == PENDING:
-                yield hook
+            is_over = getattr(waits, "_state", PENDING) != PENDING
+            if is_over and hook == getattr(waits, "_one_settled", None):
+                first, last = hook, hook if last is None else last
                 continue
-            is_ours = hook == getattr(waits, "_one_settled", None)
-            if is_ours and hooks[index] is hook:  # the look and the removal are straight-line code, as in `_unhook`
-                del hooks[index]
+            if last is not None:
+                _take_off(hooks, slice(index + 1, end), first, last)
+                last = None
+            end = index
+            if not is_over:
+                yield hook
+        if last is not None:
+            _take_off(hooks, slice(0, end), first, last)
+
+
+def _take_off(hooks: list[Any], run: slice, first: object, last: object) -> None:
+    """If they are still there: where others take some off meanwhile, or pop or turn them, no two of them do. The look
+    and the removal are straight-line code, as in `Promise._unhook`, in which nothing is made that is collected."""
+    start, end = run.start, run.stop - 1
+    if hooks[start] is first and hooks[end] is last:
+        del hooks[run]

@@ -17,7 +17,7 @@ from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import Lost
+from .errors import Lost, another
 from .graph import note_failure
 from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
 from .kept import Kept
@@ -366,15 +366,21 @@ class LyingWork(Work):
 
     _lies = True
     _opened: tuple[Any] | None = None
+    _unopened: Exception | None = None  # why it cannot be
     _again: Work | None = None
 
     @property
     def _result(self) -> Any:
         if self._opened is None:
+            if self._unopened is not None:
+                raise another(self._unopened)
             try:
                 self._opened = (load(self._lying),)
             except Lost as lost:
                 self._opened = (self.computed_again(lost).result(),)
+            except Exception as error:
+                self._unopened = error
+                raise
         return self._opened[0]
 
     @_result.setter

@@ -1,6 +1,7 @@
 """Channels in several images: what is sent arrives once, or its sender is told; and nobody waits for who is gone."""
 
 import asyncio
+import gc
 import os
 import pickle
 import random
@@ -1008,6 +1009,69 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, cap
     assert list(ch) == [1] and fine.result(10) is None
 
 
+def hand_on_and_die(end, to):
+    to.put(end, 20)
+    os._exit(3)
+
+
+def test_an_end_that_was_handed_on_while_its_home_computes_is_where_it_is(pool):
+    """The home hears of the death of who handed it on before it reads who has it."""
+
+    async def main():
+        ch = Channel(1)
+        one, other, _ = pool.drones
+        way = other.doit(Channel)
+        kept = other.promise(keep_from, way)
+        dead = one.promise(hand_on_and_die, ch.sender(), way)
+        until = monotonic() + 20
+        while not (dead.done() and kept.done()) and monotonic() < until:
+            pass  # a step that computes, and hears nothing
+        await kept
+        assert isinstance(dead.exception(), poly.DroneDied)
+        await green.sleep(0.3)  # longer than it takes to be counted as gone
+        await other.promise(put_here, 1)
+        assert await ch.receive() == 1
+
+    run(main)
+
+
+def test_a_finalizer_that_closes_a_channel_while_its_thread_writes_holds_nobody_up(pool):
+    class Closes:
+        def __init__(self, ch):
+            self.ch, self.me = ch, self  # a cycle: the collector finds it, at any moment
+
+        def __del__(self):
+            self.ch.close()
+
+    async def drain(data, others, ready):
+        waiting = [green.spawn(each.receive()) for each in others]
+        await ready.send(None)
+        came = len(await receive_all(data))
+        return came, [type(each.exception()).__name__ async for each in poly.as_completed(waiting)]
+
+    async def main():
+        data, ready, others = Channel(64), Channel(), [Channel() for _ in range(400)]
+        drained = pool.promise(drain, data, others, ready)
+        await ready.receive()
+        while others:
+            Closes(others.pop())
+            await data.send(bytes(300_000))
+            end = monotonic() + 0.0003
+            while monotonic() < end:  # so that it is written at once
+                pass
+        gc.collect()
+        data.close()
+        came, raised = await drained
+        assert came == 400 and set(raised) == {"ChannelClosed"}
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        run(main)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
     from polycephaly.green.far.ends import _counts
 
@@ -1587,12 +1651,15 @@ def test_a_channel_from_the_snapshot_is_found_though_it_was_frozen():
         import polycephaly as poly
         from polycephaly import green
 
+        def put():
+            ch.put(1)
+
         if __name__ == "__main__":
             ch = green.Channel()
             gc.freeze()  # as the documentation of `gc` advises before a fork
             with poly.Pool(1) as pool:
-                put = pool.promise(lambda: ch.put(1))
-                assert ch.get(10) == 1 and put.result(10) is None
+                done = pool.promise(put)
+                assert ch.get(10) == 1 and done.result(10) is None
     """)
 
 

@@ -532,6 +532,17 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         assert isinstance(last.exception(10), CancelledError)
 
 
+def test_a_node_that_has_an_end_of_a_channel_is_cancelled_with_what_it_led_to():
+    @poly.flow
+    def produce(end, value):
+        return value
+
+    with poly.Pool(1):
+        for end in (None, green.Channel().sender()):
+            node = produce(end, Promise())
+            assert add(node).cancel() and node.cancelled()
+
+
 # -- its picture --------------------------------------------------------------------------------------------------
 
 

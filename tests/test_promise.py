@@ -12,6 +12,7 @@ import time
 from concurrent.futures import CancelledError, Future, InvalidStateError
 
 import pytest
+from faults import hold_until
 from scripts import output_of
 
 import polycephaly as poly
@@ -295,11 +296,14 @@ def test_a_callback_that_ends_its_thread_takes_no_other_callback_along():
     assert called == [p] and after.value == 2 and both.value == [1, 1]
 
 
-def test_a_callback_that_ends_the_settling_thread_takes_no_other_promise_along(caplog):
+def test_a_callback_that_ends_the_settling_thread_takes_no_other_promise_along(caplog, tmp_path):
     with poly.Pool(1) as pool:
         for results in ([1] * 300, [[1]] * 300):  # which come together, and one by one
+            gate = tmp_path / f"gate of {results[0]}"
+            pool.promise(hold_until, str(gate))  # so that none is done before it has its callback
             promises = [pool.promise(copy.copy, each) for each in results]
             promises[0].add_done_callback(lambda _: sys.exit(3))
+            gate.touch()
             assert poly.gather(*promises).result(30) == results
     assert "SystemExit" in caplog.text
 

@@ -14,10 +14,11 @@ image has died. An end that has never left its image is gone only when it was cl
 The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*; who holds it says
 OPENED with that and the one that it had before, so the home knows who has handed it on and need not be counted any
 more. What C says may come before what B says: tokens that were handed on are remembered, and B's is not counted then.
-An image to which it comes more than once is counted once, by the last token.
-Two to whom the same end was given hold it both. An end that went with a call is followed until the call is settled: if
-its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) - but only
-when no other call with it is on its way.
+An image to which it comes more than once is counted once, by the last token. Two images that have the same end hold it
+both. Where nobody is left who has it, the home waits for a moment, and hears what has come by then, before it counts
+the end as gone: it may have been handed on just before. An end that went with a call is followed until the call is
+settled: if its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) -
+but only when no other call with it is on its way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 from struct import Struct
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -50,11 +52,14 @@ T = TypeVar("T")
 
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
+MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
 _PASSED_KEPT = 1000  # more than can be on their way at once
 
 
 class _End(Generic[T]):
     """What both have. It goes to other images as a channel does: there it is the same end."""
+
+    _state = None  # it follows calls, and does not wait for them: see `_waiters` in inputs.py
 
     def __init__(self, channel: Channel[T], number: int, token: int = _FIRST) -> None:
         self.channel = channel
@@ -109,7 +114,11 @@ class _End(Generic[T]):
 
     def _came_through(self, error: BaseException | None) -> None:
         self._calls -= 1
-        if error is not None and not self._calls and not self._closed:
+        if error is not None:
+            scheduler.timers.set(monotonic() + MOMENT, partial(self._is_astray, error))
+
+    def _is_astray(self, error: BaseException) -> None:
+        if not self._calls and not self._closed:
             why = (str(error) or type(error).__name__).splitlines()[0]
             if self.channel.is_remote:
                 _say(self.channel, words.ASTRAY, self._number, _TOKENS.pack(self._token, 0) + why.encode())
@@ -266,6 +275,8 @@ def _holds_less(count: _Count, channel: Any, holder: Peer | None) -> None:
 
 
 def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
+    if scheduler.mail is not None:
+        scheduler.mail.hear_all()
     count = _counts.get(channel)
     if count is None or not _is_open(count, number) or token in count.passed.get(number, ()):
         return
@@ -273,6 +284,15 @@ def _astray(channel: Any, number: int, token: int, why: str, cause: BaseExceptio
     holders.pop(token, None)
     if not holders:
         _gone(channel, number, f"with a call that came to nothing: {why}", cause)
+
+
+def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) -> None:
+    """Who had it was gone a moment ago. Who has it now has said so by now."""
+    if scheduler.mail is not None:
+        scheduler.mail.hear_all()
+    count = _counts.get(channel)
+    if count is not None and not count.holders.get(number):
+        _gone(channel, number, how, cause)
 
 
 def _hear_opened(peer: Peer, channel: int, number: int, payload: bytes) -> None:
@@ -302,7 +322,10 @@ def _lost(peer: Peer) -> None:
             for token in theirs:
                 del holders[token]
             if theirs and not holders:
-                _gone(channel, number, f"in {peer}, which {peer.ending.how}", peer.ending.death)
+                how = f"in {peer}, which {peer.ending.how}"
+                scheduler.timers.set(
+                    monotonic() + MOMENT, partial(_forsaken, channel, number, how, peer.ending.death)
+                )
 
 
 OBEYED[words.OPENED] = _hear_opened

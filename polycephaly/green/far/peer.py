@@ -89,11 +89,16 @@ class Peer:
         return began
 
     def flush(self, in_turn: bool = True) -> None:
-        """As much as the socket takes. From any thread, and in a step, where it is not said to be `in_turn`: then a
-        connection that is broken is left for the owner to see."""
+        """As much as the socket takes. From any thread, and in a step, where it is not said to be `in_turn`: then it is
+        left to the owner's next turn if somebody is writing (who may be this very thread, further up: a finalizer says
+        something in the middle of it), or the connection is broken."""
         self._due = False
-        with self.writing:
-            broken = not self.lost and not self._write()
+        broken = True
+        if self.writing.acquire(in_turn):
+            try:
+                broken = not self.lost and not self._write()
+            finally:
+                self.writing.release()
         if broken and in_turn:
             self.lose()
         elif broken:

@@ -55,6 +55,7 @@ PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog hol
 FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
 CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
 REASONS_KEPT = 1000
+HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
 ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no descriptor for one
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -179,7 +180,7 @@ class Post:
         somebody is about to wake it."""
         if timeout < 0:
             self._rung.poll()
-        if self._dirty:
+        while self._dirty:  # once, but for what finalizers say meanwhile
             self._flush()
         news = self._epoll.poll(timeout)
         for fd, _ in news:
@@ -213,6 +214,15 @@ class Post:
                     peer.hear()
             elif fd == self._listener.fileno():
                 self._accept()
+
+    def hear_all(self) -> None:
+        """All that has come by now."""
+        for _ in range(HEAR_MOST):
+            if not self._news:
+                self._news = [each for each in self._epoll.poll(0) if each[0] != self._bell.fileno()]
+            if not self._news:
+                return
+            self.look()
 
     def _flush(self, in_turn: bool = True) -> None:
         with suppress(IndexError):  # another thread was quicker
