@@ -982,6 +982,10 @@ def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
         ch.get(10)
 
 
+def os_exit_with(end):
+    os._exit(3)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, captured):
     def call(drone, fn, *args):
@@ -993,6 +997,13 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, cap
     for _ in range(20):  # it may die before it has said that it has the end, or after
         ch, died = call(pool, lambda end: os._exit(3))
         assert "DroneDied" in items_and_error(ch)[-1] and isinstance(died.exception(10), poly.DroneDied)
+    home = pool.drones[2]
+    for _ in range(5):
+        ch = made_in(home)
+        end = home.doit(ch.sender)
+        one = next(each for each in pool.drones if each.pid != home.pid)
+        died = one.promise(partial(os_exit_with, end)) if captured else one.promise(os_exit_with, end)
+        assert "exit status 3" in home.doit(items_and_error, ch)[-1] and isinstance(died.exception(10), poly.DroneDied)
     unborn = poly.Promise()
     ch, rejected = call(pool, lambda end, value: value, unborn)
     unborn.set_exception(KeyError("of its input"))

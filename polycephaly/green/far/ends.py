@@ -104,12 +104,12 @@ class _End(Generic[T]):
     def goes_with(self, work: Work) -> None:
         """A call has it among its arguments, or captured. From any thread."""
         scheduler.post(self._sent)
-        work._hook(self._settled)
+        work._hook(self._call_settled)
 
     def _sent(self) -> None:
         self._calls += 1
 
-    def _settled(self, work: Any) -> None:
+    def _call_settled(self, work: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(work)))
 
     def _came_through(self, error: BaseException | None) -> None:
@@ -275,6 +275,7 @@ def _holds_less(count: _Count, channel: Any, holder: Peer | None) -> None:
 
 
 def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
+    """A call with it has come to nothing: who would have had it, and has not handed it on, has it no more."""
     if scheduler.mail is not None:
         scheduler.mail.hear_all()
     count = _counts.get(channel)
@@ -311,7 +312,8 @@ def _hear_astray(peer: Peer, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
         token, _ = _TOKENS.unpack_from(payload)
-        _astray(its, number, token, payload[_TOKENS.size :].decode(), None)
+        why = payload[_TOKENS.size :].decode()
+        scheduler.post(partial(_astray, its, number, token, why, None))  # not here: it hears what else has come
 
 
 def _lost(peer: Peer) -> None:

@@ -216,7 +216,7 @@ class Post:
                 self._accept()
 
     def hear_all(self) -> None:
-        """All that has come by now."""
+        """All that has come by now. Not while something is being heard."""
         for _ in range(HEAR_MOST):
             if not self._news:
                 self._news = [each for each in self._epoll.poll(0) if each[0] != self._bell.fileno()]
