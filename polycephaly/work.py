@@ -170,7 +170,7 @@ class Work(Promise[Any]):
 
     def _goes_with(self, moved: list[Any]) -> None:
         for each in moved:
-            each.goes_with(self)
+            each._goes_with(self)
 
     def take(self, deposits: dict[int, Deposit]) -> None:
         """It needs these kept values."""

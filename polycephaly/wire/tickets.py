@@ -28,7 +28,7 @@ __all__ = ["Custody", "Taking", "here", "known", "meeting", "redeem", "taking", 
 
 class meeting:
     """What is pickled in this block is for a call of that vault's pool; `met` are the kept values in it, by number, and
-    `moved` is what wants to know what becomes of the call (`goes_with`).
+    `moved` is what wants to know what becomes of the call (`_goes_with`).
 
     It is entered for every call whose arguments are pickled, and costs a third of a microsecond."""
 

@@ -101,7 +101,7 @@ class _End(Generic[T]):
             tickets.here.now.moves(self)
         return _arrived, (type(self), self.channel, self._number, self._token)
 
-    def goes_with(self, work: Work) -> None:
+    def _goes_with(self, work: Work) -> None:
         """A call has it among its arguments, or captured. From any thread."""
         scheduler.post(self._sent)
         work._hook(self._call_settled)
