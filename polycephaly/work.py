@@ -157,7 +157,7 @@ class Work(Promise[Any]):
         if pickling.met:
             self.take(pickling.met)
         if pickling.moved:
-            self._goes_with(pickling.moved)
+            self._followed_by(pickling.moved)
 
     def take_captured(self) -> None:
         """What its function has captured goes with this call."""
@@ -166,9 +166,9 @@ class Work(Promise[Any]):
             kept, definition.kept = definition.kept, {}
             self.take(kept)
         if definition.moved:
-            self._goes_with(definition.moved)
+            self._followed_by(definition.moved)
 
-    def _goes_with(self, moved: list[Any]) -> None:
+    def _followed_by(self, moved: list[Any]) -> None:
         for each in moved:
             each._goes_with(self)
 
@@ -247,7 +247,7 @@ class Work(Promise[Any]):
                     packed = pack(results, book.snapshot, book.store)
                 inner = pickling.met or {}
                 if pickling.moved:
-                    self._goes_with(pickling.moved)
+                    self._followed_by(pickling.moved)
                 if any(each._is_far() for each in inputs):
                     self.unfilled = self.payload, inputs
                 outer, deposits = untaken(self.payload)
