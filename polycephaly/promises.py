@@ -442,29 +442,41 @@ class Promise(Future[T], Generic[T]):
 
     def _run_hooks(self, first: int = 0) -> None:
         hooks = self._hooks
-        worst: BaseException | None = None
-        looked = False
+        if not hooks:
+            return
         try:
-            while hooks is not None:
-                try:
-                    hook = hooks.pop(first)
-                except IndexError:  # another thread popped the last one
-                    break
-                if hooks and not looked:
-                    looked = self._calling = True
-                    if len(hooks) > _MANY:
-                        first = self._turn(hooks)
-                try:
-                    hook(self)
-                except Exception:
-                    callbacks.exception("exception calling callback for %r", self)
-                except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
-                    worst = error
-                if not hooks:
-                    break
-        finally:
-            if looked:
+            hook = hooks.pop(first)
+        except IndexError:  # another thread popped the last one
+            return
+        if hooks:
+            try:
+                self._run_many(hook, hooks, first)
+            finally:  # round a call, since the end of a loop, where Ctrl-C may come, is in no `try` on CPython 3.13
                 self._calling = False
+            return
+        try:
+            hook(self)
+        except Exception:
+            callbacks.exception("exception calling callback for %r", self)
+
+    def _run_many(
+        self, hook: Callable[[Promise[Any]], object], hooks: list[Callable[[Promise[Any]], object]], first: int
+    ) -> None:
+        self._calling = True
+        if len(hooks) > _MANY:
+            first = self._turn(hooks)
+        worst: BaseException | None = None
+        while True:
+            try:
+                hook(self)
+            except Exception:
+                callbacks.exception("exception calling callback for %r", self)
+            except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
+                worst = error
+            try:
+                hook = hooks.pop(first)
+            except IndexError:
+                break
         if worst is not None:
             try:
                 raise worst
@@ -604,10 +616,13 @@ def _settle_next(after: Promise[Any], state: str, result: Any, exception: BaseEx
     try:
         after._settle(state, result, exception)
     finally:
-        if _chain.depth > 1:
-            _chain.depth -= 1
-        else:
-            _settle_all(later)
+        _chain.depth -= 1
+        if later and not _chain.depth:
+            _chain.depth = 1
+            try:
+                _settle_all(later)
+            finally:
+                _chain.depth = 0
 
 
 def _settle_all(later: deque[tuple[Promise[Any], str, Any, BaseException | None]]) -> None:
@@ -618,7 +633,6 @@ def _settle_all(later: deque[tuple[Promise[Any], str, Any, BaseException | None]
             each._settle(*outcome)
         except BaseException as raised:  # SystemExit, Ctrl-C: when all are settled
             worst = raised
-    _chain.depth = 0
     if worst is not None:
         raise worst
 
