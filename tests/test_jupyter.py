@@ -1,5 +1,6 @@
 """Pools in a real Jupyter kernel: the magics, whose output is under which cell, interrupts, the kernel's end."""
 
+import asyncio
 import os
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from scripts import output_of
 import polycephaly as poly
 
 jupyter_client = pytest.importorskip("jupyter_client")
+jupyter_utils = pytest.importorskip("jupyter_core.utils")
 pytest.importorskip("ipykernel")
 
 TIMEOUT = 60
@@ -86,6 +88,15 @@ class Notebook:
         self.manager.shutdown_kernel(**how)
         self.manager.cleanup_resources()
         return wait_until_gone(self.run_id, DEADLINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop_that_jupyter_keeps():
+    """Made by its first call, in whichever test that is, and kept: so it is there before all of them."""
+    loop = jupyter_utils.ensure_event_loop()
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 @pytest.fixture(scope="module")
