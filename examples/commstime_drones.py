@@ -12,28 +12,10 @@ A channel lives in the image that makes it, and whoever sends goes there directl
 import argparse
 import time
 
+from commstime import Numbers, delta, prefix, successor
+
 import polycephaly as poly
 from polycephaly import green
-
-Numbers = green.Channel[int]
-
-
-async def prefix(first: int, come: Numbers, go: Numbers) -> None:
-    await go.send(first)
-    while True:
-        await go.send(await come.receive())
-
-
-async def delta(come: Numbers, one: Numbers, other: Numbers) -> None:
-    while True:
-        number = await come.receive()
-        await one.send(number)
-        await other.send(number)
-
-
-async def successor(come: Numbers, go: Numbers) -> None:
-    while True:
-        await go.send(await come.receive() + 1)
 
 
 async def consume(come: Numbers, rounds: int) -> tuple[list[int], float]:
