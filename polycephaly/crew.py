@@ -464,7 +464,7 @@ class Crew:
 
     def hold(self, work: Work) -> None:
         """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has just put it into a
-        queue, in `filled`, may not have taken it from `_waiting` yet.)"""
+        queue, in `filled`, may not have taken it from `waiting` yet.)"""
         self.held.add(work)
 
     def waits_for(self, link: Link) -> bool:

@@ -191,7 +191,8 @@ def _is_wanted(node: Promise[Any]) -> bool:
 
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
     """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, as many together
-    as stand together, and so looked at once: many may be cancelled in any order."""
+    as stand together, and so looked at once: many may be cancelled in any order. Who has a `_state` other than
+    PENDING, as the end of a channel that follows a call, does not wait."""
     hooks = promise._hooks or []
     index = end = len(hooks)
     first = last = None

@@ -39,7 +39,7 @@ from .. import channel as channels
 from ..scheduler import scheduler
 from . import words
 from .heard import channel_of
-from .peer import OBEYED, TOLD_OF_LOSS, Peer
+from .peer import OBEYED, TOLD_OF_LOSS, Peer, keep_last
 
 if TYPE_CHECKING:
     from ...work import Work
@@ -53,7 +53,6 @@ T = TypeVar("T")
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
 MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
-_PASSED_KEPT = 1000  # more than can be on their way at once
 
 
 class _End(Generic[T]):
@@ -257,9 +256,7 @@ def _held_by(channel: Any, number: int, holder: Peer | None, token: int, before:
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
         passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
-        passed[before] = None
-        if len(passed) > _PASSED_KEPT:
-            del passed[next(iter(passed))]
+        keep_last(passed, before, None)  # more than can be on their way at once
         if token not in passed:
             for before_that in [each for each, who in holders.items() if who is holder]:
                 del holders[before_that]

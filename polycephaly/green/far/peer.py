@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from ...errors import DroneDied
@@ -31,13 +31,17 @@ from .words import BYE, HEAD, HELLO, NAMES
 if TYPE_CHECKING:
     from .post import Post
 
-__all__ = ["OBEYED", "TOLD_OF_LOSS", "Ending", "Peer", "ending_of"]
+__all__ = ["OBEYED", "TOLD_OF_LOSS", "Ending", "Peer", "ending_of", "keep_last"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 log = logging.getLogger("polycephaly.green")
 
 CHUNK = 256 * 1024  # bytes read at a time
 PIECES = 512  # buffers in one write
 SMALL = 4096  # bytes of a payload that is copied into one buffer with its head
+KEPT = 1000  # of what is remembered of channels, ends and images that are gone
 FIND_OUT_WITHIN = 0.3  # seconds, for how a drone ended that was connected
 
 
@@ -190,7 +194,7 @@ class Peer:
         self.ending = ending
         if self.post.peers.get(self.who) is self:
             del self.post.peers[self.who]
-        self.post.note_ending(self.who, ending)
+        keep_last(self.post.gone, self.who, ending)
         for tell in TOLD_OF_LOSS:
             try:
                 tell(self)
@@ -199,6 +203,13 @@ class Peer:
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
+
+
+def keep_last(known: dict[K, V], key: K, value: V) -> None:
+    """Of those that `known` has, the last `KEPT`."""
+    known[key] = value
+    if len(known) > KEPT:
+        del known[next(iter(known))]
 
 
 class Ending(NamedTuple):

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from ...launch import lifeline, safepoint
 from ...wire import whereabouts
 from ..scheduler import scheduler
-from .peer import Ending, Peer, ending_of
+from .peer import Ending, Peer, ending_of, keep_last
 from .words import BYE, HELLO
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ LOOK_AFTER = 0.0002  # seconds between looks of a busy owner
 PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog holds, and for goodbyes
 FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
 CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
-REASONS_KEPT = 1000
 HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
 ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no descriptor for one
 
@@ -162,9 +161,7 @@ class Post:
     def forget_channel(self, number: int, reason: BaseException | None) -> None:
         """It is closed, and empty: for that `reason`, where somebody has died."""
         if reason is not None:
-            self.reasons[number] = reason
-            if len(self.reasons) > REASONS_KEPT:
-                del self.reasons[next(iter(self.reasons))]
+            keep_last(self.reasons, number, reason)
         with safepoint.guard:
             channel = self.channels.pop(number, None)
             self._number_of.pop(id(channel), None)
@@ -316,11 +313,6 @@ class Post:
                 with suppress(OSError):
                     self._epoll.unregister(fd)
                 lifeline.close(peer.end)
-
-    def note_ending(self, address: str, ending: Ending) -> None:
-        self.gone[address] = ending
-        if len(self.gone) > REASONS_KEPT:
-            del self.gone[next(iter(self.gone))]
 
     def find_out(self, peer: Peer, until: float) -> None:
         """It has died without a word; its parent leaves one."""
