@@ -112,14 +112,17 @@ def test_what_is_not_held_any_more_counts_too():
     assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_real_run_with_one_long_call_names_it():
-    def long_one():
-        time.sleep(0.4)
+def test_a_real_run_with_one_long_call_names_it(tmp_path):
+    def long_one(begun):  # most of the run, however slow the start of the drones and the short calls
+        while not (tmp_path / "the others are done").exists():
+            time.sleep(0.01)
+        time.sleep(0.4 + 5 * (time.monotonic() - begun))
 
     with poly.Pool(2) as pool:
-        held = pool.promise(long_one)
+        held = pool.promise(long_one, time.monotonic())
         for each in [pool.promise(abs, -1) for _ in range(5)]:
             each.result()
+        (tmp_path / "the others are done").touch()
         held.result()
     said = pool.timeline.bottleneck
     assert "with long_one, and computed in" in said
