@@ -40,6 +40,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import green
     from . import joblib as joblib
+    from .combining import as_completed, gather, race
     from .dataflow import flow
     from .drone import Drone, doit, promise
     from .errors import ChannelClosed, Deadlock, DroneDied, ItemLost, Lost, PoreClosed, RemoteError
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from .net.server import serve
     from .pool import Pool
     from .pores import Pore
-    from .promises import Promise, as_completed, gather, race
+    from .promises import Promise
     from .shared import Shared
     from .timeline import Timeline
 
@@ -69,16 +70,16 @@ _HOMES = {
     "RemoteError": "errors",
     "Shared": "shared",
     "Timeline": "timeline",
-    "as_completed": "promises",
+    "as_completed": "combining",
     "connect": "net.client",
     "doit": "drone",
     "flow": "dataflow",
-    "gather": "promises",
+    "gather": "combining",
     "green": "green",
     "joblib": "joblib",
     "load_ipython_extension": "jupyter",
     "promise": "drone",
-    "race": "promises",
+    "race": "combining",
     "serve": "net.server",
     "unload_ipython_extension": "jupyter",
 }

@@ -29,6 +29,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from .combining import race
 from .errors import Lost, another
 from .favours import Favours
 from .halts import Halts
@@ -38,7 +39,7 @@ from .lending import Lending
 from .link import BUDGET, Link, State, drained
 from .output import Listener
 from .plan import Plan, Terms
-from .promises import CANCELLED, FINISHED, PENDING, Milestone, Promise, race
+from .promises import CANCELLED, FINISHED, PENDING, Milestone, Promise
 from .rooms import Rooms
 from .roster import Roster, because
 from .stuck import Stuck

@@ -19,8 +19,9 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from . import output
+from .combining import gather
 from .doer import Doer, Workforce, wait_for
-from .promises import Promise, gather
+from .promises import Promise
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

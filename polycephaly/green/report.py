@@ -138,7 +138,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return str(name).startswith((OWN, "polycephaly.promises"))
+    return str(name).startswith((OWN, "polycephaly.promises", "polycephaly.combining"))
 
 
 # -- deadlock ----------------------------------------------------------------------------------------
