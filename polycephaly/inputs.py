@@ -14,13 +14,12 @@ after another, by the thread that came first, and never one within the other.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from .cascade import Cascade
 from .errors import another
 from .image.definitions import filled
 from .promises import CANCELLED, FINISHED, PENDING, Promise, misplaced, pickling
@@ -100,11 +99,7 @@ def _in_containers(arguments: object, enough: int) -> set[int]:
 # -- what follows when one fails --------------------------------------------------------------------------
 
 
-class _Falling(threading.local):
-    works: deque[tuple[Work, BaseException]] | None = None
-
-
-_falling = _Falling()
+_falling = Cascade(deep=1)
 
 
 def fall(work: Work, settled: Promise[Any]) -> None:
@@ -116,28 +111,15 @@ def fall(work: Work, settled: Promise[Any]) -> None:
         assert settled._exception is not None
         error = _own(settled._exception)
         _say_by_whom(error, settled)
-    if _falling.works is not None:  # further up in this thread: there it is seen to
-        _falling.works.append((work, error))
-        return
-    works = _falling.works = deque([(work, error)])
-    worst: BaseException | None = None
-    while works:
-        try:
-            while works:
-                each, error = works.popleft()
-                try:
-                    each._settle(FINISHED, None, error)
-                finally:
-                    each.let_go()
-                    each.crew.filled(each)
-        except BaseException as raised:  # of a callback, or Ctrl-C: when all have fallen
-            worst = raised
-    _falling.works = None
-    if worst is not None:
-        try:
-            raise worst
-        finally:
-            worst = None
+    _falling.go(_reject, work, error)
+
+
+def _reject(work: Work, error: BaseException) -> None:
+    try:
+        work._settle(FINISHED, None, error)
+    finally:
+        work.let_go()
+        work.crew.filled(work)
 
 
 def _own(error: BaseException) -> BaseException:

@@ -39,7 +39,6 @@ import logging
 import sys
 import threading
 from _thread import allocate_lock, get_ident
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -47,6 +46,8 @@ from dataclasses import dataclass
 from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
+
+from .cascade import Cascade
 
 __all__ = ["Milestone", "Promise", "Spans", "break_off", "callbacks", "misplaced", "outcome"]
 
@@ -66,8 +67,8 @@ LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks
 _MANY = 256
 """Hooks: from more than these on, their list is turned round."""
 
-_DEEP = 50
-"""Promises by `then` that may be settled one within the other."""
+_chain = Cascade(deep=50)
+"""Promises by `then`, each settled by the one before it."""
 
 _STEPS_SHOWN = 10
 """Of a circle of promises, in a message."""
@@ -287,33 +288,33 @@ class Promise(Future[T], Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
-            _settle_next(after, inner._state, *((None, None) if inner._state == CANCELLED else outcome(inner)))
+            _chain.go(after._settle, inner._state, *((None, None) if inner._state == CANCELLED else outcome(inner)))
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()
             if isinstance(receiver, Promise):
                 receiver._stands_for = ()
             if done._state == CANCELLED:
-                _settle_next(after, CANCELLED, None, None)
+                _chain.go(after._settle, CANCELLED, None, None)
                 return
             if done._exception is not None:
-                _settle_next(after, FINISHED, None, done._exception)
+                _chain.go(after._settle, FINISHED, None, done._exception)
                 return
             try:
                 value = fn(done._result)
             except BaseException as error:
-                _settle_next(after, FINISHED, None, error)
+                _chain.go(after._settle, FINISHED, None, error)
                 return
             if isinstance(value, Promise):
                 try:
                     _check_no_cycle(value, after)
                 except RuntimeError as error:
-                    _settle_next(after, FINISHED, None, error)
+                    _chain.go(after._settle, FINISHED, None, error)
                     return
                 after._stands_for = (value,)
                 value._hook(follow)
             else:
-                _settle_next(after, FINISHED, value, None)
+                _chain.go(after._settle, FINISHED, value, None)
 
         self._hook(go_on)
         return after
@@ -594,48 +595,6 @@ class Milestone(Promise[T]):
     """One of the library's own, for which many may wait, and which none of them cancels."""
 
     _cancels_with_waiter = False
-
-
-class _Chain(threading.local):
-    """Of promises by `then`, in this thread: how many are being settled, one within the other; and those that are
-    left for the outermost, as a long chain would recurse too deep."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.later: deque[tuple[Promise[Any], str, Any, BaseException | None]] = deque()
-
-
-_chain = _Chain()
-
-
-def _settle_next(after: Promise[Any], state: str, result: Any, exception: BaseException | None) -> None:
-    later = _chain.later
-    if _chain.depth >= _DEEP:
-        later.append((after, state, result, exception))
-        return
-    _chain.depth += 1
-    try:
-        after._settle(state, result, exception)
-    finally:
-        _chain.depth -= 1
-        if later and not _chain.depth:
-            _chain.depth = 1
-            try:
-                _settle_all(later)
-            finally:
-                _chain.depth = 0
-
-
-def _settle_all(later: deque[tuple[Promise[Any], str, Any, BaseException | None]]) -> None:
-    worst: BaseException | None = None
-    while later:
-        each, *outcome = later.popleft()
-        try:
-            each._settle(*outcome)
-        except BaseException as raised:  # SystemExit, Ctrl-C: when all are settled
-            worst = raised
-    if worst is not None:
-        raise worst
 
 
 def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
