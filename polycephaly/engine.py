@@ -8,7 +8,7 @@
     start     `Engine.start` gives a link; the roster is told by `started` or `not_started`
     submit    `Link.send` of a WORK message; answers go to `hearing.hear`
     cancel    `Link.send` of a CANCEL message
-    watch     `Link.pulse`, `why_quiet`, `memory`, `started`, `sent`; the roster is told of its end by `died`
+    watch     `Link.pulse`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the roster is told of its end by `died`
     stop      `Link.send` of a STOP message; `Link.kill`
 
 All that callers see (order, credit, retries, time limits, errors, timelines) is made above this seam, once. Engines are

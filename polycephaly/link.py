@@ -121,6 +121,10 @@ class Link:
         """What changes while it lives; and of each thread the seconds that it has run, and had to wait for that."""
         raise NotImplementedError
 
+    def waits(self) -> bool:
+        """Does it, as far as is known, neither run nor could it run?"""
+        return True
+
     def why_quiet(self) -> str:
         """Why it has no pulse."""
         raise NotImplementedError

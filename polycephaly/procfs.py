@@ -23,9 +23,10 @@ def _stat(what: str) -> list[str]:
         return []
 
 
-def state_of(pid: int) -> str:
-    """One letter: R(unning), S(leeping), D(isk), T (stopped), t (traced), Z(ombie); empty where there is none."""
-    return (_stat(str(pid)) or [""])[0]
+def state_of(pid: int, thread: str = "") -> str:
+    """Of its main thread, or of another. One letter: R(unning), S(leeping), D(isk), T (stopped), t (traced), Z(ombie);
+    empty where there is none."""
+    return (_stat(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
 
 
 def birth_of(pid: int) -> str:

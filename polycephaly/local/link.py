@@ -107,6 +107,10 @@ class LocalLink(Link):
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
         return (page.started(slot), page.sent(slot), page.beat(slot), hundredths), threads
 
+    def waits(self) -> bool:
+        assert self.pid is not None
+        return all(state_of(self.pid, thread) == "S" for thread in threads_of(self.pid))
+
     def why_quiet(self) -> str:
         assert self.pid is not None
         return _WHY.get(state_of(self.pid), _IDLE)
