@@ -444,6 +444,8 @@ class Crew:
             return
         for work in reversed(works):
             work.sending = None
+            if work.done():  # who settled it may not have seen that
+                work.never_began()
             if work.target is not None:
                 work.target.pinned.appendleft(work)
                 self.pinned_waiting = True
@@ -548,7 +550,7 @@ class Crew:
     def lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
         for work in works:
             if work.done():
-                work.payload = b""
+                work.never_began()
                 continue
             if again and work.retries > 0 and work.target is None and not self._abandoned:
                 work.retries -= 1

@@ -129,7 +129,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
             if work is None:  # lost, and answered all the same
                 continue
             if status == WITHDRAWN:
-                work.payload = b""
+                work.never_began()
                 if not work.done():  # nobody has asked for that: nor will anybody hear more of it
                     crew.hub.deliver(work.cancel)
                 continue

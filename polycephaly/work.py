@@ -73,6 +73,7 @@ class Work(Promise[Any]):
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None  # the arguments without what lies so, and the promises
     _lying: Any = None
     needed: tuple[int, ...] = ()  # the numbers of works whose values it waited for
+    followed: Sequence[Any] = ()  # by these, which went along and want to know whether they arrived
     is_node = False  # of a graph (dataflow.py): cancelling it goes upstream
     _filling: Iterator[int]  # as many steps as there are inputs but one: the synchronization counter
 
@@ -169,8 +170,16 @@ class Work(Promise[Any]):
             self._followed_by(definition.moved)
 
     def _followed_by(self, moved: list[Any]) -> None:
+        self.followed = [*self.followed, *moved]
         for each in moved:
             each._goes_with(self)
+
+    def never_began(self) -> None:
+        """In a turn: it was settled while its drone had it, and that has not opened it, nor will, or has died."""
+        self.payload = b""
+        followed, self.followed = self.followed, ()
+        for each in followed:
+            self.crew.hub.deliver(partial(each._never_arrived, self))
 
     def take(self, deposits: dict[int, Deposit]) -> None:
         """It needs these kept values."""

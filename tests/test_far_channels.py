@@ -1098,6 +1098,36 @@ def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
         ch.get(20)
 
 
+def short_or_not(end, free=None):
+    return hold_until(free) if free else 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_cancelled(tmp_path, dies):
+    with poly.Pool(1, output="discard") as pool:
+        drone = pool.drones[0]
+        for _ in range(20):  # short, so a drone is sent some of these while it is busy
+            assert drone.doit(short_or_not, None) == 1
+        held = drone.promise(short_or_not, None, str(tmp_path / "free"))
+        wait_for(held.running)
+        if dies:  # before it can answer
+            os.kill(drone.pid, signal.SIGSTOP)
+        kept, ch = Channel(), Channel()
+        keeps, goes = kept.sender(), ch.sender()
+        calls = [drone.promise(short_or_not, keeps), drone.promise(short_or_not, goes)]
+        wait_for(lambda: all(each.sending is not None for each in calls))
+        assert calls[1].cancel()
+        if dies:
+            os.kill(drone.pid, signal.SIGKILL)
+        assert "was cancelled" in items_and_error(ch)[-1]
+        if not dies:
+            (tmp_path / "free").touch()
+            assert calls[0].result(10) == 1 and held.result(10) == "held"
+            with pytest.raises(TimeoutError):
+                kept.get(0.3)
+            assert not kept.closed
+
+
 def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):
     ch = Channel()
     end = ch.sender()

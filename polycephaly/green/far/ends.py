@@ -18,7 +18,8 @@ An image to which it comes more than once is counted once, by the last token. Tw
 both. Where nobody is left who has it, the home waits for a moment, and hears what has come by then, before it counts
 the end as gone: it may have been handed on just before. An end that went with a call is followed until the call is
 settled: if its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) -
-but only when no other call with it is on its way.
+but only when no other call with it is on its way. Of a call that is cancelled while a drone has it, that drone, or its
+death, tells later whether it had begun (`Work.never_began`).
 """
 
 from __future__ import annotations
@@ -110,11 +111,20 @@ class _End(Generic[T]):
 
     def _call_settled(self, work: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(work)))
+        if work.sending is None or not work.cancelled():  # else its drone has it, and may not have opened it yet
+            work.followed = ()
+
+    def _never_arrived(self, work: Work) -> None:
+        """A call that was settled before has come to nothing all the same."""
+        scheduler.post(partial(self._may_be_astray, work._exception or _was_cancelled(work)))
 
     def _came_through(self, error: BaseException | None) -> None:
         self._calls -= 1
         if error is not None:
-            scheduler.timers.set(monotonic() + MOMENT, partial(self._is_astray, error))
+            self._may_be_astray(error)
+
+    def _may_be_astray(self, error: BaseException) -> None:
+        scheduler.timers.set(monotonic() + MOMENT, partial(self._is_astray, error))
 
     def _is_astray(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
@@ -172,7 +182,11 @@ def _why_astray(work: Any) -> BaseException | None:
     error: BaseException | None = work._exception
     if isinstance(error, DroneDied) or (error is not None and work.sending is None):
         return error
-    return CancelledError(f"{work.label} was cancelled") if work.cancelled() and work.sending is None else None
+    return _was_cancelled(work) if work.cancelled() and work.sending is None else None
+
+
+def _was_cancelled(work: Any) -> CancelledError:
+    return CancelledError(f"{work.label} was cancelled")
 
 
 class _Count:
