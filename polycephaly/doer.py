@@ -118,7 +118,7 @@ class Resident(Doer):
     """One drone, with a namespace that stays."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a name in its namespace. Raises `KeyError` for one that there is not.
+        """The value of a name in its namespace. A name that is not there: `KeyError` (that is a `NameError` too).
 
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:
@@ -127,10 +127,7 @@ class Resident(Doer):
         ...     drone["x"]
         42
         """
-        try:
-            return self.doit(namespace.get, name)
-        except NameError as error:
-            raise KeyError(name) from error
+        return self.doit(namespace.get, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Binds a name in its namespace; done when it returns."""
@@ -150,7 +147,7 @@ class Resident(Doer):
         self.doit(namespace.push, dict(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
-        """The values of `names`, in that order. Raises `NameError` for one that there is not.
+        """The values of `names`, in that order. A name that is not there: `NameError` (that is a `KeyError` too).
 
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:

@@ -9,7 +9,9 @@ import copy
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-__all__ = ["ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "PoreClosed", "RemoteError", "another"]
+__all__ = [
+    "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed", "RemoteError", "another",
+]  # fmt: skip
 
 
 class RemoteError(Exception):
@@ -79,6 +81,21 @@ class Lost(DroneDied):
     """
 
 
+class NoSuchName(NameError, KeyError):
+    """A drone's namespace has no such name: the error of a mapping, and of code that uses the name.
+
+    >>> import polycephaly as poly
+    >>> with poly.Drone() as drone:
+    ...     try:
+    ...         drone["x"]
+    ...     except KeyError as error:
+    ...         print(error)
+    name 'x' is not defined
+    """
+
+    __str__ = Exception.__str__  # a KeyError shows the repr of its text
+
+
 class ChannelClosed(Exception):
     """The channel was closed: nothing can be sent any more, and there is nothing left to receive.
 
@@ -121,7 +138,7 @@ class Deadlock(RuntimeError):
     """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""
 
 
-_HEAP_TYPE = 1 << 9  # of a class made by Python code
+HEAP_TYPE = 1 << 9  # of a class made by Python code
 
 
 def another(error: BaseException) -> BaseException:
@@ -143,7 +160,7 @@ def _without_init(error: BaseException) -> BaseException:
     """For a class whose constructor takes other arguments than it hands on. Raises where it has more than its `args`
     and its `__dict__`: fields of C, as an `OSError` has, or slots."""
     kind = type(error)
-    builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    builtin = next(base for base in kind.__mro__ if not base.__flags__ & HEAP_TYPE)
     if builtin.__basicsize__ != BaseException.__basicsize__ or any("__slots__" in vars(base) for base in kind.__mro__):
         raise TypeError(f"{kind.__qualname__} cannot be copied")
     twin: BaseException = kind.__new__(kind, *error.args)

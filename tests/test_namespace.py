@@ -27,10 +27,12 @@ def test_indexing_pushes_and_pulls(drone):
 
 
 def test_a_name_that_is_not_there_is_an_error_that_names_it(drone):
-    with pytest.raises(KeyError, match="nowhere"):
-        drone["nowhere"]
-    with pytest.raises(NameError, match="nowhere"):
-        drone.pull("nowhere")
+    for kind in (KeyError, NameError):
+        with pytest.raises(kind, match="name 'nowhere' is not defined") as raised:
+            drone["nowhere"]
+        assert raised.value.name == "nowhere"
+        with pytest.raises(kind, match=r"^name 'nowhere' is not defined"):
+            drone.pull("nowhere")
 
 
 def test_it_is_asked_for_a_name_and_cannot_be_walked_through(drone):

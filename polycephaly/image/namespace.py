@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import NoSuchName
 from ..wire.capture import main_namespace
 
 __all__ = ["get", "has", "pull", "push"]
@@ -17,7 +18,7 @@ def pull(*names: str) -> tuple[Any, ...]:
     namespace = main_namespace()
     for name in names:
         if name not in namespace:
-            raise NameError(f"name {name!r} is not defined", name=name)
+            raise NoSuchName(f"name {name!r} is not defined", name=name)
     return tuple(namespace[name] for name in names)
 
 
