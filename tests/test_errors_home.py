@@ -36,6 +36,11 @@ class Treacherous(Exception):
         return _explode, ()
 
 
+class Unwilling(Exception):
+    def __reduce__(self):
+        raise TypeError("not to be pickled")
+
+
 def _explode():
     raise RuntimeError("not to be rebuilt")
 
@@ -204,7 +209,13 @@ def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
     error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()
     assert type(error).__name__ == "Odd" or type(error) is poly.RemoteError
     assert "local" in str(error)
-    assert isinstance(pool.promise(raise_in_code_of, "Treacherous").exception(), (poly.RemoteError, Treacherous))
+
+
+@pytest.mark.parametrize("kind", ["Treacherous", "Unwilling"])
+def test_a_class_that_says_how_it_is_pickled_is_believed_when_that_fails(pool, kind):
+    error = pool.promise(raise_in_code_of, kind).exception()
+    assert type(error) is poly.RemoteError and error.type_name.endswith(kind) and error.message == "odd"
+    assert "raise_in_code_of" in error.traceback and "Traceback (most recent call last)" in error.traceback
 
 
 def raise_in_code_of(name):

@@ -6,7 +6,8 @@ the context and the traceback. So an exception travels as a *parcel*: the first 
 (tried on the drone, before sending), the parcels it is linked to, and its traceback as text.
 
     body      "pickled"   its own pickle gives the same type and args
-              "rebuilt"   class.__new__ and then args and attributes, without __init__
+              "rebuilt"   class.__new__ and then args and attributes, without __init__: but where the class says itself
+                          how it is pickled, and that fails, it is not to be pickled
               "group"     an exception group: message, and a parcel for each member
               "text"      nothing of the kind works: it arrives as RemoteError
 
@@ -23,11 +24,12 @@ from traceback import format_exception
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..errors import RemoteError
+from ..errors import HEAP_TYPE, RemoteError
 
 __all__ = ["pack_exception", "unpack_exception"]
 
 _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
+_WAYS = ("__reduce__", "__reduce_ex__", "__setstate__")
 
 
 class _Parcel(NamedTuple):
@@ -106,8 +108,14 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
             if _same(build(loads(data)), error):
                 return body, data
         except Exception:
-            continue
+            if body == "pickled" and _says_how(type(error)):
+                break
     return "text", b""
+
+
+def _says_how(kind: type) -> bool:
+    """Whether it is pickled in a way of its own, by Python code."""
+    return any(name in vars(base) for base in kind.__mro__ if base.__flags__ & HEAP_TYPE for name in _WAYS)
 
 
 def _same(copy: BaseException, error: BaseException) -> bool:
