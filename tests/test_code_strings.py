@@ -34,6 +34,10 @@ def code():
         ("__name__", "__main__"),
         ("class A:\n    b = 3\nA.b", 3),
         ("q = 1\n\nq\n\n", 1),
+        ("  1 + 1", 2),
+        ("\n        r = 1\n        if r:\n            r = 2\n        r\n    ", 2),
+        ("\ns = '''\n  a\n   \n'''\ns", "\n  a\n   \n"),
+        ("  # only a comment\n'''   \n   '''", "   \n   "),
     ]
 
 
@@ -84,6 +88,24 @@ def test_tracebacks_of_later_calls_show_the_lines_of_the_string_that_defined_the
     text = "".join(traceback.format_exception(drone.promise("fail()").exception()))
     assert "# line of the first string" in text and "fail()" in text and "<doit " in text
     assert not any(name.startswith("<doit") for name in linecache.cache)
+
+
+def test_an_indented_string_has_the_errors_of_the_same_string_without_its_margin(drone):
+    text = "".join(traceback.format_exception(drone.promise("\n    a = 0\n    1 / a  # here\n    ").exception()))
+    assert "line 3" in text and "    1 / a  # here\n" in text
+    for wrong, line in (("  if 1:\n  pass", 2), ("  a\n    b", 2), ("\nif 1:\npass", 3), ("a\n  b", 2)):
+        error = drone.promise(wrong).exception()
+        assert type(error) is IndentationError and error.lineno == line and error.__context__ is None
+
+
+def test_future_statements_hold_for_what_comes_after_as_at_a_prompt():
+    asks = "def f(x: nowhere): pass\nf.__annotations__"
+    with poly.Drone() as drone:
+        assert isinstance(drone.promise(asks).exception(), NameError)
+        drone.doit("from __future__ import annotations")
+        assert drone.doit(asks + "  # once more") == {"x": "nowhere"}
+    with poly.Drone() as other:
+        assert isinstance(other.promise(asks).exception(), NameError)
 
 
 def test_the_same_string_many_times_counts_up(drone):

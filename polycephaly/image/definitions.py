@@ -5,11 +5,14 @@ error in opening it rejects that call and nothing else.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import itertools
 import linecache
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -140,21 +143,44 @@ class _Code(Definition):
 
 
 def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
-    """The statements, and the last expression if there is one. Tracebacks will show the lines of `source`."""
+    """The statements, and the last expression if there is one. Tracebacks will show the lines of `source`.
+
+    A code string (there is no `file`) may be indented as a whole, and the ``from __future__ import`` of those before it
+    holds for it too, as at a prompt.
+    """
+    global _features
     name = file or f"<doit {next(_doits)}>"
-    linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
-    _shown.append(name)
-    if len(_shown) > _CODE_SHOWN:
-        linecache.cache.pop(_shown.pop(0), None)
-    tree = ast.parse(source, name)
+    flags = _features if file is None else 0
+    tree = None
+    if file is None and source[:1].isspace():
+        with suppress(IndentationError):
+            tree = _parsed(source, name, flags)
+        source = source if tree else textwrap.dedent(source)
+    tree = tree or _parsed(source, name, flags)
     last = tree.body[-1] if tree.body else None
-    value = None
     if isinstance(last, ast.Expr):
         tree.body.pop()
-        value = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
-    return compile(tree, name, "exec", dont_inherit=True), value
+    body = compile(tree, name, "exec", flags, dont_inherit=True)
+    flags |= body.co_flags & _FUTURE
+    if file is None:
+        _features = flags
+    if not isinstance(last, ast.Expr):
+        return body, None
+    return body, compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
 
 
+def _parsed(source: str, name: str, flags: int) -> ast.Module:
+    if name not in linecache.cache:
+        _shown.append(name)
+        if len(_shown) > _CODE_SHOWN:
+            linecache.cache.pop(_shown.pop(0), None)
+    linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
+    tree: ast.Module = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+    return tree
+
+
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+_features = 0  # of these, what code strings have asked for
 _doits = itertools.count(1)
 _shown: list[str] = []
 
