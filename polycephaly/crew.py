@@ -717,7 +717,8 @@ class Crew:
             if left_out:
                 error.args = (f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",)
                 return
-            cure = "start a new Drone" if self.plan.on_death == "end" else "pool.refresh() takes a new one"
+            lone = self.plan.on_death == "end"
+            cure = "start a new Drone (in a pool: pool.refresh())" if lone else "pool.refresh() takes a new one"
             error.args = (
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",

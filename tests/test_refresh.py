@@ -42,7 +42,7 @@ def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
                           "pool.refresh()" in str(error), "new Drone" in str(error))
     """, poly.engine).splitlines() == [
         "NameError late True True False", "NameError never False False False",
-        "NameError late True False True", "NameError never False False False",
+        "NameError late True True True", "NameError never False False False",
     ]  # fmt: skip
 
 
