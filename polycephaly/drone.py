@@ -19,6 +19,7 @@ from .output import forward
 from .plan import (
     Plan,
     Terms,
+    check_at_least,
     check_cwd,
     check_env,
     check_hang_timeout,
@@ -45,7 +46,7 @@ class Drone(Resident):
     It is forked from the image as it is at this moment (``start="spawn"``: a fresh interpreter that imports
     the main module). `env` is added to its environment, `cwd` is its directory, ``initializer(*initargs)``
     runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
-    `TimeoutError`; see `Pool` for `hang_timeout` and `max_memory`, beyond which it is killed.
+    `TimeoutError`; see `Pool` for `hang_timeout` and `max_memory`, beyond which it is killed, and for `width`.
 
     A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it cancels that.
 
@@ -76,6 +77,7 @@ class Drone(Resident):
         timeout: float | None = None,
         hang_timeout: float | None = None,
         max_memory: int | None = None,
+        width: int = 1,
         detached: bool = False,
         engine: str = "local",
         **options: Any,
@@ -91,7 +93,7 @@ class Drone(Resident):
             initializer=check_initializer(initializer),
             initargs=tuple(initargs),
             output=forward,
-            width=1,
+            width=check_at_least("width", width, 1),
             terms=Terms(check_timeout(timeout), 0),
             max_tasks=None,
             max_memory=check_memory(max_memory),

@@ -60,6 +60,15 @@ def test_a_drone_overlaps_as_many_as_its_width(tmp_path):
         assert len({p.value for p in [pool.promise(meet, str(tmp_path), 4) for _ in range(4)]}) == 1
 
 
+def test_a_lone_drone_has_a_width_too(tmp_path):
+    with poly.Drone(width=4) as drone:
+        assert len({p.value for p in [drone.promise(meet, str(tmp_path), 4) for _ in range(4)]}) == 1
+    with poly.Drone() as drone:
+        assert [p.value for p in [drone.promise(count_those_beside_me, 0.005) for _ in range(4)]] == [1] * 4
+    with pytest.raises(ValueError, match="width must be at least 1, not 0"):
+        poly.Drone(width=0)
+
+
 def test_never_more_than_its_width():
     with poly.Pool(1, width=3) as pool:
         assert max(pool.map(count_those_beside_me, [0.02] * 12)) == 3
