@@ -112,7 +112,8 @@ def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
     if cwd is None:
         return None
     if not os.path.isdir(cwd):
-        raise NotADirectoryError(f"cwd={os.fspath(cwd)!r} is not a directory")
+        kind = NotADirectoryError if os.path.exists(cwd) else FileNotFoundError
+        raise kind(f"cwd={os.fspath(cwd)!r} is not a directory")
     return os.path.abspath(cwd)
 
 
@@ -124,6 +125,9 @@ def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
         each = [env(index) for index in range(size)]
     else:
         raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
+    for index, one in enumerate(each):
+        if not isinstance(one, Mapping):
+            raise TypeError(f"env gave {one!r} for the drone of index {index}: a mapping is wanted")
     return tuple({str(name): str(value) for name, value in one.items()} for one in each)
 
 

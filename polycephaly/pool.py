@@ -166,6 +166,11 @@ class Pool(Workforce):
     # -- the pool itself --------------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """As given, or ``pool-N``; its drones are called after it."""
+        return self._crew.plan.name
+
+    @property
     def drones(self) -> list[Drone]:
         """Its drones at this moment; work given to one of them is run by that one."""
         now = [link for link in list(self._crew.links) if link.state < State.RETIRING]

@@ -108,7 +108,7 @@ class Spans:
 
     ``queued`` (the call; or when the last promise among its arguments had its value), ``sent`` (by the hub),
     ``started`` and ``finished`` (on the drone), ``received`` (by the hub); ``bytes_sent`` and ``bytes_received`` count
-    the pickles; ``drone`` is the drone's name.
+    the pickles, and ``bytes`` both; ``drone`` is the drone's name.
     """
 
     queued: float | None = None
@@ -119,6 +119,10 @@ class Spans:
     bytes_sent: int = 0
     bytes_received: int = 0
     drone: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_sent + self.bytes_received
 
 
 def misplaced(promise: Promise[Any]) -> TypeError:
@@ -279,6 +283,8 @@ class Promise(Future[T], Generic[T]):
         >>> text.value
         '50.5'
         """
+        if not callable(fn):
+            raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
         after: Promise[Any] = Promise()
         after._stands_for = (self,)
         receiver = getattr(fn, "__self__", None)  # of a promise's `set_result`

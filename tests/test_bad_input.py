@@ -85,10 +85,16 @@ def test_an_option_of_rays_is_a_type_error_that_names_its_engine():
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(NotADirectoryError, match="nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         poly.Pool(1, cwd=tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match="nowhere"):
-        poly.Drone(cwd=str(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="file"):
+        poly.Drone(cwd=str(tmp_path / "file"))
+
+
+def test_an_env_callable_that_gives_no_mapping_is_a_type_error_that_says_which_drones():
+    with pytest.raises(TypeError, match="env gave None for the drone of index 1"):
+        poly.Pool(2, env=lambda index: None if index else {"A": 0})
 
 
 def test_an_env_callable_that_fails_raises_its_error_and_leaves_nothing():

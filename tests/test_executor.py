@@ -173,11 +173,13 @@ def test_spans_tell_the_life_of_work_in_order():
         s = p.spans
         assert s.queued <= s.sent <= s.started <= s.finished <= s.received
         assert s.bytes_received >= 1000 and s.bytes_sent > 0 and s.drone == pool.drones[0].name
+        assert s.bytes == s.bytes_sent + s.bytes_received
 
 
 def test_names_and_reprs_tell_what_it_is():
     with poly.Pool(2, name="loaders") as pool, poly.Drone(name="scout") as drone:
         assert "loaders" in repr(pool) and [d.name for d in pool.drones] == ["loaders.0", "loaders.1"]
+        assert pool.name == "loaders"
         assert drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
 
 

@@ -355,6 +355,14 @@ def test_then_maps_the_value():
     assert after.value == "2"
 
 
+def test_then_of_what_cannot_be_called_is_a_type_error_at_once():
+    p = Promise()
+    for wrong in (None, 5, p):
+        with pytest.raises(TypeError, match=r"then\(\) takes a callable"):
+            p.then(wrong)
+    assert not p._hooks
+
+
 def test_then_follows_a_promise_that_it_is_given():
     inner = Promise()
     after = fulfilled(1).then(lambda v: inner)
