@@ -541,6 +541,6 @@ def _has_future(arg: Any) -> bool:
             return True
         if type(each) in CONTAINERS:
             new = {id(it): it for it in (each.values() if type(each) is dict else each) if id(it) not in seen}
-            seen |= new.keys()
+            seen.update(new)
             todo += new.values()
     return False

@@ -3,6 +3,7 @@
 import concurrent.futures
 import operator
 import threading
+import time
 
 import pytest
 
@@ -25,6 +26,18 @@ def test_promises_at_any_depth_arrive_as_values(pool):
     p = pool.promise(echo, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})
     c.set_result(None)
     assert p.value == (([8, ("B", {"c": [None, 1], "a": 8})], 7, None), {"key": {"deep": ([[[None]]],)}})
+
+
+def test_what_is_far_too_deep_is_refused_at_once(pool):
+    deep = []
+    for _ in range(50_000):
+        deep = [deep]
+    start = time.monotonic()
+    error = pool.promise(len, deep).exception()
+    assert "argument 0, a list" in error.__notes__[0]
+    assert time.monotonic() - start < 10  # it took minutes to look through it
+    while deep:  # or its end recurses as deep
+        deep = deep.pop()
 
 
 def test_deeper_than_python_would_like(pool):
