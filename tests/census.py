@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700
-DEADLINE = 2.0  # seconds: DESIGN's bound for everything to be gone
+DEADLINE = 2.0  # seconds of a machine that lets us run (`Patience`): DESIGN's bound for everything to be gone
 
 _marker_file: str | None = None
 _shared_memory_is_ours = True
@@ -179,24 +179,42 @@ def of_ray(pid: int) -> bool:
     return not command or _RAYS_OWN.search(command) is not None
 
 
+class Patience:
+    """So many seconds for others to do something: what this thread has slept and computed meanwhile. When the machine
+    stood still, or was somebody else's, they could do nothing either, and that does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+        self._computed = time.thread_time()
+
+    def nap(self, seconds: float = 0.01) -> None:
+        time.sleep(seconds)
+        before, self._computed = self._computed, time.thread_time()
+        self.left -= seconds + self._computed - before
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+
 def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:
     """What is left since `before`, after at most `seconds` for it to go."""
-    end = time.monotonic() + seconds
+    patience = Patience(seconds)
     while left := Census.take().left_since(before):
-        if time.monotonic() > end:
+        if patience.over:
             return left
         gc.collect()
-        time.sleep(0.01)
+        patience.nap()
     return []
 
 
-def wait_until_gone(value: str, seconds: float = DEADLINE) -> list[str]:
-    """The processes with this marker that are left after at most `seconds`."""
-    end = time.monotonic() + seconds
+def wait_until_gone(value: str, patience: Patience | None = None) -> list[str]:
+    """The processes with this marker that are left after at most `DEADLINE`, or when that patience is over."""
+    patience = patience or Patience(DEADLINE)
     while left := marked(value):
-        if time.monotonic() > end:
+        if patience.over:
             return [describe(pid) for pid in sorted(left)]
-        time.sleep(0.01)
+        patience.nap()
     return []
 
 

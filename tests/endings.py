@@ -23,10 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from census import DEADLINE, MARKER, alive, describe, homes, marked, pids, shared_memory
+from census import DEADLINE, MARKER, Patience, alive, describe, homes, marked, pids, shared_memory
 from scripts import Script
 
-ENDS_WITHIN = 10.0  # seconds: from its ending to the controller's end; it may wait for what its drones do at exit
+ENDS_WITHIN = 30.0  # seconds: from its ending to the controller's end; it may wait for what its drones do at exit
 GOES_ON_FOR = 40.0  # seconds for a script whose zygote was killed to come to its end by itself
 
 # -- the matrix -----------------------------------------------------------------------------------------
@@ -426,13 +426,13 @@ def has_ended(script: Script, seconds: float) -> bool:
 
 def wait_until_dead(those: list[int], ended: Ended) -> None:
     """They should go, and be gone, though their controller goes on."""
-    begun = time.monotonic()
+    begun, patience = time.monotonic(), Patience(DEADLINE)
     while left := [pid for pid in those if alive(pid)]:
-        if time.monotonic() - begun > DEADLINE:
+        if patience.over:
             ended.wrong += [f"left while the controller goes on: {describe(pid)}" for pid in left]
             kill_all(left, signal.SIGKILL)
             break
-        time.sleep(0.01)
+        patience.nap()
     ended.seconds = time.monotonic() - begun
 
 
@@ -445,12 +445,13 @@ def wait_until_clean(script: Script, memory: set[str], ended: Ended, limit: floa
         script.process.kill()
     begun = time.monotonic()
     ended.status = script.wait()
+    patience = Patience(DEADLINE)
     while left := left_of(script, memory):
-        if time.monotonic() - begun > DEADLINE:
+        if patience.over:
             ended.wrong += left
             kill_all(list(marked(script.run)), signal.SIGKILL)
             break
-        time.sleep(0.01)
+        patience.nap()
     ended.seconds = max(ended.seconds, time.monotonic() - begun)
     ended.said = what_there_is(script.process.stderr).strip()
 

@@ -87,8 +87,8 @@ class PackedSlowly:
         return str, ("packed",)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
-    """Polls until `condition` holds; fails after `seconds`."""
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
+    """Polls until `condition` holds; fails after `seconds`: long, as a machine that others use too may stand still."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from types import TracebackType
 
-from census import DEADLINE, MARKER, homes, wait_until_gone
+from census import DEADLINE, MARKER, Patience, homes, wait_until_gone
 
 TIMEOUT = 30.0
 
@@ -71,10 +70,10 @@ class Script:
 
     def left(self, seconds: float = DEADLINE) -> list[str]:
         """What is left of it and of all that it started, `seconds` after now: processes and directories."""
-        end = time.monotonic() + seconds
-        left = wait_until_gone(self.run, seconds)
-        while (found := homes(self.folder.name)) and time.monotonic() < end:
-            time.sleep(0.01)
+        patience = Patience(seconds)
+        left = wait_until_gone(self.run, patience)
+        while (found := homes(self.folder.name)) and not patience.over:
+            patience.nap()
         return left + sorted(found)
 
 

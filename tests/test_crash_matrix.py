@@ -177,5 +177,5 @@ CONTROLLER = """
 )
 def test_what_ends_the_controller_ends_everything(place, how, start, tmp_path):
     with Script(CONTROLLER, place, how, start, str(tmp_path / "up")) as script:
-        assert script.wait(SOON) == STATUS[how], script.process.stderr.read()
+        assert script.wait() == STATUS[how], script.process.stderr.read()
         assert not script.left()

@@ -282,7 +282,7 @@ def test_death_while_a_child_process_of_the_drone_holds_its_pipes(tmp_path):
         p = pool.promise(start_and_die, pids)
         assert p.exception(10).exitcode == told(11)
         child = int(lines(pids)[0])
-        wait_for(lambda: not os.path.exists(f"/proc/{child}"), 2)
+        wait_for(lambda: not os.path.exists(f"/proc/{child}"))
 
 
 def start_and_die(pids):

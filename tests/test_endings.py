@@ -50,7 +50,7 @@ def test_ctrl_c_to_the_whole_foreground_group_ends_the_controller_by_keyboard_in
     """) as script:
         script.read_until("up")
         os.killpg(script.process.pid, signal.SIGINT)
-        assert script.wait(10) == -signal.SIGINT
+        assert script.wait() == -signal.SIGINT
         assert not script.left()
         assert "KeyboardInterrupt" in script.process.stderr.read()
 
@@ -95,7 +95,7 @@ def test_what_a_drone_started_ends_with_the_drone(how, tmp_path):
         script.read_until("over")
         programs = [int(each) for each in lines(up)]
         assert len(programs) == 2
-        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in programs), 2.0)
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in programs))
 
 
 def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):

@@ -605,7 +605,7 @@ def test_a_graph_is_bounded_and_keeps_no_value():
             p = poly.flow(len)([p])
         del first
         assert p.value == 1
-    assert kept() is None
+    wait_for(lambda: kept() is None)
     graph = poly.Graph(p, many=50)
     assert len(graph.nodes) == 50 and not graph.whole and "..." in graph.mermaid()
     assert len(poly.Graph(p, many=1000).nodes) == 301

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 
 import pytest
 from faults import wait_for
@@ -76,7 +75,7 @@ def test_a_forked_child_of_the_user_does_not_keep_drones_alive_nor_break_the_poo
     assert [p.value for p in work] == list(range(1000))
     pool.shutdown()
     for pid in pids:
-        wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), 2)
+        wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))
     os.close(w)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -134,7 +133,7 @@ def test_a_child_forked_by_the_user_that_outlives_the_controller_keeps_nothing_a
         if os.fork() == 0:
             os.close(w)
             os.read(r, 1)  # until the controller is gone
-            end = time.monotonic() + 2
+            end = time.monotonic() + 20
             while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
                 time.sleep(0.01)
             left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
@@ -232,20 +231,19 @@ def test_many_pools_one_after_the_other_leave_nothing_behind():
 
 
 def test_a_hundred_drones_answer():
-    begun = time.monotonic()
     with poly.Pool(100) as pool:
         assert len({p.value for p in pool.everywhere(os.getpid)}) == 100
-        assert time.monotonic() - begun < 20
 
 
-def test_a_pool_or_a_promise_that_crossed_a_fork_says_so():
+def test_a_pool_or_a_promise_that_crossed_a_fork_says_so(tmp_path):
     assert (
         output_of(
             """
-        import os
+        import os, sys
         import polycephaly as poly
+        from faults import hold_until
         with poly.Pool(1) as pool:
-            p = pool.promise("import time; time.sleep(0.5); 7")
+            p = pool.promise(hold_until, sys.argv[1])
             def use():
                 told = []
                 for call in (lambda: pool.doit("1"), lambda: p.result(5)):
@@ -259,11 +257,13 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so():
                 print(use(), flush=True)
                 os._exit(0)
             os.wait()
+            open(sys.argv[1], "w").close()
             print(p.value)
     """,
+            str(tmp_path / "gate"),
             python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
         )
-        == "[True, True]\n[True, True]\n7\n"
+        == "[True, True]\n[True, True]\nheld\n"
     )
 
 

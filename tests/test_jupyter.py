@@ -7,7 +7,7 @@ from contextlib import suppress
 from queue import Empty
 
 import pytest
-from census import DEADLINE, MARKER, wait_until_gone
+from census import MARKER, wait_until_gone
 from faults import hold_until, wait_for
 from scripts import output_of
 
@@ -87,7 +87,7 @@ class Notebook:
         self.client.stop_channels()
         self.manager.shutdown_kernel(**how)
         self.manager.cleanup_resources()
-        return wait_until_gone(self.run_id, DEADLINE)
+        return wait_until_gone(self.run_id)
 
 
 @pytest.fixture(scope="module", autouse=True)

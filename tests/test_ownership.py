@@ -39,12 +39,12 @@ def test_a_threads_drone_ends_with_the_thread(busy):
             kept.append(drone.promise(block_for_ever))
         return drone.doit(os.getpid) if not busy else drone.pid
 
-    wait_for(gone(in_thread(body)), 2)
+    wait_for(gone(in_thread(body)))
     wait_for(lambda: not kept[0].alive)
     with pytest.raises(RuntimeError):
         kept[0].doit(abs, 1)
     if busy:
-        assert kept[1].exception(5) is not None
+        assert kept[1].exception(30) is not None
 
 
 @pytest.mark.parametrize("owner", ["thread", "asyncio task", "green thread"])
@@ -96,11 +96,11 @@ def test_an_asyncio_tasks_drone_ends_with_the_task(how):
         if how == "cancel":
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(wait_for, gone(drone.pid), 2)
+        await asyncio.to_thread(wait_for, gone(drone.pid))
         return drone
 
     drone = asyncio.run(main())
-    wait_for(lambda: not drone.alive, 2)  # the hub hears of it a little later
+    wait_for(lambda: not drone.alive)  # the hub hears of it a little later
 
 
 def test_a_detached_drone_outlives_its_task():
@@ -121,8 +121,8 @@ def test_a_drone_without_references_is_released():
     pid, known = drone.pid, weakref.ref(drone)
     del drone
     gc.collect()
-    assert known() is None
-    wait_for(gone(pid), 2)
+    wait_for(lambda: known() is None)  # a thread that has it in hand may not have been let go on since
+    wait_for(gone(pid))
 
 
 def test_a_pool_without_references_finishes_its_work_and_ends():
@@ -133,7 +133,7 @@ def test_a_pool_without_references_finishes_its_work_and_ends():
     gc.collect()
     assert [p.result(10) for p in work] == list(range(100))
     for pid in pids:
-        wait_for(gone(pid), 2)
+        wait_for(gone(pid))
 
 
 def test_a_pool_in_a_reference_cycle_is_released():
@@ -145,7 +145,7 @@ def test_a_pool_in_a_reference_cycle_is_released():
     pid = node.pool.drones[0].pid
     del node
     gc.collect()
-    wait_for(gone(pid), 2)
+    wait_for(gone(pid))
 
 
 def test_a_settled_promise_does_not_keep_the_pool_alive():
@@ -154,14 +154,14 @@ def test_a_settled_promise_does_not_keep_the_pool_alive():
     assert p.value == 1
     del pool
     gc.collect()
-    wait_for(gone(pid), 2)
+    wait_for(gone(pid))
     assert p.value == 1
 
 
 @local_only
 def test_a_fresh_drone_for_one_promise_ends_with_its_work():
     p = poly.promise(os.getpid)
-    wait_for(gone(p.result(10)), 2)
+    wait_for(gone(p.result(10)))
 
 
 @local_only
@@ -199,7 +199,7 @@ def test_nested_drones_end_with_their_drone(how):
         del drone
         gc.collect()
     for pid in pids:
-        wait_for(gone(pid), 2)
+        wait_for(gone(pid))
 
 
 def test_drones_nest_several_levels_deep():
@@ -207,7 +207,7 @@ def test_drones_nest_several_levels_deep():
         pids = drone.doit(start_deeper, 3)
         assert len(set(pids)) == 5
     for pid in pids:
-        wait_for(gone(pid), 2)
+        wait_for(gone(pid))
 
 
 def test_a_nested_pool_computes():
