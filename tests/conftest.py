@@ -197,6 +197,13 @@ def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
         _set_hard_deadline()
 
 
+@pytest.fixture
+def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drone that does not heed an interrupt within a second is killed. For tests of what survives one: a machine that
+    stands still for so long must not have it killed."""
+    monkeypatch.setattr("polycephaly.halts.GRACE", 60.0)
+
+
 @pytest.fixture(scope="session", params=engines.ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     with engines.running(request.param):

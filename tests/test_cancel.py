@@ -96,7 +96,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
 
 
 @pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread])
-def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
+def test_running_work_is_interrupted_and_the_drone_lives(work, paths, nobody_is_killed_for_being_slow):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)
         p = pool.promise(work, paths[0])
@@ -105,7 +105,7 @@ def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
         assert pool.doit(os.getpid) == pid
 
 
-def test_interrupted_work_cleans_up(paths):
+def test_interrupted_work_cleans_up(paths, nobody_is_killed_for_being_slow):
     started, cleaned, _ = paths
     with poly.Pool(1) as pool:
         p = pool.promise(clean_up, started, cleaned)
@@ -182,13 +182,14 @@ def test_settled_work_cannot_be_cancelled():
         assert not p.cancel() and not p.cancelled() and p.value == 1
 
 
-def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(paths):
+def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(paths, nobody_is_killed_for_being_slow):
     with poly.Pool(1, timeout=0.3) as pool:
-        pid = pool.doit(os.getpid)
+        unlimited = pool.options(timeout=1e6)
+        pid = unlimited.doit(os.getpid)
         p = pool.promise(sleep_long, paths[0])
         with pytest.raises(TimeoutError, match=r"sleep_long.*0\.3 s"):
             p.result(10)
-        assert pool.doit(os.getpid) == pid
+        assert unlimited.doit(os.getpid) == pid
 
 
 def test_a_timeout_kills_what_cannot_be_interrupted(paths):
@@ -198,12 +199,15 @@ def test_a_timeout_kills_what_cannot_be_interrupted(paths):
 
 
 def test_time_spent_in_the_queue_does_not_count(paths):
-    with poly.Pool(1, timeout=0.4) as pool:
-        work = [pool.promise(time.sleep, 0.15) for _ in range(6)]
-        assert [p.value for p in work] == [None] * 6
+    with poly.Pool(1, timeout=3) as pool:
+        holding = pool.options(timeout=1e6).promise(hold_until, paths[0])
+        work = [pool.promise(abs, -i) for i in range(6)]
+        time.sleep(3.2)
+        append(paths[0], "open")
+        assert holding.value == "held" and [p.value for p in work] == list(range(6))
 
 
-def test_interrupt_stops_what_runs_with_keyboard_interrupt(paths):
+def test_interrupt_stops_what_runs_with_keyboard_interrupt(paths, nobody_is_killed_for_being_slow):
     with poly.Drone() as drone:
         p = drone.promise(sleep_long, paths[0])
         wait_for(lambda: lines(paths[0]))
@@ -219,7 +223,7 @@ def test_interrupting_an_idle_drone_does_nothing():
             assert drone.doit(abs, -i) == i
 
 
-def test_a_cancelled_asyncio_wait_cancels_the_work(paths):
+def test_a_cancelled_asyncio_wait_cancels_the_work(paths, nobody_is_killed_for_being_slow):
     async def main(pool):
         async def wait():
             await pool.promise(sleep_long, paths[0])

@@ -29,7 +29,7 @@ WAITS = {
     ),
     "then": ("p = pool.promise(block_for_ever, up)", "p.then(abs).then(abs).value", "p.cancelled()"),
     "as_completed": (
-        "ps = [pool.promise(abs, 1), *(pool.promise(block_for_ever, up) for _ in range(5))]",
+        "ps = [pool.promise(abs, 1), *(pool.promise(block_for_ever, up) for _ in range(5))]; ps[0].result()",
         "list(poly.as_completed(ps))", "not ps[0].cancelled() and all(p.cancelled() for p in ps[1:])",
     ),
     "map": ("pass", "list(pool.map(block_for_ever, [up] * 5))", "True"),
@@ -44,7 +44,9 @@ def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_
     with Script(f"""
         import sys
         import polycephaly as poly
+        from polycephaly import halts
         from faults import block_for_ever
+        halts.GRACE = 100.0  # no drone is killed for being slow
         up = sys.argv[1]
         with poly.Pool(2) as pool:
             drones = [d.pid for d in pool.drones]
@@ -63,7 +65,7 @@ def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_
             wait_for(lambda: len(lines(up)) >= running)
             script.signal(signal.SIGINT)
         assert line == "interrupted True 3"
-        assert script.wait(10) == 0
+        assert script.wait() == 0
         assert not script.left()
 
 
@@ -100,8 +102,8 @@ def test_a_promise_that_nobody_works_on_is_not_cancelled():
         import os, signal, threading
         import polycephaly as poly
         p = poly.Promise()
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             p.value
         except KeyboardInterrupt:
             p.set_result(5)
@@ -125,9 +127,9 @@ def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path)
         if "exception" not in ends:
             wait_for(lambda: len(lines(up)) == 2)
             script.signal(signal.SIGINT)
-            assert script.wait(5) == -signal.SIGINT
+            assert script.wait() == -signal.SIGINT
         else:
-            assert script.wait(5) == 1
+            assert script.wait() == 1
         assert not script.left()
 
 
@@ -166,7 +168,7 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
         wait_for(lambda: "interrupted" in lines(up))
         assert script.process.poll() is None
         script.signal(signal.SIGINT)
-        assert script.wait(5) == -signal.SIGINT
+        assert script.wait() == -signal.SIGINT
         assert not script.left()
 
 
@@ -196,7 +198,7 @@ class Terminal:
     def type(self, text):
         os.write(self.keys, text.encode())
 
-    def read_until(self, wanted, seconds=20.0):
+    def read_until(self, wanted, seconds=30.0):
         end = time.monotonic() + seconds
         while wanted not in self.said:
             assert time.monotonic() < end, f"{wanted!r} did not come, but {self.said!r}"
@@ -218,13 +220,17 @@ def _take_terminal():
 
 def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
     with Terminal(tmp_path) as terminal:
-        terminal.type("import polycephaly as poly, time\n")
+        terminal.type("import polycephaly as poly, threading, time\n")
+        terminal.type("from polycephaly import halts, promises\n")
+        terminal.type("halts.GRACE = 100.0\n")  # no drone is killed for being slow
         terminal.type("pool = poly.Pool(2); pids = [d.pid for d in pool.drones]\n")
+        terminal.type("def tell_when_it_waits(main=threading.get_ident()):\n")
+        terminal.type("  while main not in promises.waiting: time.sleep(0.01)\n")
+        terminal.type("  print('up' + '!')\n\n")
         for _ in range(3):
             terminal.type("p = pool.promise(time.sleep, 1000)\n")
-            terminal.type("print('up' + '!'); p.value\n")
+            terminal.type("threading.Thread(target=tell_when_it_waits).start(); p.value\n")
             terminal.read_until("up!")
-            time.sleep(0.2)  # whenever it comes, it is to be right: here, most often, in the wait
             terminal.type("\x03")
             terminal.read_until("KeyboardInterrupt")
             terminal.type("print('is', p.cancelled(), pool.doit(abs, -3), [d.pid for d in pool.drones] == pids)\n")
@@ -233,7 +239,7 @@ def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
         terminal.read_until("ended")
         terminal.read_until(">>> ")
         terminal.type("\x04")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(30) == 0
 
 
 def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
@@ -250,4 +256,4 @@ def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
         terminal.type("print('got', p.value)\n")
         terminal.read_until("got 42")
         terminal.type("exit()\n")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(30) == 0

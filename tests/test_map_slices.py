@@ -532,7 +532,9 @@ def home_is_known(monkeypatch):
 
 @pytest.mark.parametrize("error", [ValueError(5), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_error_is_raised_where_it_belongs_and_ends_the_map(pool, paths, error, ordered):
+def test_an_error_is_raised_where_it_belongs_and_ends_the_map(
+    pool, paths, error, ordered, nobody_is_killed_for_being_slow
+):
     pids = {d.pid for d in pool.drones}
     fn = functools.partial(fail_at, paths[0], 700, error)
     make_known_as_short(pool, fn)
@@ -626,7 +628,7 @@ def test_a_result_that_does_not_unpickle_at_home_cancels_the_rest_at_once(home_i
         assert [next(results) for _ in range(50)] == [[n] for n in range(50)]
         with pytest.raises(LookupError):
             next(results)
-        assert [p.result(5) for p in pool.everywhere(abs, -1)] == [1, 1]  # though `results` is still there
+        assert [p.result(PATIENCE) for p in pool.everywhere(abs, -1)] == [1, 1]  # though `results` is still there
         results.close()
 
 
@@ -748,7 +750,7 @@ def test_a_call_that_takes_long_does_not_keep_back_what_was_done_before_it(paths
             p.result(PATIENCE)
         made = [pool.promise(known, i) for i in range(10)]
         try:
-            assert [p.result(5) for p in made[:9]] == list(range(9))
+            assert [p.result(PATIENCE) for p in made[:9]] == list(range(9))
         finally:
             append(paths[1], "open")
         assert made[9].result(PATIENCE) == "held"
@@ -986,7 +988,7 @@ def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
 
 
 @pytest.mark.parametrize("drones", [1, 2])
-def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drones):
+def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drones, nobody_is_killed_for_being_slow):
     known = functools.partial(held_at, *paths, {300, 301})
     with poly.Pool(drones) as pool:
         make_known_as_short(pool, known)
@@ -1021,7 +1023,7 @@ def test_closing_in_the_moment_of_a_cut_leaves_nothing_running(paths, dice):
 def test_a_time_limit_comes_after_what_was_done(pool, paths, ordered):
     known = functools.partial(held_at, *paths, {300})
     make_known_as_short(pool, known)
-    results = pool.map(known, range(400), timeout=1.5, ordered=ordered)
+    results = pool.map(known, range(400), timeout=4, ordered=ordered)
     said = []
     with pytest.raises(TimeoutError):
         for each in results:
@@ -1037,11 +1039,11 @@ def test_a_time_limit_comes_after_what_was_done(pool, paths, ordered):
 
 def test_with_a_pools_time_limit_each_call_has_its_own(paths):
     known = functools.partial(held_at, *paths, {300})
-    with poly.Pool(2, timeout=0.5, output="discard") as pool:
+    with poly.Pool(2, timeout=3, output="discard") as pool:
         make_known_as_short(pool, known, 300)
         results = pool.map(known, range(400))
         assert [next(results) for _ in range(300)] == list(range(300))
-        with pytest.raises(TimeoutError, match=r"0\.5 s"):
+        with pytest.raises(TimeoutError, match="more than 3 s"):
             next(results)
         assert set(ran(paths[0]).values()) == {1}
 

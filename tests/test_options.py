@@ -26,7 +26,7 @@ def die_once(path):
     return len(lines(path))
 
 
-def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours():
+def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_killed_for_being_slow):
     with poly.Pool(2) as pool:
         drones = {drone.pid for drone in pool.drones}
         limited = [pool.options(timeout=0.3).promise(slow, 100) for _ in range(3)]
@@ -42,8 +42,8 @@ def test_time_in_the_queue_or_behind_other_work_does_not_count():
     with poly.Pool(1) as pool:
         for _ in range(100):
             pool.doit(abs, 1)  # known to be short: sent ahead
-        before = [pool.promise(slow, 0.5), *[pool.promise(abs, 1) for _ in range(50)]]
-        limited = pool.options(timeout=0.4)
+        before = [pool.promise(slow, 3.2), *[pool.promise(abs, 1) for _ in range(50)]]
+        limited = pool.options(timeout=3)
         promises = [limited.promise(slow, 0.01) for _ in range(50)] + [limited.promise(abs, -1) for _ in range(50)]
         assert [p.value for p in promises] == [0.01] * 50 + [1] * 50
         assert before[0].done()
@@ -51,14 +51,14 @@ def test_time_in_the_queue_or_behind_other_work_does_not_count():
 
 def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
     with poly.Pool(1, timeout=0.5) as pool:
-        assert pool.options(timeout=5).doit(slow, 0.8) == 0.8
+        assert pool.options(timeout=20).doit(slow, 0.8) == 0.8
         with pytest.raises(TimeoutError, match=r"0\.1 s"):
-            pool.options(timeout=0.1).doit(slow, 0.4)
+            pool.options(timeout=0.1).doit(slow, 100)
         with pytest.raises(TimeoutError, match=r"0\.5 s"):
-            pool.doit(slow, 5)
+            pool.doit(slow, 100)
 
 
-def test_a_drone_has_options_too():
+def test_a_drone_has_options_too(nobody_is_killed_for_being_slow):
     with poly.Drone() as drone:
         drone.doit("x = 5")
         with pytest.raises(TimeoutError):
@@ -83,10 +83,10 @@ def test_retries_of_one_promise(tmp_path):
 
 def test_options_hold_for_each_call_of_a_map(tmp_path):
     with poly.Pool(2) as pool:
-        assert list(pool.options(timeout=0.5).map(slow, [0.01] * 200)) == [0.01] * 200
-        results = pool.options(timeout=0.3).map(slow, [0.01, 100, 0.01])
+        assert list(pool.options(timeout=2).map(slow, [0.05] * 100)) == [0.05] * 100  # 2.5 s in each drone
+        results = pool.options(timeout=2).map(slow, [0.01, 100, 0.01])
         assert next(results) == 0.01
-        with pytest.raises(TimeoutError, match=r"0\.3 s"):
+        with pytest.raises(TimeoutError, match="more than 2 s"):
             next(results)
         assert list(pool.options(retries=1).map(die_once, [str(tmp_path / "d")])) == [2]
 
