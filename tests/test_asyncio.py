@@ -8,7 +8,7 @@ import time
 
 import pytest
 from engines import local_only, on_each_engine, poly
-from faults import block_for_ever, wait_for
+from faults import append, block_for_ever, hold_until, lines, wait_for
 
 from polycephaly import green
 
@@ -25,44 +25,52 @@ def fail_at_seven(n):
     return n
 
 
-def doze(n):
-    time.sleep(0.05)
+def doze(n, path):
+    """Until the loop has gone round for a while since then."""
+    append(path, str(n))
+    hold_until(f"{path} {n}")
     return n
 
 
-async def ticking(ticks):
-    """Counts for as long as the loop goes round."""
-    while True:
-        ticks[0] += 1
-        await asyncio.sleep(0.001)
+async def let_dozers_go(path, sleep):
+    """Those who doze at `path`, one after another: only a loop that goes on does."""
+    for n in range(8):
+        while str(n) not in lines(path):
+            await sleep(0.001)
+        for _ in range(5):
+            await sleep(0.001)
+        append(f"{path} {n}", "go on")
 
 
 @pytest.fixture
-def loop_goes_on():
-    """Runs a coroutine, and tells how often the loop went round meanwhile."""
+def path(tmp_path):
+    return str(tmp_path / "dozes")
+
+
+@pytest.fixture
+def run_beside(path):
+    """Runs a coroutine whose work dozes until the loop has gone on."""
 
     def run(coro):
         async def main():
-            ticks = [0]
-            ticker = asyncio.create_task(ticking(ticks))
+            others = asyncio.create_task(let_dozers_go(path, asyncio.sleep))
             value = await coro
-            ticker.cancel()
-            return value, ticks[0]
+            await others
+            return value
 
         return asyncio.run(main())
 
     return run
 
 
-def test_async_with_finishes_what_was_submitted_and_the_loop_goes_on(loop_goes_on):
+def test_async_with_finishes_what_was_submitted_and_the_loop_goes_on(run_beside, path):
     async def main():
         async with poly.Pool(1) as pool:
-            promises = [pool.promise(doze, n) for n in range(6)]
+            promises = [pool.promise(doze, n, path) for n in range(8)]
         return [p.value for p in promises], all(p.done() for p in promises)
 
-    (values, done), ticks = loop_goes_on(main())
-    assert values == list(range(6)) and done
-    assert ticks > 20
+    values, done = run_beside(main())
+    assert values == list(range(8)) and done
 
 
 def test_an_exception_in_async_with_cancels_the_rest():
@@ -107,18 +115,17 @@ def test_a_task_cancelled_while_its_pool_ends_cancels_the_work():
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("progress", [True, False])
-def test_async_for_over_map(loop_goes_on, ordered, progress, capsys):
+def test_async_for_over_map(run_beside, path, ordered, progress, capsys):
     async def main():
         async with poly.Pool(2) as pool:
             short = [x async for x in pool.map(double, range(5000), ordered=ordered, progress=progress)]
-            long = [x async for x in pool.map(doze, range(8), ordered=ordered, progress=progress)]
+            long = [x async for x in pool.map(doze, range(8), [path] * 8, ordered=ordered, progress=progress)]
             return short, long
 
-    (short, long), ticks = loop_goes_on(main())
+    short, long = run_beside(main())
     assert sorted(short) == [2 * n for n in range(5000)] and sorted(long) == list(range(8))
     if ordered:
         assert short == sorted(short) and long == sorted(long)
-    assert ticks > 20
     assert ("5000/5000" in capsys.readouterr().err) == progress
 
 
@@ -202,27 +209,17 @@ def test_run_in_executor():
     assert os.getpid() not in asyncio.run(main())
 
 
-def test_the_same_in_green_threads():
+def test_the_same_in_green_threads(path):
     async def main():
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await green.sleep(0.001)
-
         async with green.Group() as group:
-            ticker = group.spawn(tick)
+            group.spawn(let_dozers_go, path, green.sleep)
             async with poly.Pool(2) as pool:
-                late = pool.promise(doze, 1)
-                values = [x async for x in pool.map(doze, range(8))]
+                values = [x async for x in pool.map(doze, range(7), [path] * 7)]
+                late = pool.promise(doze, 7, path)
             assert late.done()
-            ticker.cancel()
-        return values, ticks
+        return values
 
-    values, ticks = green.run(main)
-    assert values == list(range(8)) and ticks > 20
+    assert green.run(main) == list(range(7))
 
 
 @local_only

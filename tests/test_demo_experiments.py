@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Condition, Thread
 from typing import Any
 
 import psutil
@@ -96,8 +96,8 @@ def test_every_experiment_loads_the_same_lists() -> None:
 
 
 def test_what_more_heads_wait_for_overlaps() -> None:
-    under_way, most = 0, 0
-    counting = Lock()
+    under_way, most, meeting = 0, 0, 1
+    counting = Condition()
 
     class Handler(server.Handler):
         def do_GET(self) -> None:
@@ -105,6 +105,8 @@ def test_what_more_heads_wait_for_overlaps() -> None:
             with counting:
                 under_way += 1
                 most = max(most, under_way)
+                counting.notify_all()
+                assert counting.wait_for(lambda: most >= meeting, 30), f"only {most} of {meeting} have met"
             super().do_GET()
 
         def send_response(self, *args: Any) -> None:  # when it has waited, and before anybody can ask for more
@@ -114,9 +116,11 @@ def test_what_more_heads_wait_for_overlaps() -> None:
             super().send_response(*args)
 
     overlaps = {}
-    with serving(Handler, latency=0.1) as url:
-        for outcome in run(Site(url), plan([8], [13])):
-            overlaps[outcome.experiment.name], most = most, 0
+    with serving(Handler, latency=0.01) as url:
+        for experiment in plan([8], [13]):
+            most, meeting = 0, {"sequential": 1, "I": 1}.get(experiment.name, 3)  # the first wait for so many
+            list(run(Site(url), [experiment]))
+            overlaps[experiment.name] = most
     assert overlaps["sequential"] == 1
     assert min(overlaps["II"], overlaps["III"], overlaps["combined"]) >= 3
 
@@ -170,18 +174,22 @@ def test_threads_that_share_a_download_that_fails_all_have_its_error(monkeypatch
 
 def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) -> None:
     url, _ = counted
-    inside: list[int] = []
-    most = 0
+    inside, most = 0, 0
+    counting = Condition()
 
     class Watched(Site):
         def _get(self, path: str) -> Any:
-            nonlocal most
-            inside.append(1)
-            most = max(most, len(inside))
+            nonlocal inside, most
+            with counting:
+                inside += 1
+                most = max(most, inside)
+                counting.notify_all()
+                assert counting.wait_for(lambda: most >= 5, 30)  # the first wait for the fifth; a sixth would show
             try:
                 return Site._get(self, path)
             finally:
-                inside.pop()
+                with counting:
+                    inside -= 1
 
     threads_drain(5, Watched(url))
     assert most == 5

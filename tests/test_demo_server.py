@@ -86,7 +86,7 @@ def test_the_lists_hold_what_their_filters_say() -> None:
 
 
 def test_each_answer_waits_and_the_waits_overlap() -> None:
-    latency, requests = 0.25, 20
+    latency, requests = 1.0, 20  # one after the other they would wait for 20 s
 
     def timed(page: str) -> float:
         start = time.perf_counter()
@@ -148,7 +148,7 @@ with loopback(latency=60):
         (server,) = psutil.Process(owner.pid).children()
         pidfds = [os.pidfd_open(server.pid)]
         owner.communicate(b"\n")
-    assert_gone(pidfds, within=2)
+    assert_gone(pidfds, within=30)
 
 
 def test_a_server_that_cannot_read_its_files_says_which(tmp_path: Path) -> None:
@@ -176,10 +176,11 @@ def test_a_status_other_than_ok_names_the_url() -> None:
 
 
 def test_no_connection_is_one_line_that_names_the_url() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # by nobody who would listen, while this lasts
+        taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(SourceError) as caught:
-        Site(url).load_letter("A")
+        with pytest.raises(SourceError) as caught:
+            Site(url).load_letter("A")
     assert str(caught.value).startswith(f"{url}/funds/A: no answer: ")
     assert "\n" not in str(caught.value)
 
