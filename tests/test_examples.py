@@ -42,7 +42,7 @@ too long: interrupted
 """,
     "kept_results": """\
 40 questions, the same answers: True
-kept is faster: True (# times)
+kept, less than a thousandth travels: True (# times as fast)
 sorted, and still in the drones: [9927, 10183, 9886, 10004]
 in order: True
 """,
@@ -86,14 +86,14 @@ all images are equal
 plain # s, two drones # s, # times as fast
 """,
     "green_calls": """\
-50 naps of 0.2 s, in less than 2 s: True
+50 naps of 0.2 s, in less than 10 s: True
 kept: ['one', 'three', 'two']
 and so did a plain function
 """,
     "wrapped_requests": """\
 1000 orders of 1000 green threads, in 1 transaction
 1000 more, in 1000
-2000 are there; together was faster: True
+2000 are there; together was # times as fast
 199 files, read in 1 crossing, the last is 198
 only one was not there: 199.txt
 """,
