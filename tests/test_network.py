@@ -169,7 +169,7 @@ def test_map_is_lazy_and_ends_with_its_error(remote):
         next(results)
 
 
-def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path):
+def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path, nobody_is_killed_for_being_slow):
     started = str(tmp_path / "started")
     drones = {drone.pid for drone in pool.drones}
     spinning = [remote.promise(spin_for_ever, started) for _ in range(2)]
@@ -268,21 +268,27 @@ def test_a_clients_end_cancels_its_own_work_only(number, server, card, pool, tmp
 
 
 def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "SILENCE", 1.0)
     monkeypatch.setattr(server_module, "LOOK", 0.2)
     with Script(CLIENT, card, str(tmp_path / "started")) as script:
         script.read_until("up")
         wait_for(lambda: len(lines(tmp_path / "started")) == 2)
         script.signal(signal.SIGSTOP)
+        monkeypatch.setattr(server_module, "SILENCE", 1.0)
         wait_for(lambda: server.clients == 0 and not pool._crew.pending())
         script.signal(signal.SIGCONT)
 
 
-def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch):
-    monkeypatch.setattr(server_module, "SILENCE", 0.5)
+def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch, tmp_path):
     monkeypatch.setattr(server_module, "LOOK", 0.1)
-    remote = poly.connect(card)
-    remote.promise(abs, -1).then(lambda _: time.sleep(1.5)).result(SOON)  # a callback that it should not have
+    remote, gate = poly.connect(card), str(tmp_path / "gate")
+
+    def hold_the_connection(_):  # a callback that it should not have
+        monkeypatch.setattr(server_module, "SILENCE", 0.5)
+        wait_for(lambda: server.clients == 0)
+
+    held = remote.promise(hold_until, gate).then(hold_the_connection)
+    append(gate, "open")
+    held.result(30)
     with pytest.raises((ConnectionError, RuntimeError), match="not heard of"):
         for _ in range(1000):
             remote.promise(abs, -2).result(SOON)
