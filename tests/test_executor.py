@@ -210,7 +210,8 @@ def test_env_and_cwd_reach_the_drones(tmp_path):
         assert drone.doit("import os; os.environ['A'], os.getcwd()") == ("b", str(tmp_path))
 
 
-def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done():
+def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done(tmp_path):
+    gate = str(tmp_path / "gate")
     pool = poly.Pool(2)
     errors = []
 
@@ -220,8 +221,9 @@ def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done():
         except RuntimeError as error:
             errors.append(error)
 
-    work = [pool.promise(time.sleep, 0.2) for _ in range(10)]
+    work = [pool.promise(hold_until, gate) for _ in range(10)]
     pool.promise(abs, 1).add_done_callback(shut)
+    append(gate, "open")
     assert [p.exception(10) for p in work] == [None] * 10
     pool.shutdown()
     assert len(errors) == 1

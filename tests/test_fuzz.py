@@ -95,13 +95,13 @@ def test_decoders_return_or_raise_malformed_whatever_was_mutated(decoders):
         assert count > before[what] + 100, f"too few were {what}"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=5), st.integers(0, 2**32))
 def test_decoders_return_or_raise_malformed_for_any_bytes(decoders, frames, number):
     decoders.decode(frames, random.Random(number))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.data())
 def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoders, data):
     frames = [bytearray(frame) for frame in data.draw(st.sampled_from(decoders.originals))]
@@ -155,10 +155,10 @@ def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
         try:
             assert heard.wait_for(lambda: heard.strangers > 1000)
             for i in range(100):
-                assert pool.promise(abs, -i).result(SOON / 2) == i
+                assert pool.promise(abs, -i).result(SOON) == i
             assert pool.promise(os.getpid).result(SOON) == pool.drones[0].pid
             os.kill(pool.drones[0].pid, signal.SIGKILL)
-            assert pool.promise(abs, -7).result(SOON / 2) == 7  # its death was heard of, too
+            assert pool.promise(abs, -7).result(SOON) == 7  # its death was heard of, too
         finally:
             stranger.kill()
             stranger.wait()

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from concurrent import futures
 from concurrent.futures import CancelledError, Future, InvalidStateError, ProcessPoolExecutor
 
@@ -85,9 +84,10 @@ def work_from_a_callback(make, _):
         return seen.result(10).result()
 
 
-def map_and_its_options(make, _):
+def map_and_its_options(make, folder):
+    gate = f"{folder}/gate"
     with make(2) as executor:
-        return (
+        seen = (
             list(executor.map(pow, range(5), range(3))),
             list(executor.map(pow, range(20), range(20), chunksize=7)),
             list(executor.map(abs, [])),
@@ -95,8 +95,10 @@ def map_and_its_options(make, _):
             error_of(executor.map, abs, [1], chunksize=0),
             error_of(lambda: list(executor.map(divmod, [1, 1], [1, 0]))),
             error_of(lambda: list(executor.map(abs, failing_source()))),
-            error_of(lambda: list(executor.map(time.sleep, [0.5], timeout=0.01))),
+            error_of(lambda: list(executor.map(hold_until, [gate], timeout=0.01))),
         )
+        append(gate, "open")
+        return seen
 
 
 def map_is_an_iterator_that_can_be_closed(make, _):
