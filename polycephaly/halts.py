@@ -5,6 +5,9 @@
                                                                                   └──> the drone is killed, and replaced
 
 One drone has one timer at most, for the first of its work that has a limit; that one sets the next. All in turns.
+
+When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
+what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Halts:
     def _look_at(self, link: Link, at: float) -> None:
         if link.timer_at == at:
             link.timer_at = inf
+        link.catch_up()
         now = monotonic()
         for number, deadline in list(link.deadlines.items()):
             work = link.flight.get(number)
@@ -73,6 +77,7 @@ class Halts:
         self._crew.hub.after(GRACE, partial(self._kill_if_still, link, work))
 
     def _kill_if_still(self, link: Link, work: Work) -> None:
+        link.catch_up()
         # Behind other work in the same drone it is not what holds the drone up.
         if work.number in link.flight and link.alive and link.runs(work.number):
             if all(other.done() for other in link.flight.values()) or not link.overlapping:

@@ -105,6 +105,9 @@ class Link:
         """Whether there is somebody to send anything to."""
         raise NotImplementedError
 
+    def catch_up(self) -> None:
+        """In a turn: hears what has reached this process and was not looked at yet, where that may be so."""
+
     def kill(self, verdict: str = "") -> None:
         """At once, with whatever it runs. Its death tells the `verdict`."""
         raise NotImplementedError

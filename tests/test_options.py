@@ -9,6 +9,7 @@ import weakref
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, lines, wait_for
+from scripts import Script
 
 pytestmark = on_each_engine
 
@@ -56,6 +57,32 @@ def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
             pool.options(timeout=0.1).doit(slow, 100)
         with pytest.raises(TimeoutError, match=r"0\.5 s"):
             pool.doit(slow, 100)
+
+
+@local_only
+def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp_path):
+    """As by Ctrl-Z, and `fg` much later."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    with Script("""
+        import sys
+        import polycephaly as poly
+        from faults import hold_until
+        with poly.Pool(2) as pool:
+            pool.doit(abs, -1)
+            drones = {drone.pid for drone in pool.drones}
+            for place in sys.argv[1:]:
+                work = [pool.options(timeout=2).promise(hold_until, place + "/gate", place + "/started") for _ in "12"]
+                print([each.exception() for each in work], drones == {drone.pid for drone in pool.drones}, flush=True)
+    """, *(str(tmp_path / name) for name in "abc")) as script:  # fmt: skip
+        for name in "abc":
+            wait_for(lambda started=tmp_path / name / "started": len(lines(started)) == 2)
+            script.signal(signal.SIGSTOP)
+            (tmp_path / name / "gate").touch()
+            time.sleep(2.2)
+            script.signal(signal.SIGCONT)
+            assert script.read_line() == "[None, None] True"
+        assert script.wait() == 0
 
 
 def test_a_drone_has_options_too(nobody_is_killed_for_being_slow):

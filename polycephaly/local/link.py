@@ -123,9 +123,12 @@ class LocalLink(Link):
         self.remember(heard)
         return heard
 
+    def catch_up(self) -> None:
+        self.crew.hub.receive_by_lane(self, all_of_it=True)
+
     def last_words(self) -> None:
         hub = self.crew.hub
-        hub.receive_by_lane(self, all_of_it=True)  # what had already reached this process counts
+        self.catch_up()  # what had already reached this process counts
         hub.receive(SENT_MOST)
         hear_kept(self, self.launcher.page.kept(self.slot))
 
