@@ -199,9 +199,9 @@ def values_of_one_kind(dice):
     like = dice.choice([int, float, str, bytes, bool, tuple, list, dict, Point, None])
     if like is None:
         return [None] * 400
-    found = []
+    found, depth = [], 2 if like in (tuple, list, dict, Point) else 0  # not to make thousands of what is not asked for
     while len(found) < 400:
-        value = a_value(dice)
+        value = a_value(dice, depth)
         if type(value) is like:
             found.append(value)
     return found
