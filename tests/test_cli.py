@@ -217,7 +217,7 @@ def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
 
 def test_ctrl_c_while_green_threads_load_ends_the_demo_and_leaves_nothing() -> None:
     # Several times III, one of which is then met by who was kept from looking for a second.
-    with start("--latency", "0.04", "--drones", "26", "--threads", "1,2,3,4,5,6,7,8") as demo:
+    with start("--latency", "0.04", "--drones", "4", "--threads", "1,2,3,4,5,6,7,8") as demo:
         assert demo.stdout is not None
         while not demo.stdout.readline().startswith("II "):
             assert demo.poll() is None
