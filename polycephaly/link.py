@@ -94,6 +94,7 @@ class Link:
         self.ahead = 0.0  # seconds that its clock is ahead of ours
         self.verdict = ""  # why we have killed it
         self.fate = ""  # how it ended, where that is no exit status
+        self.cause: BaseException | None = None  # with which the engine told so
 
     # -- what each engine's links do in their own way -------------------------------------------------
 

@@ -321,7 +321,9 @@ def _death(link: Link, work: Work | None) -> DroneDied:
         message += f"\n{stack}"
     elif stderr:
         message += f"\nits last lines on stderr:\n{stderr}"
-    return DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
+    died = DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
+    died.__cause__ = link.cause
+    return died
 
 
 def _signal_name(number: int) -> str:

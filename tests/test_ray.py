@@ -254,6 +254,38 @@ def test_amounts_that_are_none_are_named(wrong):
         poly.Pool(1, **wrong)
 
 
+@on_ray
+def test_processors_and_devices_may_stand_among_resources():
+    """Ray refuses them there."""
+    assigned = "import ray; ray.get_runtime_context().get_assigned_resources()"
+    with poly.Drone(resources={"CPU": 1}) as drone:
+        assert drone.doit(assigned)["CPU"] == 1
+    with poly.Drone(resources={"CPU": 1}, num_cpus=1) as drone:
+        assert drone.doit(assigned)["CPU"] == 1
+    with pytest.raises(ValueError, match="no drone of 1,000 GPU fits into a node"):
+        poly.Pool(1, resources={"GPU": 1000})
+    with pytest.raises(ValueError, match=r"num_cpus=2 and resources=\{'CPU': 1\} are the same thing"):
+        poly.Pool(1, resources={"CPU": 1}, num_cpus=2)
+
+
+def test_a_device_among_resources_is_a_device_to_ray():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    from polycephaly.ray.cluster import _as_ray_wants
+
+    given = {"resources": {"GPU": 1, "disk": 2, "memory": 5}, "num_cpus": 3}
+    assert _as_ray_wants(given) == {"resources": {"disk": 2}, "num_gpus": 1, "memory": 5, "num_cpus": 3}
+    assert _as_ray_wants({"num_cpus": 3}) == {"num_cpus": 3}
+
+
+@on_ray
+def test_a_death_has_rays_own_error_for_its_cause(pool):
+    from ray.exceptions import RayActorError
+
+    died = pool.promise(os._exit, 1).exception()
+    assert isinstance(died, poly.DroneDied)
+    assert isinstance(died.__cause__, RayActorError)
+
+
 # -- values that pass the controller by -------------------------------------------------------------------
 
 

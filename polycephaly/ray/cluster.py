@@ -23,6 +23,8 @@ _PLACEMENT = (
     "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "scheduling_strategy",
     "label_selector",
 )  # fmt: skip
+_OPTION_OF = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+"""What Ray takes as options of their own, and refuses among `resources`."""
 _LOCAL = ("auto", "local")
 _UNITS = 10_000  # of each resource
 _NO_CLIENT = (
@@ -58,7 +60,7 @@ class Cluster:
                 continue
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < inf:
                 raise ValueError(f"{name} is a number from 0 on, not {amount!r}")
-        self.placement = {name: value for name, value in options.items() if value is not None}
+        self.placement = _as_ray_wants({name: value for name, value in options.items() if value is not None})
         self._connect()
 
     def _connect(self) -> None:
@@ -130,6 +132,18 @@ class Cluster:
         from .engine import RayEngine
 
         return RayEngine(roster, self.placement)
+
+
+def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
+    """``resources={"GPU": 1}`` is ``num_gpus=1``. Raises `ValueError` where both are given, and differ."""
+    resources = dict(placement.get("resources", {}))
+    for name in _OPTION_OF.keys() & resources.keys():
+        option, amount = _OPTION_OF[name], resources.pop(name)
+        if placement.setdefault(option, amount) != amount:
+            raise ValueError(f"{option}={placement[option]!r} and resources={{{name!r}: {amount!r}}} are the same thing")
+    if "resources" in placement:
+        placement["resources"] = resources
+    return placement
 
 
 def _room(name: str, there: float, amount: float) -> int:
