@@ -140,7 +140,8 @@ def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
     for name in _OPTION_OF.keys() & resources.keys():
         option, amount = _OPTION_OF[name], resources.pop(name)
         if placement.setdefault(option, amount) != amount:
-            raise ValueError(f"{option}={placement[option]!r} and resources={{{name!r}: {amount!r}}} are the same thing")
+            both = f"{option}={placement[option]!r} and resources={{{name!r}: {amount!r}}}"
+            raise ValueError(f"{both} are the same thing: give one of them")
     if "resources" in placement:
         placement["resources"] = resources
     return placement
