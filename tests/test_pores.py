@@ -667,6 +667,15 @@ def test_what_cannot_be_its_shape_is_told(shape, dtype, error, said):
         poly.Pore(shape, dtype)
 
 
+def test_a_shape_may_be_what_numpy_takes_for_one():
+    np = pytest.importorskip("numpy")
+    for shape in ([2, 3], (np.int64(2), 3), np.zeros((2, 3)).shape):
+        with poly.Pore(shape, "f8") as pore:
+            assert pore.array.shape == (2, 3)
+    with poly.Drone() as drone, poly.Pore(np.int64(4)) as pore:
+        assert pore.nbytes == 4 and drone.doit(lambda pore: pore.array.shape, pore) == (4,)
+
+
 def test_a_pore_for_which_there_is_no_descriptor_leaves_nothing_behind():
     told = output_of("""
         import os, resource

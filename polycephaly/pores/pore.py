@@ -9,13 +9,14 @@ import secrets
 import socket
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from itertools import count
 from mmap import MAP_SHARED
+from operator import index
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ..errors import PoreClosed
 from ..launch import lifeline
@@ -65,8 +66,10 @@ class Pore:
     ([0, 1, 2], [0, 4, 8])
     """
 
-    def __init__(self, shape: int | tuple[int, ...], dtype: Any = None, *, name: str | None = None) -> None:
-        shape, dtype, size = _checked(shape, dtype)
+    def __init__(
+        self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any = None, *, name: str | None = None
+    ) -> None:
+        sides, dtype, size = _checked(shape, dtype)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"the name of a pore is a string, not {name!r}")
         address = f"polycephaly-pore-{secrets.token_hex(16)}"
@@ -94,7 +97,7 @@ class Pore:
             lifeline.close(memory)
             lifeline.close(listener)
             raise
-        self._set(home, shape, dtype, size, mapped, desk)
+        self._set(home, sides, dtype, size, mapped, desk)
 
     def _set(
         self,
@@ -334,9 +337,10 @@ def _arrive(home: Home, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
 
 
 def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
-    sides = shape if isinstance(shape, tuple) else (shape,)
-    if not sides or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+    given = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+    if not given or any(isinstance(side, bool) or not isinstance(side, SupportsIndex) for side in given):
         raise TypeError(f"the shape of a pore is a number of items, or a tuple of such, not {shape!r}")
+    sides = tuple(map(index, given))
     each = 1
     if dtype is not None:
         import numpy
