@@ -1,5 +1,6 @@
 """`select`: of several things exactly one happens, chosen fairly, and nothing is left behind of the others."""
 
+import asyncio
 import gc
 import random
 import weakref
@@ -170,6 +171,22 @@ def test_a_guard_without_its_precondition_is_left_out_and_keeps_its_number():
     run(main)
 
 
+def test_a_precondition_may_be_a_function_which_is_asked_each_time():
+    async def main():
+        a, b = Channel(9), Channel(9)
+        for _ in range(5):
+            await a.send("a"), await b.send("b")
+        may = []
+        guards = a.receiving(when=lambda: may), b.receiving(when=lambda: not may)
+        assert [await select(*guards) for _ in range(2)] == [(1, "b")] * 2
+        may.append(1)
+        assert [await select(*guards) for _ in range(2)] == [(0, "a")] * 2
+        with pytest.raises(ValueError, match="precondition"):
+            await select(after(0, when=lambda: 0))
+
+    run(main)
+
+
 def test_with_a_default_nothing_is_waited_for():
     async def main():
         ch = Channel(1)
@@ -207,6 +224,20 @@ def test_what_is_no_guard_is_a_type_error():
 def test_select_outside_of_green_threads_says_so():
     with pytest.raises(RuntimeError, match=r"green\.select"):
         select(skip()).send(None)
+
+
+def test_what_asyncio_code_is_told_to_do_instead_works_there():
+    async def main():
+        buffered, event = Channel(1), green.Event()
+        await buffered.send("x")
+        for made in (select(buffered.receiving()), event.wait(), green.Group().__aenter__()):
+            with pytest.raises(RuntimeError, match=r"in asyncio `await green\.spawn\(\.\.\.\)`"):
+                await made
+        assert await green.spawn(select(buffered.receiving(), after(10))) == (0, "x")
+        event.set()
+        await green.spawn(event.wait)
+
+    asyncio.run(main())
 
 
 # -- which one ---------------------------------------------------------------------------------------

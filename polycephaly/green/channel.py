@@ -28,7 +28,7 @@ import os
 import sys
 from _thread import get_ident
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
@@ -266,12 +266,12 @@ class Channel(Generic[T]):
 
     # -- for select ----------------------------------------------------------------------------------
 
-    def sending(self, item: T, *, when: bool = True) -> Guard[None]:
+    def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
         """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is true."""
         self._is_inherited()
         return Guard(when, self, "send", item)
 
-    def receiving(self, *, when: bool = True) -> Guard[T]:
+    def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
         """A guard for `select`: an item is received if it is chosen. Only considered if `when` is true."""
         self._is_inherited()
         return Guard(when, self, "receive")

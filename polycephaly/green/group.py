@@ -95,7 +95,7 @@ class Group:
         if self._owner is not None:
             raise RuntimeError("a group is for one block; make another one")
         if get_ident() != scheduler.owner:
-            raise outside("green.Group", "green.run around it")
+            raise outside("green.Group")
         self._owner = scheduler.current
         return self
 

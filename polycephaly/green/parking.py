@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
 from .scheduler import PARK, scheduler
-from .thread import GreenThread, outside
+from .thread import AROUND, GreenThread, outside
 
 __all__ = ["Parking", "parks"]
 
@@ -31,7 +31,7 @@ class Parking:
 
     is_parking = True
     name = "this"
-    instead = "`green.run` around it"
+    instead = AROUND
 
     def __init__(self) -> None:
         self.thread: GreenThread[Any] | None = None

@@ -92,7 +92,7 @@ class Guard(Generic[T]):
     __slots__ = ("channel", "end", "item", "when")
 
     def __init__(self, when: object, channel: Channel[Any], end: str, item: Any = None) -> None:
-        self.when = bool(when)
+        self.when = when
         self.channel = channel
         self.end = end
         self.item = item
@@ -132,7 +132,7 @@ class _After(Guard[None]):
     __slots__ = ("seconds",)
 
     def __init__(self, seconds: float, when: object) -> None:
-        self.when = bool(when)
+        self.when = when
         self.seconds = seconds
 
     def attempt(self, thread: Any) -> Any:
@@ -154,7 +154,7 @@ class _Settled(Guard[T]):
     __slots__ = ("promise",)
 
     def __init__(self, promise: Promise[T], when: object) -> None:
-        self.when = bool(when)
+        self.when = when
         self.promise = promise
 
     def attempt(self, thread: Any) -> Any:
@@ -187,20 +187,20 @@ class _Skip(Guard[None]):
     __slots__ = ()
 
     def __init__(self, when: object) -> None:
-        self.when = bool(when)
+        self.when = when
 
     def attempt(self, thread: Any) -> Any:
         return None
 
 
-def after(seconds: float, *, when: bool = True) -> Guard[None]:
+def after(seconds: float, *, when: bool | Callable[[], object] = True) -> Guard[None]:
     """A guard for `select`: chosen after so many seconds."""
     if not seconds >= 0:
         raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
     return _After(seconds, when)
 
 
-def settled(promise: Promise[T], *, when: bool = True) -> Guard[T]:
+def settled(promise: Promise[T], *, when: bool | Callable[[], object] = True) -> Guard[T]:
     """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without `when`.
 
     The value is the promise's; its error is raised from `select`. The promise is not cancelled if another is chosen.
@@ -208,7 +208,7 @@ def settled(promise: Promise[T], *, when: bool = True) -> Guard[T]:
     return _Settled(promise, when)
 
 
-def skip(*, when: bool = True) -> Guard[None]:
+def skip(*, when: bool | Callable[[], object] = True) -> Guard[None]:
     """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else".
 
     Not beside channels that live in another image: that is a `ValueError`, as a default is.
@@ -364,10 +364,10 @@ def select(
 ) -> Generator[Any, Any, Any]:
     """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and its value.
 
-    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise, ``skip()``. Those made
-    with a false ``when`` are left out. Where several can happen at once, one is chosen fairly, or, with
-    ``priority=True``, the first. With a `default`, nothing is waited for: where no guard can happen at once, it is
-    what `select` gives.
+    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise, ``skip()``. Those whose
+    ``when`` is false, or a function that now gives something false, are left out. Where several can happen at once, one
+    is chosen fairly, or, with ``priority=True``, the first. With a `default`, nothing is waited for: where no guard can
+    happen at once, it is what `select` gives. (In asyncio: ``await green.spawn(green.select(...))``.)
 
     Raises `ValueError` without guards, or where all preconditions are false and there is no default (nothing could
     ever happen); `ChannelClosed` where the chosen guard is of a closed channel; the error of a rejected promise.
@@ -381,7 +381,7 @@ def select(
     Chosen(index=1, value='hello')
     """
     if get_ident() != scheduler.owner:
-        raise outside("green.select", "green.run(...) around it")
+        raise outside("green.select")
     if not guards:
         raise ValueError("select without guards would wait for ever")
     open_ = []
@@ -390,7 +390,8 @@ def select(
             guard = _Settled(guard, True)
         elif not isinstance(guard, Guard):
             raise TypeError(f"select takes guards, such as channel.receiving(), and promises, not {guard!r}")
-        if guard.when:
+        when = guard.when
+        if when is True or (when() if callable(when) else when):
             open_.append((index, guard))
     if not open_:
         if isinstance(default, EllipsisType):

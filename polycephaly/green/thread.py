@@ -485,7 +485,10 @@ def as_coroutine(awaitable: Any, name: str) -> Any:
     return coro
 
 
-def outside(what: str, instead: str) -> RuntimeError:
+AROUND = "`green.run` around it, or in asyncio `await green.spawn(...)`"
+
+
+def outside(what: str, instead: str = AROUND) -> RuntimeError:
     return RuntimeError(f"{what} is for green threads, and was used outside of one: use {instead}")
 
 

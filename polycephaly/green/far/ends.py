@@ -25,7 +25,7 @@ death, tells later whether it had begun (`Work.never_began`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 from struct import Struct
@@ -149,7 +149,7 @@ class Sender(_End[T]):
         """As `Channel.put`."""
         self._open_channel().put(item, timeout)
 
-    def sending(self, item: T, *, when: bool = True) -> Guard[None]:
+    def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
         """As `Channel.sending`."""
         return self._open_channel().sending(item, when=when)
 
@@ -166,7 +166,7 @@ class Receiver(_End[T]):
         """As `Channel.get`."""
         return self._open_channel().get(timeout)
 
-    def receiving(self, *, when: bool = True) -> Guard[T]:
+    def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
         """As `Channel.receiving`."""
         return self._open_channel().receiving(when=when)
 
