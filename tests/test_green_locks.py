@@ -285,15 +285,33 @@ def test_a_plain_function_that_waits_for_a_lock_can_be_cancelled(make):
 def test_a_lock_says_whether_it_is_locked():
     async def main():
         lock = Lock()
-        assert not lock.locked
+        assert not lock.locked()
         async with lock:
-            assert lock.locked
+            assert lock.locked()
             waiting = green.spawn(lock.acquire)
             await turns()
-        assert lock.locked  # it was handed on
+        assert lock.locked()  # it was handed on
         await waiting
         lock.release()
-        assert not lock.locked
+        assert not lock.locked()
+
+    run(main)
+
+
+def test_their_reprs_say_how_they_are_and_how_many_wait():
+    async def main():
+        lock, semaphore, event, barrier = Lock(), green.Semaphore(2), green.Event(), green.Barrier(3)
+        await lock.acquire()
+        waiting = [green.spawn(each) for each in (lock.acquire, event.wait, barrier.sync, barrier.sync)]
+        await turns()
+        told = [repr(each).partition(" at ")[0] for each in (lock, semaphore, event, barrier)]
+        assert told[:2] == ["<Lock held, 1 waiting", "<Semaphore 2"]
+        assert told[2:] == ["<Event not set, 1 waiting", "<Barrier of 3, 2 waiting"]
+        lock.release(), event.set(), barrier.resign()
+        for each in waiting:
+            await each
+        lock.release()
+        assert repr(lock).startswith("<Lock free at") and repr(event).startswith("<Event set at")
 
     run(main)
 
@@ -316,7 +334,7 @@ def test_a_plain_thread_that_releases_a_lock_twice_is_told():
     for _ in range(20):
         green.run(lock.acquire)
         lock.release()
-        assert not lock.locked
+        assert not lock.locked()
         with pytest.raises(RuntimeError, match="nobody held"):
             lock.release()
 

@@ -39,6 +39,10 @@ class _Line:
             self.let()
 
 
+def _waiting(line: _Line) -> str:
+    return f", {len(line.threads)} waiting" if line.threads else ""
+
+
 class _InLine(Parking):
     """Waits in a line. `enter` first looks whether it need not: that is a step of its own, at the await."""
 
@@ -98,6 +102,9 @@ class Semaphore:
     def acquire(self) -> Awaitable[None]:
         """Parks until it is let in."""
         return self._Acquire(self)
+
+    def __repr__(self) -> str:
+        return f"<Semaphore {self._value}{_waiting(self._line)} at {id(self):#x}>"
 
     def _let_in(self) -> bool:
         if self._value > 0:  # while anybody waits it is 0: nobody is overtaken
@@ -160,7 +167,7 @@ class Lock(Semaphore):
     >>> async def main():
     ...     lock = green.Lock()
     ...     async with lock:
-    ...         return lock.locked
+    ...         return lock.locked()
     >>> green.run(main)
     True
     """
@@ -175,9 +182,12 @@ class Lock(Semaphore):
         super().__init__(1)
         self._held = False
 
-    @property
     def locked(self) -> bool:
+        """Whether somebody holds it."""
         return self._held
+
+    def __repr__(self) -> str:
+        return f"<Lock {'held' if self._held else 'free'}{_waiting(self._line)} at {id(self):#x}>"
 
     def _let_in(self) -> bool:
         if self._value:
@@ -251,6 +261,9 @@ class Event:
     def clear(self) -> None:
         self._set = False
 
+    def __repr__(self) -> str:
+        return f"<Event {'set' if self._set else 'not set'}{_waiting(self._line)} at {id(self):#x}>"
+
 
 def _at_least_one(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -300,6 +313,9 @@ class Barrier:
     def waiting(self) -> int:
         """How many have come to `sync` and wait there."""
         return len(self._line.threads)
+
+    def __repr__(self) -> str:
+        return f"<Barrier of {self._enrolled}{_waiting(self._line)} at {id(self):#x}>"
 
     def enroll(self, n: int = 1) -> None:
         """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may be too late."""

@@ -265,7 +265,7 @@ async def channels() -> None:
 async def locks() -> None:
     lock, two, event, barrier = green.Lock(), green.Semaphore(2), green.Event(), green.Barrier(2)
     async with lock, two:
-        assert_type((lock.locked, two.value), tuple[bool, int])
+        assert_type((lock.locked(), two.value), tuple[bool, int])
     event.set()
     await event.wait()
     assert_type(await green.par(barrier.sync, barrier.sync), list[int])
