@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .knock import knock
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -31,8 +32,6 @@ _NO_CLIENT = (
     "by Ray Client a pool cannot hear its drones; run the controller on a machine of the cluster, "
     "with address='auto' or the HOST:PORT of its head"
 )
-_SETTINGS = b"\x04"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 class Cluster:
@@ -75,14 +74,14 @@ class Cluster:
         if address.startswith("ray://"):
             raise ValueError(f"address={address!r}: {_NO_CLIENT}")
         if address not in _LOCAL:
-            _look(address)
+            knock(address, REACHED_WITHIN)
         try:
             ray.init(
                 address=address, log_to_driver=False, include_dashboard=False if address == "local" else None,
                 logging_level="warning",
             )  # fmt: skip
         except (ConnectionError, RuntimeError, SystemExit) as error:
-            where = "this machine" if address in _LOCAL else address
+            where = f"this machine (address={address!r})" if address in _LOCAL else address
             raise ConnectionError(f"no Ray cluster can be reached at {where}: {error}") from error
 
     # -- what there is ----------------------------------------------------------------------------
@@ -186,20 +185,3 @@ def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
         if (labels.get(name) in [each.strip() for each in values]) == wanted.startswith("!"):
             return False
     return True
-
-
-def _look(address: str) -> None:
-    """Is anybody there who speaks as Ray does (gRPC, so HTTP/2)? Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_WITHIN / 2) as knock:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return
-            knock.sendall(_PREFACE)
-            answer = knock.recv(9)
-    except OSError as error:
-        raise ConnectionError(f"no Ray cluster can be reached at {address}: {error}") from error
-    if answer[3:4] != _SETTINGS:
-        raise ConnectionError(f"no Ray cluster can be reached at {address}: who is there speaks another protocol")

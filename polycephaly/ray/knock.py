@@ -1,0 +1,69 @@
+"""Is anybody at an address who speaks as a Ray cluster does? Ray itself tries for minutes where nobody answers, and for
+20 seconds where a proxy or a gateway answers in the cluster's place.
+
+    preface, SETTINGS, a request ──> who is there
+                                <── SETTINGS first: HTTP/2;  then an answer of status 200: gRPC
+
+Who speaks gRPC gives the status 200 to whatever he is asked, and says what is wrong with it later.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from time import monotonic
+
+__all__ = ["knock"]
+
+_HEADERS, _SETTINGS = 1, 4  # frames of HTTP/2
+_MOST = 1 << 14  # bytes of a frame
+_REQUEST = (
+    b"\x83\x86\x04\x0c/polycephaly\x01\x03ray"  # POST, http, path, authority
+    b"\x0f\x10\x10application/grpc\x00\x02te\x08trailers"
+)
+_HELLO = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
+    + bytes((0, 0, len(_REQUEST), _HEADERS, 5, 0, 0, 0, 1)) + _REQUEST
+)  # fmt: skip
+_NOT_200 = bytes((*range(0x89, 0x8F), 0x08, 0x18, 0x48))
+"""With what an answer of another status begins."""
+
+
+def knock(address: str, within: float) -> None:
+    """Raises `ConnectionError` if not, after so many seconds at most; `ValueError` for what is no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")
+    end = monotonic() + within
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=within / 2) as there:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            there.sendall(_HELLO)
+            known = _speaks_grpc(there, end)
+    except OSError as error:
+        raise ConnectionError(f"no Ray cluster can be reached at {address}: {error}") from error
+    if not known:
+        raise ConnectionError(f"no Ray cluster can be reached at {address}: who is there speaks another protocol")
+
+
+def _speaks_grpc(there: socket.socket, end: float) -> bool:
+    kind = None
+    while kind != _HEADERS:
+        head = _read(there, 9, end)
+        first, kind, size = kind is None, head[3], int.from_bytes(head[:3], "big")
+        if size > _MOST or (first and kind != _SETTINGS):
+            return False
+        content = _read(there, size, end)
+    return content[:1] not in _NOT_200
+
+
+def _read(there: socket.socket, size: int, end: float) -> bytes:
+    read = b""
+    while len(read) < size:
+        there.settimeout(max(0.001, end - monotonic()))
+        piece = there.recv(size - len(read))
+        if not piece:
+            raise ConnectionResetError("who is there has hung up")
+        read += piece
+    return read
