@@ -14,6 +14,7 @@ from scripts import Script
 
 import polycephaly as poly
 from polycephaly.net import places
+from polycephaly.net.join import join
 from polycephaly.net.keys import Card, new_pair
 from polycephaly.procfs import birth_of
 
@@ -61,6 +62,18 @@ def test_a_served_pool_is_found_by_its_name(pool, runtime):
         assert stat.S_IMODE(os.stat(places.folder()).st_mode) == 0o700
     assert places.running() == []
     assert os.listdir(places.folder()) == [".lock"]
+
+
+def test_a_pool_that_has_a_name_here_is_found_by_its_address_too(pool):
+    with poly.serve(pool, name="lab") as server:
+        with poly.connect(server.card.address) as remote:
+            assert remote.doit("6 * 7") == 42
+        with poly.Pool(2) as more, join(more, server.card.address) as joined:
+            assert joined.name == "lab"
+    with pytest.raises(ValueError, match=r"no pool of yours runs here at tcp://127\.0\.0\.1:1, .*server_key="):
+        poly.connect("tcp://127.0.0.1:1")
+    with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
+        poly.connect("tcp://lab")
 
 
 def test_an_unknown_name_is_told_with_those_that_run(pool, tmp_path, monkeypatch):

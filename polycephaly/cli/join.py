@@ -31,9 +31,9 @@ they run is lost, and its callers are told.
 def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any) -> None:
     """Lend drones of this host to a pool.
 
-    ADDRESS is its connection file (a path with a / in it), or its name if it runs on this host. Its clients need not
-    know: it gives their calls to whichever drones are free. Use the same versions of Python, polycephaly and the
-    modules that the work needs.
+    ADDRESS is its connection file (a path with a / in it), or its name or tcp:// address if it runs on this host. Its
+    clients need not know: it gives their calls to whichever drones are free. Use the same versions of Python,
+    polycephaly and the modules that the work needs.
     """
     from polycephaly.net.join import join as join_pool
     from polycephaly.pool import Pool

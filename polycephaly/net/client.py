@@ -141,8 +141,9 @@ def connect(
 ) -> RemotePool:
     """A pool that another process serves. `where` is the name under which one of your own does on this machine; or a
     connection file (a path, or a string with a ``/`` in it); or its address (``tcp://HOST:PORT``) with its public key
-    and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one. `output` says what
-    becomes of the lines that this client's work prints, as for a `Pool`; nobody else gets them.
+    and one's own public and secret key (`zmq.curve_keypair`), of which it must allow the public one. The keys of what
+    has a name on this machine are known. `output` says what becomes of the lines that this client's work prints, as for
+    a `Pool`; nobody else gets them.
 
     Raises `ConnectionError` where no pool of that name runs, nobody answers within `timeout` seconds or the keys do not
     fit, `PermissionError` for a file that others may read, `ValueError` for what is no name, file, address or key.

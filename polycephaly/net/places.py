@@ -103,11 +103,23 @@ def card_of(
         raise TypeError(f"a pool is found by its name, a connection file or an address, not by {where!r}")
     if server_key is None and keys is None:
         if os.fspath(where).startswith("tcp://"):
-            raise ValueError("an address alone does not do: give server_key= and keys=, or a connection file")
+            return _at(os.fspath(where))
         return find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
     if server_key is None or keys is None:
         raise ValueError("server_key= and keys= go together")
     return Card(check_address(os.fspath(where)), check_key(server_key), check_key(keys[0]), check_key(keys[1]))
+
+
+def _at(address: str) -> Card:
+    """Its keys are known where it is one of the pools that are told of here."""
+    check_address(address)
+    card = next((card for card in running() if card.address == address), None)
+    if card is None:
+        raise ValueError(
+            f"no pool of yours runs here at {address}, and else an address alone does not do: give server_key= and "
+            "keys=, or a connection file"
+        )
+    return card
 
 
 def check_free(name: str) -> None:
