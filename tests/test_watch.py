@@ -1,5 +1,6 @@
 """The watch: a drone without a sign of life is told apart from a busy one; who holds too much memory is replaced."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -34,28 +35,40 @@ def sleep(seconds):
     return "slept"
 
 
-def spin(seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def spin_until(path):
+    while not os.path.exists(path):
         pass
     return "spun"
 
 
-def compute_holding_the_gil(started):
-    append(started, str(os.getpid()))
-    return sum(range(100_000_000))  # one loop in C, which lets nobody in
+def spin():
+    while True:
+        pass
 
 
-async def sleep_in_green(seconds):
+def compute_holding_the_gil():
+    return sum(range(10**15))  # one loop in C, which lets nobody in
+
+
+def compute_in_another_thread():
+    thread = threading.Thread(target=compute_holding_the_gil)
+    thread.start()
+    thread.join()
+
+
+async def sleep_in_green():
     from polycephaly import green
 
-    await green.sleep(seconds)
-    return "slept"
+    await green.sleep(1000)
 
 
-def wait_in_a_program(seconds):
-    subprocess.run(["sleep", str(seconds)], check=True)
-    return "slept"
+def wait_in_a_program():
+    subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait()  # it ends with this process
+
+
+def wait_holding_the_gil(pipe):
+    """Till somebody writes into that pipe, who has a name in the file system."""
+    ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY)
 
 
 def hold(mib, started=None, seconds=0.0):
@@ -86,27 +99,50 @@ def warnings_of(caplog):
 # -- who is alive -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", [(sleep, 1.2), (spin, 1.2), (wait_in_a_program, 1.2), (sleep_in_green, 1.2)])
-@pytest.mark.parametrize("width", [1, 2])
-def test_one_that_sleeps_computes_or_waits_is_alive(work, width, quick, caplog):
-    with poly.Pool(1, width=width, hang_timeout=0.5) as pool:
-        assert pool.doit(*work) in ("slept", "spun")
-    assert not warnings_of(caplog)
+def pulses_of(drone, times):
+    """Feels for a pulse as the watch does, `times` times; gives how often there was one. The first time there is."""
+    patient = watch._Patient(time.monotonic())
+    felt = 0
+    for _ in range(times):
+        felt += patient.quiet_for(time.monotonic(), *drone._link.pulse()) == 0
+        time.sleep(0.2)
+    return felt
 
 
-def test_c_code_that_computes_and_keeps_the_interpreter_is_alive(started, quick, caplog):
-    with poly.Pool(1, hang_timeout=0.5) as pool:
-        began = time.monotonic()
-        assert pool.doit(compute_holding_the_gil, started) > 1000
-        took = time.monotonic() - began
-    assert took > 1, "too short to show anything"
-    assert not warnings_of(caplog)
+@pytest.mark.parametrize(
+    ("work", "width"),
+    [
+        *((each, width) for each in [(sleep, 1000), (spin,), (wait_in_a_program,), (sleep_in_green,)] for width in (1, 2)),
+        ((compute_holding_the_gil,), 1),
+        ((compute_in_another_thread,), 1),
+    ],
+)
+def test_one_that_sleeps_computes_or_waits_has_a_pulse(work, width):
+    """Also C code that keeps the interpreter, as long as it computes."""
+    with poly.Pool(1, width=width) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(*work)
+        wait_for(promised.running)
+        wait_for(lambda: pulses_of(drone, 5) > 2)
+        drone.kill()
+        assert isinstance(promised.exception(), poly.DroneDied)
+
+
+def test_one_that_holds_its_interpreter_and_does_nothing_has_none(started):
+    os.mkfifo(started)
+    with poly.Pool(1) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(wait_holding_the_gil, started)
+        wait_for(promised.running)
+        wait_for(lambda: pulses_of(drone, 5) == 1)
+        open(started, "w").close()
+        promised.result()
 
 
 def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, started):
     with poly.Pool(2) as pool:
         drone = pool.drones[0]
-        promised = drone.promise(spin, 0.5)
+        promised = drone.promise(spin_until, started)
         wait_for(promised.running)
         os.kill(drone.pid, signal.SIGSTOP)
         wait_for(lambda: drone.unresponsive)
@@ -114,9 +150,10 @@ def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, start
         assert pool.drones[1].unresponsive is None
         assert pool.doit(abs, -1) == 1
         os.kill(drone.pid, signal.SIGCONT)
-        assert promised.value == "spun"
         wait_for(lambda: drone.unresponsive is None)
-    (told,) = warnings_of(caplog)
+        append(started, "end")
+        assert promised.value == "spun"
+    told = warnings_of(caplog)[0]
     assert drone.name in told and "stopped by a signal" in told and "spin" in told
 
 
@@ -126,10 +163,10 @@ def test_one_that_does_not_respond_is_given_no_more_work(quick):
             pool.doit(abs, 1)  # known to be short, so it would be sent ahead
         stopped, other = pool.drones
         os.kill(stopped.pid, signal.SIGSTOP)
-        held = [pool.promise(abs, -i) for i in range(2)]
+        held = [stopped.promise(abs, 0), pool.promise(abs, -1)]
         wait_for(lambda: stopped.unresponsive)
         done = [pool.promise(abs, -i) for i in range(200)]
-        assert [p.result(10) for p in done] == list(range(200))
+        assert [p.result(30) for p in done] == list(range(200))
         assert other.alive
         os.kill(stopped.pid, signal.SIGCONT)
         assert [p.value for p in held] == [0, 1]
@@ -163,9 +200,10 @@ def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
 def test_one_that_holds_its_interpreter_and_does_nothing_is_told(quick, started):
     with poly.Pool(1) as pool:
         (drone,) = pool.drones
-        promised = pool.promise(sleep_holding_the_gil, started, 2)
-        wait_for(lambda: drone.unresponsive)
-        assert "holds its interpreter" in drone.unresponsive
+        os.mkfifo(started)
+        promised = pool.promise(wait_holding_the_gil, started)
+        wait_for(lambda: "holds its interpreter" in (drone.unresponsive or ""))
+        open(started, "w").close()
         promised.result()
 
 
@@ -179,19 +217,7 @@ def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, starte
     with poly.Pool(1, hang_timeout=3) as pool:
         hung = pool.promise(hold_the_gil_that_many_want, started)
         with pytest.raises(poly.DroneDied, match="holds its interpreter"):
-            hung.result(20)
-
-
-def test_c_code_that_computes_in_another_thread_is_a_sign_of_life(started, quick, caplog):
-    def elsewhere():
-        thread = threading.Thread(target=compute_holding_the_gil, args=(started,))
-        thread.start()
-        thread.join()
-        return "done"
-
-    with poly.Pool(1, hang_timeout=0.5) as pool:
-        assert pool.doit(elsewhere) == "done"
-    assert not warnings_of(caplog)
+            hung.result(30)
 
 
 @pytest.mark.parametrize(
@@ -205,17 +231,17 @@ def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_threa
 
 
 def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on(quick, started):
-    with poly.Pool(1, hang_timeout=1) as pool:
+    with poly.Pool(1, hang_timeout=2) as pool:
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
         behind = [pool.promise(abs, -i) for i in range(5)]
         with pytest.raises(poly.DroneDied, match=r"not respond for [\d.]+ s: it holds.*while running sleep_holding"):
-            hung.result(20)
+            hung.result(30)
         assert [p.value for p in behind] == list(range(5))
         stopped = pool.promise(spin_for_ever, started)
         wait_for(lambda: len(lines(started)) == 2)
         os.kill(int(lines(started)[1]), signal.SIGSTOP)
         with pytest.raises(poly.DroneDied, match="stopped by a signal"):
-            stopped.result(20)
+            stopped.result(30)
         assert pool.doit(abs, -7) == 7
 
 
@@ -226,8 +252,8 @@ def test_with_retries_the_work_of_a_hung_drone_is_run_again(quick, tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP)
         return len(lines(path))
 
-    with poly.Pool(1, hang_timeout=0.5, retries=1) as pool:
-        assert pool.doit(hang_once, str(tmp_path / "n")) == 2
+    with poly.Pool(1, hang_timeout=0.5, retries=9) as pool:  # on a busy machine another one may not respond as well
+        assert pool.doit(hang_once, str(tmp_path / "n")) >= 2
 
 
 def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
@@ -242,42 +268,55 @@ def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, caplog):
-    with poly.Pool(1, hang_timeout=1, start=start) as pool:
+    with poly.Pool(1, hang_timeout=1, start=start, retries=9) as pool:
         pool.doit(abs, 1)
         zygote = pool._crew.roster.engine._launcher.pid
         os.kill(zygote, signal.SIGSTOP)
-        victim = pool.promise(os.kill, pool.drones[0].pid, signal.SIGKILL)
+        victim = pool.options(retries=0).promise(os.kill, pool.drones[0].pid, signal.SIGKILL)
         assert isinstance(victim.exception(), poly.DroneDied)
         assert pool.promise(abs, -3).result(30) == 3
     assert any("zygote" in each for each in warnings_of(caplog))
 
 
 def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
+    path = str(tmp_path / "go on")
     with Script("""
-        import polycephaly as poly, time
-        with poly.Pool(1, hang_timeout=0.5) as pool:
-            p = pool.promise(time.sleep, 4)
+        import os, sys, time
+        import polycephaly as poly
+        from faults import hold_until, wait_for
+        with poly.Pool(1, hang_timeout=1.5) as pool:
+            p = pool.promise(hold_until, sys.argv[1] + " to the end")
+            wait_for(p.running)
             print("up", flush=True)
+            hold_until(sys.argv[1])
+            for _ in range(3):
+                looked = pool._crew.watch._looked
+                wait_for(lambda: pool._crew.watch._looked != looked)
+            open(sys.argv[1] + " to the end", "w").close()
             p.result()
             print("done", flush=True)
-    """) as script:
+    """, path) as script:  # fmt: skip
         script.read_until("up")
         script.signal(signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(2)  # more than it would forgive a drone
+        append(path, "go on")
         script.signal(signal.SIGCONT)
         assert script.read_line() == "done"
         assert script.wait() == 0
         assert "respond" not in script.process.stderr.read()
 
 
-def test_an_idle_pool_has_no_timer_and_no_patients():
-    with poly.Pool(2, hang_timeout=0.5) as pool:
+def test_an_idle_pool_has_no_timer_and_no_patients(started):
+    with poly.Pool(2, hang_timeout=60) as pool:
         assert pool.doit(abs, -1) == 1
         watching = pool._crew.watch
         wait_for(lambda: not watching._looks)
         assert not watching._patients
-        pool.doit(abs, -1)
-        assert watching._looks
+        busy = pool.promise(spin_until, started)
+        wait_for(lambda: watching._patients)
+        append(started, "end")
+        assert busy.value == "spun"
+        wait_for(lambda: not watching._looks)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 0.1, float("nan")])
@@ -296,7 +335,7 @@ def test_who_holds_too_much_is_killed_and_the_rest_is_done(started):
         large = pool.promise(hold, 300, started, 1000)
         others = [pool.promise(sleep, 0.01) for _ in range(100)]
         with pytest.raises(poly.DroneDied, match=r"held \d+ MiB, more than max_memory=157,286,400 bytes.*running hold"):
-            large.result(20)
+            large.result(30)
         assert [p.value for p in others] == ["slept"] * 100
         assert pool.doit(hold, 10) == 10 * MIB
 
@@ -305,7 +344,7 @@ def test_what_a_drone_has_started_counts(started):
     with poly.Pool(1, max_memory=150 * MIB) as pool:
         script = "import time; held = b'x' * (300 << 20); time.sleep(1000)"
         with pytest.raises(poly.DroneDied, match="max_memory"):
-            pool.promise(subprocess.run, [sys.executable, "-c", script]).result(20)
+            pool.promise(subprocess.run, [sys.executable, "-c", script]).result(30)
         assert pool.doit(abs, -1) == 1
 
 
@@ -313,14 +352,11 @@ def test_one_that_comes_near_is_replaced_between_two_pieces_of_work_and_nothing_
     with poly.Pool(1, max_memory=ROOMY) as pool:
         first = pool.doit(keep, NEARLY)
         wait_for(lambda: pool.doit(os.getpid) != first)
-        seen = {pool.doit(keep, NEARLY - 30)}
-        for _ in range(20):
+        second = pool.doit(keep, NEARLY - 30)
+        for _ in range(3):  # together it comes near, and no further
             promises = [pool.promise(keep, 3) for _ in range(4)]
-            seen |= {p.value for p in promises}
-            if len(seen) > 1:
-                break
-            time.sleep(0.3)
-        assert len(seen) > 1
+            assert all(p.value for p in promises)
+        wait_for(lambda: pool.doit(os.getpid) != second)
 
 
 def test_the_main_images_own_memory_does_not_count():
@@ -346,7 +382,7 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
     """Between 90 and 100 %, and without any work: each would be replaced by one that is as large."""
     pool = poly.Pool(1, max_memory=ROOMY, initializer=keep, initargs=(NEARLY,))
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
-        wait_for(lambda: pool._crew.refusal, 20)
+        wait_for(lambda: pool._crew.refusal, 50)
         pool.doit(abs, 1)
 
 
@@ -356,7 +392,7 @@ def test_a_limit_that_no_drone_keeps_is_one_clear_error():
 
     def until_it_breaks(pool):
         while True:
-            pool.promise(sleep, 0.1).result(20)
+            pool.promise(sleep, 0.1).result(30)
 
     pool = poly.Pool(1, max_memory=20 * MIB, initializer=large)
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
