@@ -30,7 +30,7 @@ def started(tmp_path):
     return str(tmp_path / "started")
 
 
-def sleep(seconds):
+def sleep(seconds=1000.0):
     time.sleep(seconds)
     return "slept"
 
@@ -109,19 +109,16 @@ def pulses_of(drone, times):
     return felt
 
 
+@pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(
-    ("work", "width"),
-    [
-        *((each, width) for each in [(sleep, 1000), (spin,), (wait_in_a_program,), (sleep_in_green,)] for width in (1, 2)),
-        ((compute_holding_the_gil,), 1),
-        ((compute_in_another_thread,), 1),
-    ],
+    "work",
+    [sleep, spin, wait_in_a_program, sleep_in_green, compute_holding_the_gil, compute_in_another_thread],
 )
 def test_one_that_sleeps_computes_or_waits_has_a_pulse(work, width):
     """Also C code that keeps the interpreter, as long as it computes."""
     with poly.Pool(1, width=width) as pool:
         (drone,) = pool.drones
-        promised = pool.promise(*work)
+        promised = pool.promise(work)
         wait_for(promised.running)
         wait_for(lambda: pulses_of(drone, 5) > 2)
         drone.kill()
