@@ -275,7 +275,10 @@ def test_httpx_talks_to_a_server_beside_the_green_threads():
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 10  # or who is not accepted at once tries again after a second
+
+    server = Server(("127.0.0.1", 0), Handler)
     native = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     native.start()
     try:
@@ -285,7 +288,7 @@ def test_httpx_talks_to_a_server_beside_the_green_threads():
             return response.text
 
         async def main():
-            client = httpx.AsyncClient(trust_env=False)
+            client = httpx.AsyncClient(trust_env=False, timeout=20)
             try:
                 return await green.par(*(load(client, i) for i in range(10)))
             finally:
@@ -355,16 +358,18 @@ def test_a_green_thread_is_awaited_in_asyncio():
 
 
 def test_an_asyncio_task_that_is_cancelled_cancels_the_green_thread_it_awaits():
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def forever():
         try:
+            begun.set()
             await green.sleep(1000)
         finally:
             ended.set()
 
     async def main():
         thread = green.spawn(forever)
+        await asyncio.to_thread(begun.wait, 20)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await thread

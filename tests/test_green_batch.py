@@ -435,7 +435,7 @@ def test_who_crosses_may_be_cancelled_and_who_asks_then_is_served_all_the_same()
     async def main():
         async with green.call.batch(note_all, using=log.opened) as noted:
             await noted(1)
-            (crosser,) = [each for each in scheduler.live if each.name.startswith("batch of")]
+            (crosser,) = [each for each in scheduler.live if each.name == "batch of note_all"]
             crosser.cancel()
             await green.sleep(0)
             await noted(2)

@@ -315,11 +315,11 @@ def test_a_call_that_computes_under_the_interpreters_lock_is_not_taken_over_in_v
 
 def test_a_call_that_computes_without_the_interpreters_lock_is_handed_over():
     data = bytes(20_000_000)
-    begun = threading.Event()
+    begun, others_had_turns = threading.Event(), threading.Event()
 
     def compute():
         begun.set()
-        for _ in range(10):
+        while not others_had_turns.is_set():
             hashlib.sha512(data)
         return "hashed"
 
@@ -328,12 +328,14 @@ def test_a_call_that_computes_without_the_interpreters_lock_is_handed_over():
 
     async def main():
         thread = green.spawn(calls)
-        turns = await spin(thread.done)
-        return turns, await thread
+        await spin(begun.is_set)
+        for _ in range(10):
+            await green.sleep(0)
+        others_had_turns.set()
+        return await thread
 
     handovers = watchdog.handovers
-    turns, told = green.run(main)
-    assert told == "hashed" and turns > 10 and watchdog.handovers > handovers
+    assert green.spawn(main).result(30) == "hashed" and watchdog.handovers > handovers
 
 
 # -- callbacks, and calls in calls ------------------------------------------------------------------------
@@ -665,7 +667,7 @@ def test_calls_are_run_however_low_the_ceiling_and_however_busy_the_others(ceili
 
     thread = green.spawn(main)
     try:
-        assert thread.result(10) == [1, 2, 4, 9]
+        assert thread.result(30) == [1, 2, 4, 9]
     finally:
         thread.cancel()
 
@@ -696,16 +698,18 @@ def test_calls_that_wait_for_each_other_all_run():
 
 
 class Reports(logging.Handler):
-    """What the watchdog says, while it is attached."""
+    """What the watchdog says, while it is attached, of those who are at `place`. On a busy machine it may be others."""
 
-    def __init__(self):
+    def __init__(self, place):
         super().__init__()
+        self.place = place
         self.texts = []
         self.told = threading.Event()
 
     def emit(self, record):
-        self.texts.append((record.levelname, record.getMessage()))
-        self.told.set()
+        if re.search(self.place, record.getMessage()):
+            self.texts.append((record.levelname, record.getMessage()))
+            self.told.set()
 
     def __enter__(self):
         logging.getLogger("polycephaly.green").addHandler(self)
@@ -725,13 +729,12 @@ def test_the_watchdog_reports_who_holds_the_scheduler_where_and_for_how_long(bou
         await green.sleep(0)
         computes()
 
-    with Reports() as reports:
+    first = computes.__code__.co_firstlineno
+    with Reports(rf"{re.escape(__file__)}:({first + 1}|{first + 2}), in .*computes") as reports:
         green.spawn(holds, name="the holder", bound=bound).result(30)
     level, text = reports.texts[0]
     assert level == "WARNING" and "'the holder'" in text and "green.call" in text
     assert float(re.search(r"for (\d+\.\d+) s", text)[1]) >= 0.1
-    first = computes.__code__.co_firstlineno
-    assert any(f"{__file__}:{first + k}, in" in text for k in (1, 2)) and "computes" in text
 
 
 def test_the_report_names_the_users_line_where_he_waits_in_our_code():
@@ -740,14 +743,14 @@ def test_the_report_names_the_users_line_where_he_waits_in_our_code():
     class Settles(Reports):
         def emit(self, record):
             super().emit(record)
-            promise.set_result(None)
+            if self.told.is_set():
+                promise.set_result(None)
 
     async def holds():
         return promise.value
 
-    with Settles() as reports:
+    with Settles(rf"{re.escape(__file__)}:{holds.__code__.co_firstlineno + 1}, in"):
         green.spawn(holds).result(30)
-    assert f"{__file__}:{holds.__code__.co_firstlineno + 1}, in" in reports.texts[0][1]
 
 
 def test_a_thread_that_holds_the_scheduler_for_long_is_reported_again():
@@ -755,24 +758,29 @@ def test_a_thread_that_holds_the_scheduler_for_long_is_reported_again():
         while len(reports.texts) < 3:
             sum(range(1000))
 
-    with Reports() as reports:
+    with Reports("holds") as reports:
         green.spawn(holds).result(30)
     seconds = [float(re.search(r"for (\d+\.\d+) s", text)[1]) for _, text in reports.texts]
     assert seconds[1] >= 1.9 * seconds[0] and seconds[2] >= 1.9 * seconds[1]
 
 
-def test_calls_and_quiet_threads_are_not_reported(caplog):
+def test_calls_and_quiet_threads_are_not_reported():
+    """On a busy machine others may be, between two awaits."""
+
     async def calls():
-        await green.call(time.sleep, 0.4)
+        await green.call(time.sleep, 0.4)  # HERE
 
     async def main():
         thread = green.spawn(calls)
-        await green.call_long(time.sleep, 0.3)
-        await green.sleep(0.05)
-        await thread
+        await green.call_long(time.sleep, 0.3)  # HERE
+        await green.sleep(0.05)  # HERE
+        await thread  # HERE
 
-    green.run(main)
-    assert "has held" not in caplog.text
+    with open(__file__) as file:
+        here = [i for i, line in enumerate(file, 1) if line.endswith("# HERE\n")]
+    with Reports(rf"{re.escape(__file__)}:({'|'.join(map(str, here))}), in") as reports:
+        green.run(main)
+    assert len(here) == 4 and not reports.texts
 
 
 # -- all at once ----------------------------------------------------------------------------------------------

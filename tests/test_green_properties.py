@@ -283,7 +283,13 @@ def test_in_any_program_each_item_arrives_once_or_is_reported_unsent_and_nobody_
     run(Play(capacities, program).main, 0.01, seconds=20)
 
 
-@settings(max_examples=100, deadline=None, database=None, print_blob=True)
+@settings(
+    max_examples=100,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     st.integers(0, 4),
     st.lists(st.integers(0, 7), max_size=5),

@@ -58,6 +58,10 @@ def test_threads_lists_everybody_with_state_file_and_line():
     async def never():
         pass
 
+    def all_are_there(threads):
+        blocked = any((each.file, each.line) == (__file__, line_of("BLOCKS")) for each in threads)
+        return blocked and [each.state for each in threads].count("calling") == 3
+
     async def main():
         green.spawn(receives, green.Channel(), name="receiver")
         green.spawn(sleeps, name="sleeper")
@@ -65,7 +69,7 @@ def test_threads_lists_everybody_with_state_file_and_line():
         green.spawn(calls_long, name="long caller")
         green.spawn(calls, name="caller")
         green.spawn(calls, name="bound caller", bound=True)
-        while [each.state for each in green.threads()].count("calling") < 3:
+        while not all_are_there(green.threads()):
             await green.sleep(0.001)
         green.spawn(never, name="new")
         seen = {each.name: each for each in green.threads()}  # MAIN
@@ -400,7 +404,7 @@ def test_a_deadlock_is_found_when_the_last_users_thread_that_might_have_woken_so
             green.run(green.Channel().receive)
         except green.Deadlock:
             print("Deadlock")
-    """, timeout=15) == "Deadlock\n"  # fmt: skip
+    """) == "Deadlock\n"  # fmt: skip
 
 
 def test_a_program_that_deadlocks_says_so_and_ends():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from itertools import pairwise
@@ -216,9 +217,11 @@ def test_two_are_one_and_names_that_both_have_are_numbered():
     assert len(together.sums()) == 2
 
 
-def test_overlapped_coroutines_lie_in_lanes():
+def test_overlapped_coroutines_lie_in_lanes(tmp_path):
     async def meet(n):
-        await green.sleep(0.05)
+        (tmp_path / str(n)).touch()
+        while len(os.listdir(tmp_path)) < 4:
+            await green.sleep(0.001)
 
     with poly.Pool(1, width=4) as pool:
         for promise in [pool.promise(meet, n) for n in range(4)]:
@@ -236,6 +239,14 @@ def test_overlapped_coroutines_lie_in_lanes():
 
 
 def mapped(width):
+    """Each of `width` threads takes one at least: the longer ones wait for each other."""
+    met = threading.Barrier(width)
+
+    def nap(seconds):
+        time.sleep(seconds)
+        if seconds > 0.01:
+            met.wait(30)
+
     return green.map(nap, [0.01, 0.02, 0.03, 0.01], width=width)
 
 
