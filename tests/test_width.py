@@ -118,13 +118,7 @@ def test_what_does_not_pickle_rejects_only_itself():
         assert lock.value == 2
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A drone that is slow to stop what it was told to stop is not killed for that."""
-    monkeypatch.setattr("polycephaly.halts.GRACE", 60.0)
-
-
-def test_one_is_cancelled_and_the_others_go_on(tmp_path, patient):
+def test_one_is_cancelled_and_the_others_go_on(tmp_path, nobody_is_killed_for_being_slow):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=3) as pool:
         pid = pool.doit(os.getpid)
@@ -149,7 +143,7 @@ def test_interrupting_the_drone_interrupts_all_that_it_overlaps(tmp_path):
                 promise.result()
 
 
-def test_a_time_limit_is_each_ones_own(tmp_path, patient):
+def test_a_time_limit_is_each_ones_own(tmp_path, nobody_is_killed_for_being_slow):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=3, timeout=1) as pool:
         pid = pool.options(timeout=60).doit(os.getpid)
