@@ -321,13 +321,14 @@ class Uncomparable:
         raise TypeError("no comparing")
 
 
-def test_a_callback_is_never_compared():
-    hook = Uncomparable()
+def test_a_callback_is_never_compared(tmp_path):
+    hook, gate = Uncomparable(), tmp_path / "gate"
     with poly.Pool(1) as pool:
-        p = pool.promise(time.sleep, 0.3)
+        p = pool.promise(hold_until, str(gate))
         p.add_done_callback(hook)
         with pytest.raises(TimeoutError):
             p.result(0.01)
+        gate.touch()
         p.result(30)
         assert pool.doit(abs, -1) == 1
     assert len(hook.called) == 1 and hook.called[0] is p
@@ -550,9 +551,10 @@ def test_settling_after_the_loop_was_closed_is_harmless():
 # -- costs and traps
 
 
-def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock():
+def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock(tmp_path):
     said = []
     over = threading.Event()
+    gate = tmp_path / "gate"
 
     def wait_in_callback(_):
         try:
@@ -563,8 +565,9 @@ def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and
 
     with poly.Pool(1) as pool:
         other = Promise()
-        pool.promise(time.sleep, 0.05).add_done_callback(wait_in_callback)
-        over.wait(10)
+        pool.promise(hold_until, str(gate)).add_done_callback(wait_in_callback)
+        gate.touch()
+        over.wait(30)
     assert isinstance(said[0], RuntimeError) and "then" in str(said[0])
 
 

@@ -1,9 +1,9 @@
 """Drones of another process work for a served pool; each call runs once, or its client is told that it may not have."""
 
+import itertools
 import os
 import signal
 import socket
-import time
 from collections import Counter
 
 import pytest
@@ -14,7 +14,7 @@ import polycephaly as poly
 from polycephaly.net import server as server_module
 from polycephaly.net.join import join
 
-SOON = 20.0
+SOON = 30.0
 
 
 @pytest.fixture
@@ -117,17 +117,17 @@ def test_what_waits_behind_a_long_call_is_asked_back_by_who_is_idle(remote, join
     there = far.drones[0].pid
     wait_for(lambda: warm_up(remote) or joined._window > 50)
 
-    def stay(i, gate=gate, there=there):
-        return hold_until(gate) and there if os.getpid() == there else os.getpid()
+    def stay(started, gate=gate, there=there):
+        return hold_until(gate, started) and there if os.getpid() == there else os.getpid()
 
     def one_is_held():
-        promises[:] = [remote.promise(stay, i) for i in range(40)]
-        wait_for(lambda: sum(p.done() for p in promises) >= 39)
-        time.sleep(0.05)  # for the last one, if it is on its way: the other drone may have done all of them
-        return not all(p.done() for p in promises)
+        started = str(tmp_path / f"started-{next(rounds)}")
+        promises[:] = [remote.promise(stay, started) for _ in range(40)]
+        wait_for(lambda: sum(p.done() for p in promises) == (39 if lines(started) else 40))
+        return lines(started)  # the other drone may have done all of them
 
-    promises = []
-    wait_for(one_is_held, 30.0)
+    rounds, promises = itertools.count(), []
+    wait_for(one_is_held)
     append(gate, "open")
     assert Counter(p.result(SOON) for p in promises)[there] == 1
 

@@ -10,7 +10,7 @@ import polycephaly as poly
 from polycephaly.net import server as server_module
 from polycephaly.net.join import join
 
-SOON = 10.0
+SOON = 30.0
 
 
 @pytest.fixture

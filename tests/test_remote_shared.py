@@ -15,7 +15,7 @@ from polycephaly.net.join import join
 
 np = pytest.importorskip("numpy")
 
-SOON = 10.0
+SOON = 30.0
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ DIFFERENT = {
 LEFT_OUT = {
     "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "mocks parts of the library's executor",
     "ProcessPoolShutdown.test_cancel_futures": "one task must have begun at once: a pool may not be up by then",
+    "Wait.test_timeout": "a task of 0.5 s must not be done after a wait of 0.05 s, which on a busy machine it may be",
 }
 
 
@@ -130,7 +131,7 @@ def case(name, tests, *bases):
     names = unittest.TestLoader().getTestCaseNames(tests)
     namespace = {"__module__": __name__, "__test__": True}
     for test in names:
-        if f"{tests.__name__.removesuffix('Test')}.{test}" in LEFT_OUT:
+        if f"{tests.__name__.removesuffix('s').removesuffix('Test')}.{test}" in LEFT_OUT:
             namespace[test] = None
         elif f"{name}.{test}" in DIFFERENT:
             namespace[test] = that_differs(getattr(tests, test), DIFFERENT[f"{name}.{test}"])
