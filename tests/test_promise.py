@@ -595,7 +595,7 @@ def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_wa
                 if i % 20 == 0:
                     Owner()
                 assert pool.promise(abs, -i).result(30) == i
-                if sum(map(bool, said)) > 2 and len(said) > 100:
+                if sum(map(bool, said)) > 2 and len(said) > 30:
                     break
         finally:
             gc.set_threshold(*thresholds)
