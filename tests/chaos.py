@@ -413,8 +413,8 @@ def main(args: list[str] | None = None) -> int:
     faulthandler.cancel_dump_traceback_later()
     wrong = [each for phase in phases for each in phase.wrong]
     try:
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_before, 5)
-        wait_for(lambda: threading.active_count() <= threads_before, 5)
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_before)
+        wait_for(lambda: threading.active_count() <= threads_before)
     except AssertionError:
         wrong.append(f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; before {open_before}")
     for each in wrong[:TOLD]:

@@ -183,7 +183,7 @@ def soak_arrays(count: int, at_least: int, dice: random.Random) -> Iterator[tupl
         kept.clear()
         pool.promise(abs, 1).result()
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not arena_of(pool), 10)
+            wait_for(lambda: not arena_of(pool))
         if arena_of(pool):
             raise SystemExit(f"{arena_of(pool):,} bytes of the arena are in use, and nobody has an array")
 

@@ -25,7 +25,7 @@ def no_loop_is_left():
 
 def run(main, *args):
     """As `green.run`, but one that hangs is an error soon."""
-    return green.spawn(main, *args).result(20)
+    return green.spawn(main, *args).result(30)
 
 
 async def double(x):
@@ -265,7 +265,7 @@ def test_httpx_talks_to_a_server_beside_the_green_threads():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            meet.wait(20)  # so all of them are under way at once
+            meet.wait(30)  # so all of them are under way at once
             body = self.path.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
@@ -326,10 +326,10 @@ def test_closing_the_loop_ends_what_runs_on_it():
         await green.aio(sleeps())
 
     thread = green.spawn(waits)
-    assert begun.wait(10)
+    assert begun.wait(30)
     close_loop()
     with pytest.raises((CancelledError, asyncio.CancelledError)):
-        thread.result(10)
+        thread.result(30)
     assert ended == [1]
 
 
@@ -376,9 +376,9 @@ def test_an_asyncio_task_that_is_cancelled_cancels_the_green_thread_it_awaits():
         return thread
 
     thread = asyncio.run(main())
-    assert ended.wait(10)
+    assert ended.wait(30)
     with pytest.raises(CancelledError):
-        thread.result(10)
+        thread.result(30)
 
 
 def test_a_cancelled_green_thread_cancels_who_awaits_it_in_asyncio():

@@ -466,7 +466,7 @@ def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its
             await thread
         return told
 
-    assert green.spawn(main).result(20) == ["through", "cancelled"]
+    assert green.spawn(main).result(30) == ["through", "cancelled"]
 
 
 def test_the_scheduler_rests_while_a_cancelled_thread_is_in_a_call():
@@ -501,7 +501,7 @@ def test_a_timeout_around_a_call_ends_the_block_when_the_call_has_returned(call)
                 await green.sleep(100)
         return value
 
-    assert green.spawn(main).result(20) == 7
+    assert green.spawn(main).result(30) == 7
 
 
 def _slow_number():
@@ -518,7 +518,7 @@ def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call):
         await green.sleep(0)
         return "on"
 
-    assert green.spawn(main).result(20) == "on"
+    assert green.spawn(main).result(30) == "on"
 
 
 # -- context variables ----------------------------------------------------------------------------------
@@ -677,12 +677,12 @@ def test_a_bound_thread_begins_although_all_native_threads_are_taken():
     gate = Gate()
     blocked = [green.spawn(gate.enter) for _ in range(3)]
     try:
-        assert gate.entered.wait(10)
-        assert green.spawn(_answer, bound=True).result(10) == "answer"
+        assert gate.entered.wait(30)
+        assert green.spawn(_answer, bound=True).result(30) == "answer"
     finally:
         gate.opened.set()
         for each in blocked:
-            each.result(10)
+            each.result(30)
 
 
 def test_calls_that_wait_for_each_other_all_run():
@@ -843,7 +843,7 @@ def test_random_calls_hand_overs_spawns_and_settlings_lose_nothing(seed):
     for each in natives:
         each.join()
     assert thread.result(45) == [sum(range(40)) + k for k in range(60)]
-    assert sorted(each.result(10) for each in from_outside) == list(range(60))
+    assert sorted(each.result(30) for each in from_outside) == list(range(60))
     assert scheduler.away == 0 and scheduler.outside == 0
 
 

@@ -63,7 +63,7 @@ class Busy:
         self.end.set()
         for each in self.threads:
             each.cancel()
-        wait(self.threads, 10)
+        wait(self.threads, 30)
         assert all(each.done() for each in self.threads)
         for each in self.threads:
             with contextlib.suppress(CancelledError):
@@ -116,7 +116,7 @@ def test_a_forked_child_starts_its_own_and_the_parents_go_on():
         return *called, *[thread.value for thread in threads]
 
     def work():
-        return green.run(main), green.map(double, range(3)), green.spawn(time.sleep, 0).result(10)
+        return green.run(main), green.map(double, range(3)), green.spawn(time.sleep, 0).result(30)
 
     with Busy() as busy:
         for _ in range(5):
@@ -149,7 +149,7 @@ def test_the_childs_end_runs_nothing_of_the_parents_green_threads():
     for each in threads:
         each.cancel()
         with pytest.raises(CancelledError):
-            each.result(10)
+            each.result(30)
     os.close(w)
     with open(r) as file:
         assert set(file.read().split()) == {str(os.getpid())}

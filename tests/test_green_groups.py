@@ -47,7 +47,7 @@ def kinds(group):
 
 def run(main, *args):
     """As `green.run`, but one that hangs is an error soon."""
-    return green.spawn(main, *args).result(20)
+    return green.spawn(main, *args).result(30)
 
 
 def test_a_block_ends_when_all_its_threads_have():
@@ -389,7 +389,7 @@ def test_who_is_cancelled_in_a_block_cancels_its_threads_first():
         run(green.sleep, 0.01)
         thread.cancel()
         with pytest.raises(CancelledError):
-            thread.result(10)
+            thread.result(30)
         assert thread.cancelled() and ended.names == expected
 
 

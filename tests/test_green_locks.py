@@ -601,7 +601,7 @@ def test_an_event_set_by_a_plain_thread_at_any_moment_wakes_who_waits():
         for event in events:
             event.set()
         for thread in waiting:
-            thread.result(10)
+            thread.result(30)
 
 
 @pytest.mark.parametrize("wrong", [1.5, True, "a"])

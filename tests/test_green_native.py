@@ -127,7 +127,7 @@ def test_a_plain_function_that_waits_for_something_of_ours_is_cancelled_there(wa
             await thread
         assert thread.cancelled()
 
-    green.spawn(main).result(20)
+    green.spawn(main).result(30)
     assert ended == [1] or wait == "value" or not ended  # it may have been cancelled before it began
 
 
@@ -169,7 +169,7 @@ def test_a_plain_function_that_is_cancelled_while_it_computes_is_cancelled_at_it
     thread.cancel()
     opened.set()
     with pytest.raises(CancelledError):
-        thread.result(10)
+        thread.result(30)
     assert thread.cancelled() and not keeps_it_alive.is_alive()
 
 
@@ -192,7 +192,7 @@ def test_a_group_with_a_plain_worker_ends_whenever_it_is_cancelled():
                 group.cancel()
         return "on"
 
-    assert green.spawn(main).result(20) == "on"
+    assert green.spawn(main).result(30) == "on"
 
 
 def test_a_cancel_that_comes_to_one_native_thread_does_not_reach_the_next_job_on_it():
@@ -206,19 +206,19 @@ def test_a_cancel_that_comes_to_one_native_thread_does_not_reach_the_next_job_on
     assert entered.wait(30)
     thread.cancel()
     opened.set()
-    thread.result(10)
+    thread.result(30)
     for _ in range(20):
         channel = green.Channel()
         others = [green.spawn(channel.get) for _ in range(3)]
         for i in range(3):
             channel.put(i)
-        assert sorted(each.result(10) for each in others) == [0, 1, 2]
+        assert sorted(each.result(30) for each in others) == [0, 1, 2]
 
 
 def test_idle_native_threads_are_used_again():
     for _ in range(100):
-        green.spawn(threading.get_ident).result(10)
-    idents = [green.spawn(threading.get_ident).result(10) for _ in range(50)]
+        green.spawn(threading.get_ident).result(30)
+    idents = [green.spawn(threading.get_ident).result(30) for _ in range(50)]
     assert len(set(idents)) < 50
 
 
@@ -263,7 +263,7 @@ def test_a_cancelled_plain_function_may_use_and_end_a_pool_in_its_clean_up():
     while not thread.cancel():  # False while it is between two waits
         time.sleep(0.001)
     with pytest.raises(CancelledError):
-        thread.result(20)
+        thread.result(30)
 
 
 def test_a_plain_function_that_polls_is_cancelled_at_whatever_moment():
@@ -281,4 +281,4 @@ def test_a_plain_function_that_polls_is_cancelled_at_whatever_moment():
         time.sleep(0.0001 * round_)
         thread.cancel()
         with pytest.raises(CancelledError):
-            thread.result(10)
+            thread.result(30)

@@ -21,7 +21,7 @@ def nobody_is_left():
     for thread in list(scheduler.live):
         thread.cancel()
     for thread in list(scheduler.live):
-        concurrent.futures.wait([thread], timeout=10)
+        concurrent.futures.wait([thread], timeout=30)
     close_loop()
 
 
@@ -97,7 +97,7 @@ def test_threads_is_asked_from_plain_code_and_knows_who_has_ended():
     assert [each.name for each in green.threads()] == ["waits"]
     thread.cancel()
     with pytest.raises(CancelledError):
-        thread.result(10)
+        thread.result(30)
     assert green.threads() == []
 
 

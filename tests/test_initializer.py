@@ -66,7 +66,7 @@ def error_of(**how):
         return broken
     with pool:
         try:
-            error = pool.submit(abs, -1).exception(20)
+            error = pool.submit(abs, -1).exception(30)
         except BrokenProcessPool as broken:
             error = broken
         assert isinstance(error, BrokenProcessPool)
@@ -103,7 +103,7 @@ def test_drones_that_die_in_it_end_a_pool_that_is_being_closed_too():
     pool = poly.Pool(1, initializer=os._exit, initargs=(3,))
     work = pool.promise(abs, -1)
     pool.shutdown()
-    assert isinstance(work.exception(10), BrokenProcessPool)
+    assert isinstance(work.exception(30), BrokenProcessPool)
 
 
 def test_it_is_none_of_the_tasks_after_which_a_drone_is_replaced(tmp_path):

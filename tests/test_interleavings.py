@@ -17,7 +17,7 @@ class Held:
 
     def __reduce__(self):
         self.begun.set()
-        self.let_go.wait(20)
+        self.let_go.wait(30)
         return int, (3,)
 
 
@@ -29,7 +29,7 @@ def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, input
     by_hand = [poly.Promise() for _ in range(inputs)]
     late = threading.Thread(target=lambda: given.append(pool.promise(pow, held, 2, *by_hand)))
     late.start()
-    held.begun.wait(20)
+    held.begun.wait(30)
     called_off = threading.Event()
     if how == "kill":
         crew.kill()
@@ -39,13 +39,13 @@ def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, input
     def let_go():  # in the same turn: its drone is not known to be dead
         called_off.set()
         held.let_go.set()
-        late.join(20)
+        late.join(30)
 
     crew.hub.post(let_go)
-    called_off.wait(20)
-    crew.ended.result(20)
+    called_off.wait(30)
+    crew.ended.result(30)
     late.join()
-    assert isinstance(given[0].exception(20), RuntimeError)
+    assert isinstance(given[0].exception(30), RuntimeError)
 
 
 def test_who_submits_while_it_is_looked_whether_all_are_stuck_breaks_nothing(monkeypatch):
@@ -67,10 +67,10 @@ def test_who_submits_while_it_is_looked_whether_all_are_stuck_breaks_nothing(mon
         works = [pool.promise(abs, elsewhere) for _ in range(3)]
         waiter = threading.Thread(target=works[0].exception)
         waiter.start()
-        assert looked.wait(20)
+        assert looked.wait(30)
         pool.doit(abs, -1)
         elsewhere.set_result(-7)
-        assert [work.result(20) for work in works] == [7, 7, 7, 7]
+        assert [work.result(30) for work in works] == [7, 7, 7, 7]
         waiter.join()
 
 
@@ -82,7 +82,7 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
         holder.release(wait=False)
         retires = threading.Event()
         pool._crew.hub.post(retires.set)
-        assert retires.wait(20)  # or what comes now could be sent there, where it waits for the packing
+        assert retires.wait(30)  # or what comes now could be sent there, where it waits for the packing
         pool.doit(abs, -1)
         wait_for(lambda: pool._crew.hungry)
         by_hand = poly.Promise()
@@ -116,4 +116,4 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
             crew.hub.deliver(lambda: seen.set_result(said))
 
         crew.hub.post(turn)
-        assert seen.result(20)
+        assert seen.result(30)

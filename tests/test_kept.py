@@ -513,11 +513,11 @@ def test_a_drone_that_retires_waits_for_what_its_own_work_takes(pool, tmp_path):
     pool.refresh()
     assert work[3].cancel() and not any(each.done() for each in work[:3])
     append(gate, "open")
-    assert work[0].result(10) == "packed" and other.alive
+    assert work[0].result(30) == "packed" and other.alive
     by_hand[0].set_result(-1)
-    assert work[1].result(10) == 1 and other.alive
+    assert work[1].result(30) == 1 and other.alive
     by_hand[1].set_exception(KeyError("none"))
-    assert isinstance(work[2].exception(10), KeyError)
+    assert isinstance(work[2].exception(30), KeyError)
     wait_for(lambda: not other.alive)
 
 
@@ -527,7 +527,7 @@ def test_a_drone_that_retires_ends_when_its_own_work_is_withdrawn(pool):
     refused, withdrawn = other.promise(id, lock), other.promise(abs, poly.Promise())
     pool.refresh()
     assert withdrawn.cancel()
-    assert isinstance(refused.exception(10), (TypeError, Lost))  # by then, who had the lock may have ended
+    assert isinstance(refused.exception(30), (TypeError, Lost))  # by then, who had the lock may have ended
     wait_for(lambda: not other.alive)
 
 

@@ -37,7 +37,7 @@ def no_pore_is_left():
     gc.collect()
     thread = porter._thread
     if thread is not None:
-        thread.join(10)
+        thread.join(30)
     assert porter._thread is None
 
 

@@ -117,7 +117,7 @@ def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(poo
     settled = Promise()
     settled.set_result(1)
     for made, others in ((make(Promise()), []), (make(settled), []), (make(settled), [Promise()])):
-        error = pool.promise(echo, made, *others).exception(10)
+        error = pool.promise(echo, made, *others).exception(30)
         assert isinstance(error, TypeError), what
         assert "a set, a key, an object" in str(error) and "lists, tuples and values of dicts" in str(error)
         assert "argument 0" in error.__notes__[0]
@@ -131,7 +131,7 @@ class Holder:
 def test_an_object_by_itself_or_a_function_that_captured_one_is_refused(pool):
     p = Promise()
     for work in (lambda: pool.promise(echo, Holder(p)), lambda: pool.promise(lambda: p)):
-        error = work().exception(10)
+        error = work().exception(30)
         assert isinstance(error, TypeError) and "a promise cannot be pickled" in str(error)
 
 
@@ -145,15 +145,15 @@ def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(poo
     around = [{"key": (1, future)}]
     around.append(around)
     for args in ((future,), (Promise(), future), (around,), ([Promise()], around)):
-        error = pool.promise(echo, *args).exception(10)
+        error = pool.promise(echo, *args).exception(30)
         assert isinstance(error, TypeError) and "polycephaly.race(future)" in error.__notes__[0]
     p = pool.promise(abs, poly.race(future))
     future.set_result(-3)
-    assert p.result(10) == 3
+    assert p.result(30) == 3
 
 
 def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
-    error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(10)
+    error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(30)
     assert isinstance(error, TypeError) and error.__notes__[0].endswith("argument 1, a list")
 
 
@@ -161,7 +161,7 @@ def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
     inner, outer = Promise(), Promise()
     waits = [pool.promise(echo, outer), pool.promise(echo, [outer])]
     outer.set_result([inner])
-    assert all(isinstance(p.exception(10), TypeError) for p in waits)
+    assert all(isinstance(p.exception(30), TypeError) for p in waits)
     assert pool.doit(abs, -1) == 1
 
 
@@ -193,4 +193,4 @@ def test_a_cancelled_input_is_named(pool):
     late = pool.promise(abs, Promise())
     p = pool.promise(abs, late)
     assert late.cancel()
-    assert "abs #" in str(p.exception(10)) and "was cancelled" in str(p.exception())
+    assert "abs #" in str(p.exception(30)) and "was cancelled" in str(p.exception())

@@ -94,7 +94,7 @@ def test_a_drone_starts_though_a_thread_of_the_main_image_was_drawing():
     held.wait()
     try:
         with poly.Pool(1) as pool:
-            assert pool.promise(abs, -1).result(20) == 1
+            assert pool.promise(abs, -1).result(30) == 1
     finally:
         over.set()
         thread.join()

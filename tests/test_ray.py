@@ -592,7 +592,7 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
             print(pool.doit("1+1"))
             promise = pool.promise("import time; time.sleep(1000)")
             ray.shutdown()
-            print("Ray was shut down" in str(promise.exception(20)))
+            print("Ray was shut down" in str(promise.exception(30)))
         print(ray.is_initialized())
     """,
         timeout=55,

@@ -94,7 +94,7 @@ def test_work_goes_on_through_many_refreshes():
         for i in rounds(10):
             work += [pool.promise(abs, -i) for _ in range(100)]
             pool.refresh()
-        assert [p.result(20) for p in work] == [i for i in rounds(10) for _ in range(100)]
+        assert [p.result(30) for p in work] == [i for i in rounds(10) for _ in range(100)]
 
 
 @local_only(NO_FORK)
@@ -133,6 +133,6 @@ def test_refreshes_from_several_threads_all_return():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
         assert pool.doit(abs, -1) == 1

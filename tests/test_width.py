@@ -350,8 +350,8 @@ def test_a_drone_overlaps_again_when_what_hung_has_come_back(tmp_path):
         (tmp_path / "met").mkdir()
         met = [pool.promise(meet, str(tmp_path / "met"), 2) for _ in range(2)]
         append(end, "end")
-        other.result(20)
-        assert met[0].result(20) == met[1].result(20) and pool._crew.links == [link]
+        other.result(30)
+        assert met[0].result(30) == met[1].result(30) and pool._crew.links == [link]
 
 
 def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
@@ -363,4 +363,4 @@ def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
             wait_for(lambda folder=folder: os.listdir(folder))
             second = pool.promise(meet, str(folder), 2)
             wait_for(second.done)  # nobody drives: the hub's thread is to see to it
-            assert first.result(10) == second.result(10)
+            assert first.result(30) == second.result(30)
