@@ -13,6 +13,7 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
+from faults import wait_for
 
 import polycephaly as poly
 from polycephaly import green
@@ -513,8 +514,8 @@ def _slow_number():
 def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call):
     async def main():
         with pytest.raises(TimeoutError):
-            async with green.timeout(0.01):
-                await call(_slow_number)
+            async with green.timeout(0.01) as limit:
+                await call(wait_for, lambda: limit.expired)
         await green.sleep(0)
         return "on"
 

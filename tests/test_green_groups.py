@@ -7,6 +7,7 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
+from faults import wait_for
 
 import polycephaly as poly
 from polycephaly import green
@@ -674,8 +675,8 @@ def test_each_time_limit_around_a_call_counts_however_many_came_before():
         late = 0
         for _ in range(5):
             try:
-                async with green.timeout(0.01):
-                    await green.call(time.sleep, 0.03)
+                async with green.timeout(0.01) as limit:
+                    await green.call(wait_for, lambda limit=limit: limit.expired)
             except TimeoutError:
                 late += 1
         return late

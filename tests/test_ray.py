@@ -579,6 +579,7 @@ def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
     ray.kill(switch)
 
 
+@pytest.mark.ray
 def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     done = run_script(
