@@ -12,7 +12,6 @@ import itertools
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -151,12 +150,13 @@ def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType |
     global _features
     name = file or f"<doit {next(_doits)}>"
     flags = _features if file is None else 0
-    tree = None
-    if file is None and source[:1].isspace():
-        with suppress(IndentationError):
-            tree = _parsed(source, name, flags)
-        source = source if tree else textwrap.dedent(source)
-    tree = tree or _parsed(source, name, flags)
+    try:
+        tree = _parsed(source, name, flags)
+    except IndentationError:
+        if file is not None or not source[:1].isspace():
+            raise
+        tree = None
+    tree = tree or _parsed(textwrap.dedent(source), name, flags)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
         tree.body.pop()
