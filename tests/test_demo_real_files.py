@@ -44,7 +44,7 @@ def test_the_talks_gain_is_there_again() -> None:
     """114 s to 35 s for *combined* in 2009: 3.3 times."""
     planned = {experiment.name: experiment for experiment in experiments.plan([], [13])}
     # More than by default: what overlaps is waiting, and on a busy machine computing takes its share of so short a run.
-    latency = 1.0
+    latency = 1.5
     one_after_the_other = latency * (len(PAGES) + len(LISTS) - 1)  # seconds of waiting alone; so it need not be run
     with loopback(SYMDIR, latency=latency) as site:
         threads, combined = experiments.run(site, [planned[name] for name in ("III", "combined")])

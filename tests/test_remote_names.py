@@ -144,7 +144,7 @@ def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
 def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
     dead = subprocess.Popen(["true"])
     dead.wait()
-    living, left = (places.folder() / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
+    living, left = (places.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
     living.touch()
     left.touch()
     places.running()
@@ -206,7 +206,10 @@ def test_of_those_that_start_at_once_under_one_name_one_wins():
 
 
 def test_the_directory_is_ours_alone_or_refused(runtime):
-    place = places.folder()
+    with pytest.raises(ConnectionError):
+        poly.connect("lab")
+    assert not places.folder().exists()  # who looks for a pool makes nothing
+    place = places.folder(make=True)
     place.chmod(0o770)
     with pytest.raises(PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"):
         places.running()
@@ -219,10 +222,10 @@ def test_the_directory_is_ours_alone_or_refused(runtime):
 def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     if os.path.isdir(f"/run/user/{os.getuid()}"):
-        assert places.folder() == places.Path(f"/run/user/{os.getuid()}/polycephaly")
+        assert places.folder(make=True) == places.Path(f"/run/user/{os.getuid()}/polycephaly")
         return
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert places.folder() == tmp_path / f"polycephaly-{os.getuid()}"
+    assert places.folder(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
     assert stat.S_IMODE(places.folder().stat().st_mode) == 0o700
 
 
@@ -231,7 +234,7 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
     """sudo may leave his in the environment."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     os.chown(runtime, 12345, 12345)
-    assert runtime not in places.folder().parents
+    assert runtime not in places.folder(make=True).parents
     assert os.listdir(runtime) == []
 
 

@@ -43,8 +43,8 @@ def check_name(name: str) -> str:
     return name
 
 
-def folder() -> Path:
-    """The directory, made if need be. Raises `PermissionError` where somebody else could write there, `OSError`."""
+def folder(*, make: bool = False) -> Path:
+    """The directory. Raises `PermissionError` where somebody else could write there, `OSError`."""
     for above in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
         # Not another's, as that of who has called sudo: he could not use what we make there.
         if os.path.isabs(above) and os.path.isdir(above) and os.stat(above).st_uid == os.getuid():
@@ -52,9 +52,15 @@ def folder() -> Path:
             break
     else:
         place = Path(tempfile.gettempdir(), f"polycephaly-{os.getuid()}")
-    with suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    status = place.lstat()  # a link is none of ours: whoever made it could have it point anywhere
+    if make:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+    try:
+        status = place.lstat()  # a link is none of ours: whoever made it could have it point anywhere
+    except FileNotFoundError:
+        if make:
+            raise
+        return place  # who only looks makes none
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
             f"{place} must be a directory of yours and of mode 0700, not {stat.filemode(status.st_mode)} of user "
@@ -129,6 +135,7 @@ def check_free(name: str) -> None:
 
 def claim(card: Card) -> None:
     """Makes `card` the one of its name. Raises `FileExistsError` if another pool of that name runs, `OSError`."""
+    folder(make=True)
     path = path_of(card.name)
     with _locked(path.parent):
         with suppress(FileNotFoundError):
