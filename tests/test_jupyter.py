@@ -294,3 +294,14 @@ def test_the_magics_work_in_plain_ipython():
         print(shell.find_cell_magic("doit"))
     """)
     assert said == "42 41\n42\ncollected\nNone\n"
+
+
+def test_where_ipykernel_is_only_imported_no_drone_loads_ipython():
+    here, there = output_of("""
+        import sys
+        import ipykernel
+        import polycephaly as poly
+        with poly.Drone() as drone:
+            print("IPython" in sys.modules, drone.doit("__import__('sys').modules.keys() >= {'IPython'}"))
+    """).split()
+    assert here == there

@@ -16,8 +16,8 @@ __all__ = ["leave_the_kernel"]
 
 
 def leave_the_kernel() -> None:
-    if "ipykernel" not in sys.modules:
-        return
+    if not {"ipykernel", "IPython.core.interactiveshell"} <= sys.modules.keys():
+        return  # that ipykernel was imported makes no kernel, and each drone would import IPython for nothing
     if not isinstance(builtins.input, types.BuiltinFunctionType):
         builtins.input = _input
     getpass: Any = sys.modules.get("getpass")
