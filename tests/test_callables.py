@@ -3,11 +3,8 @@
 import contextlib
 import functools
 import gc
-import importlib.util
 import operator
 import os
-import sys
-import types
 
 import pytest
 from engines import NO_FORK, local_only, on_each_engine, poly
@@ -434,87 +431,3 @@ def _links():
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
-
-
-_TRADE = """
-fees = {"IBM": 2}
-
-class Trade:
-    def __init__(self, symbol): self.symbol = symbol
-    def cost(self): return fees[self.symbol]
-
-class Unknown(LookupError): pass
-
-def fee(symbol): return fees[symbol]
-def cost(symbol): return Trade(symbol).cost()
-def trade(symbol): return Trade(symbol)
-def fail(symbol): raise Unknown(symbol)
-"""
-
-
-@pytest.fixture
-def import_late(tmp_path, monkeypatch):
-    """Imports a module of that text; afterwards nobody has it."""
-    names = []
-
-    def importing(name, text, path=tmp_path):
-        (path / f"{name}.py").write_text(text)
-        monkeypatch.syspath_prepend(str(path))
-        names.append(name)
-        return importlib.import_module(name)
-
-    yield importing
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def check_trades(pool, late):
-    assert pool.doit(late.cost, "IBM") == 2 and pool.doit(late.Trade("IBM").cost) == 2
-    assert pool.doit(lambda trade: trade.symbol, late.Trade("HP")) == "HP"
-    assert pool.doit(lambda: late.cost("IBM") + late.fees["IBM"]) == 4
-    assert list(pool.map(late.cost, ["IBM"] * 3)) == [2] * 3
-    assert type(pool.doit(late.trade, "HP")) is late.Trade and type(pool.doit(late.Trade, "HP")) is late.Trade
-    assert type(pool.promise(late.fail, "HP").exception()) is late.Unknown
-
-
-def test_a_module_of_a_directory_that_came_onto_the_path_since_goes_by_value(pool, import_late):
-    check_trades(pool, import_late("late_on_path", _TRADE))
-
-
-def test_a_module_that_was_made_of_text_since_goes_by_value(pool, monkeypatch):
-    late = types.ModuleType("late_of_text")
-    monkeypatch.setitem(sys.modules, late.__name__, late)
-    exec(_TRADE, vars(late))
-    check_trades(pool, late)
-    late.fees["IBM"] = 3
-    assert pool.doit(late.fee, "IBM") == 3 and pool.doit(lambda: late.fees) == {"IBM": 3}  # as at the call
-
-
-def test_a_module_that_was_loaded_from_a_file_by_itself_goes_by_value(pool, tmp_path, monkeypatch):
-    (tmp_path / "late_plugin.py").write_text(_TRADE)
-    spec = importlib.util.spec_from_file_location("late_plugin", tmp_path / "late_plugin.py")
-    late = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "late_plugin", late)
-    spec.loader.exec_module(late)
-    check_trades(pool, late)
-
-
-@local_only
-def test_a_module_that_the_drone_can_import_goes_by_reference_though_it_came_since(tmp_path, import_late, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with poly.Pool(1) as pool:
-        late = import_late("late_and_known", _TRADE)
-        late.fees["IBM"] = 3
-        assert pool.doit(late.fee, "IBM") == 2  # it has the file's
-        assert pool.doit("import sys; 'late_and_known' in sys.modules")
-
-
-@local_only
-def test_after_a_refresh_what_came_late_is_there_and_goes_by_reference(import_late):
-    with poly.Pool(1) as pool:
-        late = import_late("late_and_refreshed", _TRADE)
-        late.fees["IBM"] = 4
-        assert pool.doit(late.fee, "IBM") == 4
-        pool.refresh()
-        late.fees["IBM"] = 5
-        assert pool.doit(late.fee, "IBM") == 4  # the snapshot's

@@ -1,10 +1,10 @@
 """Pickling across images that share a past.
 
     value ──> plain C pickler ──────────────────────────────> bytes          (most values: under 1 us)
-                 │ fails, or names something of __main__ or of a stranger (strangers.py)
+                 │ fails, or names something of __main__
                  ├──> _Capture, a cloudpickle.Pickler ──────> bytes
-                 │       what `__main__` held at the snapshot:       by reference
-                 │       all else that cannot be imported there:     by value
+                 │       what `__main__` held at the snapshot: by reference
+                 │       all else that cannot be imported:     by value
                  │ meets a large buffer (`pack` only)
                  └──> _Plain, else _Capture, with the large buffers beside it ──> Parcel, in shared memory
 
@@ -25,17 +25,15 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer, dumps
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import cloudpickle
-from cloudpickle.cloudpickle import _dynamic_class_reduce, dynamic_subimport
 
 from .arena import Full
 from .loans import Parcel, Place
 from .store import LARGE_PICKLE, Store
-from .strangers import Strangers
 
 __all__ = [
     "ATOMS",
@@ -75,7 +73,6 @@ class MainSnapshot:
 
     def __init__(self, names: Iterable[str] | None = None) -> None:
         """Of `names` only, where given: what a spawned image found when it imported the main module."""
-        self._strangers = Strangers()
         self._held: dict[str, Any] = {}
         main = main_namespace()
         for name in list(main) if names is None else names:
@@ -95,14 +92,6 @@ class MainSnapshot:
             held = held()
             return held is not None and held is value
         return held is value or (isinstance(value, ATOMS) and type(held) is type(value) and held == value)
-
-    def is_stranger(self, module: str | None) -> bool:
-        """Is this a module that came since, and that the other image cannot import?"""
-        return self._strangers.has(module)
-
-    def goes_plainly(self, pickled: bytes) -> bool:
-        """Does a pickle name nothing that the other image may not have?"""
-        return b"__main__" not in pickled and not self._strangers.may_be_in(pickled)
 
     def is_current(self) -> bool:
         """Does `__main__` hold now what it held then? What lists and the like contain is not looked at."""
@@ -138,12 +127,6 @@ class _Common(MainSnapshot):
     def names(self) -> list[str]:
         return [name for name in self._all[0].names() if self.has(name)] if self._all else []
 
-    def is_stranger(self, module: str | None) -> bool:
-        return any(each.is_stranger(module) for each in self._all)
-
-    def goes_plainly(self, pickled: bytes) -> bool:
-        return b"__main__" not in pickled and all(each.goes_plainly(pickled) for each in self._all)
-
 
 def common() -> MainSnapshot:
     """What this image has in common with the one that it was forked from, and with all that it has started."""
@@ -170,7 +153,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
         raise
     except Exception:  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
         plain = b"__main__"
-    return plain if snapshot.goes_plainly(plain) else b"".join(_with(_Capture, value, snapshot, None)[0])
+    return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
 
 
 def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False) -> bytes | Parcel:
@@ -185,7 +168,7 @@ def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool
             plain = dumps(value, 5, buffer_callback=_only_small)
         except Exception:  # it has large buffers, or the plain pickler cannot do it
             plain = b"__main__"
-        if snapshot.goes_plainly(plain):
+        if b"__main__" not in plain:
             return plain if len(plain) < LARGE_PICKLE else stored(plain, store)
     try:
         return pack_strictly(value, snapshot, store)
@@ -227,8 +210,8 @@ def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
     return views
 
 
-def _may_name_something(piece: bytes) -> bool:
-    return len(piece) < _CONTENT_FROM or piece[:1] in _FRAMES
+def _may_name_main(piece: bytes) -> bool:
+    return (len(piece) < _CONTENT_FROM or piece[:1] in _FRAMES) and b"__main__" in piece
 
 
 class _Large(Exception):
@@ -269,7 +252,7 @@ def _in_pieces(value: object, snapshot: MainSnapshot) -> tuple[list[bytes], list
     buffers: list[memoryview] = []
     try:
         pieces, alive = _with(_Plain, value, snapshot, buffers)
-        if all(snapshot.goes_plainly(piece) for piece in pieces if _may_name_something(piece)):
+        if not any(map(_may_name_main, pieces)):
             return pieces, buffers, alive
     except Exception:  # as in `capture`
         pass
@@ -363,12 +346,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType)):
-            if isinstance(obj, ModuleType) and self._snapshot.is_stranger(obj.__name__):
-                held = {name: value for name, value in vars(obj).items() if name not in _OF_ITS_IMPORT}
-                return dynamic_subimport, (obj.__name__, held)
             return super().reducer_override(obj)
-        if self._snapshot.is_stranger(obj.__module__):
-            return _dynamic_class_reduce(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the plain way: by reference
         reduced = super().reducer_override(obj)
@@ -387,10 +365,6 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value) and not hasattr(type(value), "is_one_in_all_images"):
                 captured[name] = _ByName(name)
-
-
-_OF_ITS_IMPORT = ("__builtins__", "__loader__", "__spec__")
-"""In a module's namespace; a copy that was never imported has no use for them."""
 
 
 class _ByName:

@@ -238,7 +238,7 @@ def _witnesses_of_keywords(
 
 
 def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    if isinstance(value, ATOMS) or (isinstance(value, ModuleType) and not snapshot.is_stranger(value.__name__)):
+    if isinstance(value, (*ATOMS, ModuleType)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
         yield from _witnesses(value, snapshot, seen)
@@ -253,8 +253,6 @@ def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
     module = getattr(work, "__module__", None)
     if module == "__main__":
         return snapshot.holds(work)
-    if snapshot.is_stranger(module):
-        return False
     found: Any = sys.modules.get(module or "")
     for step in getattr(work, "__qualname__", "").split("."):
         found = getattr(found, step, None)
