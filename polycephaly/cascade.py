@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from os import getpid
 from typing import Any
 
 __all__ = ["Cascade"]
@@ -21,19 +22,25 @@ class Cascade(threading.local):
     def __init__(self, deep: int) -> None:
         self._deep = deep
         self._depth = 0
+        self._pid = getpid()
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     def go(self, step: Callable[..., object], *args: Any) -> None:
         """Does this step, now or before the outermost step of this thread returns."""
-        if self._depth >= self._deep:
+        if self._pid != getpid():  # forked within a step: those around it, and what is put off, are the parent's
+            self._pid = getpid()
+            self._depth = 0
+            self._later = deque()
+        before = self._depth
+        if before >= self._deep:
             self._later.append((step, args))
             return
-        self._depth += 1
+        self._depth = before + 1
         try:
             step(*args)
         finally:
-            self._depth -= 1
-            if self._later and not self._depth:
+            self._depth = before
+            if self._later and not before:
                 self._depth = 1
                 try:
                     try:

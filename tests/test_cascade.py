@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -97,3 +98,24 @@ def test_an_interrupt_at_any_moment_leaves_none_undone():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupted
+
+
+@pytest.mark.parametrize("deep", [1, 3])
+def test_a_fork_within_a_step_begins_anew(deep):
+    cascade = Cascade(deep)
+    statuses = []
+
+    def step(number):
+        if number < deep:
+            cascade.go(step, number + 1)
+            return
+        cascade.go(statuses.append, "put off")
+        pid = os.fork()
+        if pid == 0:
+            done = []
+            cascade.go(done.append, 1)
+            os._exit(0 if done == [1] and not statuses else 1)
+        statuses.append(os.waitpid(pid, 0)[1])
+
+    cascade.go(step, 1)
+    assert statuses == [0, "put off"]
