@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise, product
@@ -18,12 +19,13 @@ from time import monotonic
 import pytest
 from faults import append, hold_until, lines, wait_for
 from greens import run, turns
-from scripts import run_script
+from scripts import output_of, run_script
 
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
+from polycephaly.green.far.ends import MOMENT
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
 
@@ -737,12 +739,36 @@ def test_the_end_of_the_home_is_told_too():
     with poly.Drone() as drone:
         ch, other = made_in(drone), made_in(drone)
         waits = green.spawn(ch.receive())
-        drone.doit(lambda: None)
         assert not ch.closed
     with pytest.raises(ChannelClosed, match="has ended"):
-        waits.result(20)
+        waits.result(30)
     assert ch.closed and "closed" in repr(ch)
     wait_for(lambda: other.closed)  # nobody has asked
+
+
+@pytest.mark.parametrize("how", ["get", "put", "select"])
+def test_who_asks_when_the_home_and_all_drones_have_ended_is_told_so(how):
+    """In a process of its own, which has not spoken to the home while that was there."""
+    told = output_of(
+        """
+        import sys
+        import polycephaly as poly
+        from polycephaly import green
+
+        async def chosen():
+            return await green.select(ch.receiving(), green.after(20))
+
+        with poly.Drone() as drone:
+            ch = drone.doit(green.Channel)
+        ask = {"get": ch.get, "put": lambda: ch.put(1), "select": lambda: green.run(chosen)}[sys.argv[1]]
+        try:
+            ask()
+        except green.ChannelClosed as closed:
+            print("has ended" in str(closed), ch.closed)
+    """,
+        how,
+    )
+    assert told == "True True\n"
 
 
 @CAPACITIES
@@ -1134,6 +1160,33 @@ def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_c
             with pytest.raises(TimeoutError):
                 kept.get(0.3)
             assert not kept.closed
+
+
+def die_then_send(end, path, tries):
+    append(path, "try")
+    end.put(len(lines(path)))
+    if len(lines(path)) < tries:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end.close()
+
+
+def begin_slowly(path):
+    if lines(path):
+        time.sleep(3 * MOMENT)
+
+
+@pytest.mark.parametrize("tries", [2, 5])
+def test_an_end_is_there_for_a_call_that_runs_again(tmp_path, tries):
+    """However long the start of the next drone takes."""
+    path = str(tmp_path / "tries")
+    with poly.Pool(1, initializer=begin_slowly, initargs=(path,), output="discard") as pool:
+        ch = Channel(10)
+        sending = pool.options(retries=2).promise(die_then_send, ch.sender(), path, tries)
+        if tries == 2:
+            assert list(ch) == [1, 2] and sending.result(30) is None
+        else:
+            assert "DroneDied" in items_and_error(ch)[-1]
+            assert isinstance(sending.exception(30), poly.DroneDied) and len(lines(path)) == 3
 
 
 def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):

@@ -170,7 +170,11 @@ class Remote(Channel[Any]):
         """The connection to its home. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
             raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
-        away, post = self._extra, the_post()
+        away = self._extra
+        try:
+            post = the_post()
+        except RuntimeError:  # this image has no pool any more
+            raise _gone(self, Ending("has ended, as all drones of this image have", None)) from None
         peer = post.dial(away.home, away.name)
         if peer is None:
             raise _gone(self, post.gone.get(away.home, Ending("has ended", None)))
@@ -188,11 +192,11 @@ class Remote(Channel[Any]):
 
     def _enlist(self, end: str, waiter: Waiter) -> None:
         assert isinstance(waiter, Offer)
-        select, post = waiter.select, the_post()
-        if not select.number:
-            select.number = next(post.selects)
+        select = waiter.select
         try:
             peer = self._peer(may_be_closed=end == "receive")
+            if not select.number:
+                select.number = next(the_post().selects)
             payload = words.SELECT.pack(select.number) + (packed(waiter.item) if end == "send" else b"")
         except Exception as error:
             waiter.refuse(error)

@@ -108,6 +108,7 @@ class _End(Generic[T]):
 
     def _sent(self) -> None:
         self._calls += 1
+        _count_calls(self.channel, self._number, 1)
 
     def _call_settled(self, work: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(work)))
@@ -120,6 +121,7 @@ class _End(Generic[T]):
 
     def _came_through(self, error: BaseException | None) -> None:
         self._calls -= 1
+        _count_calls(self.channel, self._number, -1)
         if error is not None:
             self._may_be_astray(error)
 
@@ -191,13 +193,16 @@ def _was_cancelled(work: Any) -> CancelledError:
 
 class _Count:
     """The ends of one channel, where it lives. `holders` has for each end who has it, by token; None is this image, to
-    which it has come back. `passed` has the last tokens of those who handed it on, in their order."""
+    which it has come back. `passed` has the last tokens of those who handed it on, in their order. `calls` counts those
+    with which it is on its way from here; while there is one, who has died had it in vain: `forsaken` keeps how."""
 
     def __init__(self) -> None:
         self.made = 0
         self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
         self.holders: dict[int, dict[int, Peer | None]] = {}
         self.passed: dict[int, dict[int, None]] = {}
+        self.calls: dict[int, int] = {}
+        self.forsaken: dict[int, tuple[str, BaseException | None]] = {}
 
 
 _counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
@@ -249,6 +254,7 @@ def _gone(channel: Any, number: int, how: str = "", cause: BaseException | None 
     if count is None:
         return
     count.passed.pop(number, None)
+    count.forsaken.pop(number, None)
     for holder in count.holders.pop(number, {}).values():
         _holds_less(count, channel, holder)
     for end, others in count.open.items():
@@ -303,8 +309,24 @@ def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) 
     if scheduler.mail is not None:
         scheduler.mail.hear_all()
     count = _counts.get(channel)
-    if count is not None and not count.holders.get(number):
+    if count is None or not _is_open(count, number) or count.holders.get(number):
+        return
+    if number in count.calls:  # with one that runs again (`retries`), say: that may take its time
+        count.forsaken[number] = how, cause
+    else:
         _gone(channel, number, how, cause)
+
+
+def _count_calls(channel: Any, number: int, change: int) -> None:
+    count = None if channel.is_remote else _counts.get(channel)
+    if count is None:
+        return
+    left = count.calls.pop(number, 0) + change
+    if left:
+        count.calls[number] = left
+    elif number in count.forsaken:
+        how, cause = count.forsaken.pop(number)
+        scheduler.timers.set(monotonic() + MOMENT, partial(_forsaken, channel, number, how, cause))
 
 
 def _hear_opened(peer: Peer, channel: int, number: int, payload: bytes) -> None:
