@@ -431,3 +431,26 @@ def _links():
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def test_a_class_of_this_image_stays_as_it_is_when_an_instance_comes_home():
+    told = output_of("""
+        import polycephaly as poly
+        with poly.Pool(2) as pool:
+            pool.doit("1")
+            count = 0
+            class Late:
+                def tell(self):
+                    global count
+                    count += 1
+                    return word()
+            def word():
+                return "old"
+            late = Late()
+            print(pool.doit(lambda it: (it.tell(), it)[0], late), type(pool.doit(lambda it: it, late)) is Late, count)
+            word = lambda: "new"
+            print(late.tell(), count, pool.doit(lambda it: it.tell(), late))
+            Late.more = lambda self: "more"
+            print({each.result() for each in pool.everywhere(lambda it: it.more(), late)})
+    """)
+    assert told == "old True 0\nnew 1 new\n{'more'}\n"

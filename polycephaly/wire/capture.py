@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import copyreg
+import os
 import pickle
 import sys
 from collections import ChainMap
@@ -27,9 +28,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer, dumps
 from types import FunctionType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import cloudpickle
+from cloudpickle.cloudpickle import _class_setstate
 
 from .arena import Full
 from .loans import Parcel, Place
@@ -352,7 +354,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
             self._leave_shared_globals(reduced)
-        return reduced
+        return _as_a_guest(obj, reduced)
 
     def _leave_shared_globals(self, reduced: Any) -> None:
         """Of a by-value function's captured globals, what the other image has anyway goes as its name.
@@ -365,6 +367,41 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value) and not hasattr(type(value), "is_one_in_all_images"):
                 captured[name] = _ByName(name)
+
+
+# -- classes that go by value ---------------------------------------------------------------------------
+
+# cloudpickle knows a class again that comes twice, and sets all that it has anew: also in the image that it is from,
+# when an instance comes home. Its methods would have copies of their globals then: so there it is left as it is.
+
+_ours: WeakSet[type] = WeakSet()
+"""Those of this image that have gone elsewhere."""
+_guests: WeakSet[type] = WeakSet()
+"""Those that came here."""
+
+
+def _as_a_guest(obj: object, reduced: Any) -> Any:
+    if not (isinstance(obj, type) and isinstance(reduced, tuple) and reduced[-1] is _class_setstate):
+        return reduced
+    if obj not in _guests:
+        _ours.add(obj)
+    return *reduced[:-1], _set_guest
+
+
+def _set_guest(made: type, state: Any) -> type:
+    if made not in _ours:
+        _guests.add(made)
+        _class_setstate(made, state)
+    return made
+
+
+def _ours_are_guests() -> None:
+    """In a forked child: what its parent sends again may have changed."""
+    _guests.update(_ours)
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_ours_are_guests)
 
 
 class _ByName:
