@@ -138,7 +138,7 @@ class Deadlock(RuntimeError):
     """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""
 
 
-HEAP_TYPE = 1 << 9  # of a class made by Python code
+_HEAP_TYPE = 1 << 9  # of a class made by Python code
 
 
 def another(error: BaseException) -> BaseException:
@@ -160,7 +160,7 @@ def _without_init(error: BaseException) -> BaseException:
     """For a class whose constructor takes other arguments than it hands on. Raises where it has more than its `args`
     and its `__dict__`: fields of C, as an `OSError` has, or slots."""
     kind = type(error)
-    builtin = next(base for base in kind.__mro__ if not base.__flags__ & HEAP_TYPE)
+    builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     if builtin.__basicsize__ != BaseException.__basicsize__ or any("__slots__" in vars(base) for base in kind.__mro__):
         raise TypeError(f"{kind.__qualname__} cannot be copied")
     twin: BaseException = kind.__new__(kind, *error.args)

@@ -41,6 +41,31 @@ class Unwilling(Exception):
         raise TypeError("not to be pickled")
 
 
+class OfALibrary(Exception):
+    def __init__(self, message, response=None):
+        super().__init__(message)
+        self.response = response
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.response)
+
+
+class MadeOtherwise(OfALibrary):
+    """As which it cannot be made, by the way that it inherits."""
+
+    def __init__(self, text):
+        super().__init__(f"it is {text}", 404)
+        self.text = text
+
+
+class WithState(Exception):
+    def __init__(self, one, other="more"):
+        super().__init__(f"{one} and {other}", len(one))
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+
 def _explode():
     raise RuntimeError("not to be rebuilt")
 
@@ -216,6 +241,12 @@ def test_a_class_that_says_how_it_is_pickled_is_believed_when_that_fails(pool, k
     error = pool.promise(raise_in_code_of, kind).exception()
     assert type(error) is poly.RemoteError and error.type_name.endswith(kind) and error.message == "odd"
     assert "raise_in_code_of" in error.traceback and "Traceback (most recent call last)" in error.traceback
+
+
+@pytest.mark.parametrize("kind", [MadeOtherwise, WithState])
+def test_a_way_that_is_inherited_or_of_its_state_only_does_not_hide_its_type(pool, kind):
+    error = pool.promise(raise_in_code_of, kind.__name__).exception()
+    assert type(error) is kind and error.args == kind("odd").args and vars(error) == vars(kind("odd"))
 
 
 def raise_in_code_of(name):

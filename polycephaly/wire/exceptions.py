@@ -24,12 +24,12 @@ from traceback import format_exception
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..errors import HEAP_TYPE, RemoteError
+from ..errors import RemoteError
 
 __all__ = ["pack_exception", "unpack_exception"]
 
 _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
-_WAYS = ("__reduce__", "__reduce_ex__", "__setstate__")
+_WAYS = ("__reduce__", "__reduce_ex__")
 
 
 class _Parcel(NamedTuple):
@@ -114,8 +114,8 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
 
 
 def _says_how(kind: type) -> bool:
-    """Whether it is pickled in a way of its own, by Python code."""
-    return any(name in vars(base) for base in kind.__mro__ if base.__flags__ & HEAP_TYPE for name in _WAYS)
+    """Whether it is pickled in a way of its own. One that it inherits may know nothing of how it is made."""
+    return any(name in vars(kind) for name in _WAYS)
 
 
 def _same(copy: BaseException, error: BaseException) -> bool:
