@@ -1162,6 +1162,19 @@ def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_c
             assert not kept.closed
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_call_whose_time_is_over_before_its_drone_began_takes_its_ends_too(goes_on):
+    with poly.Pool(1, output="discard") as pool:
+        drone = pool.drones[0]
+        drone.doit(abs, 1)
+        os.kill(drone.pid, signal.SIGSTOP)
+        ch = Channel()
+        late = pool.options(timeout=0.5).promise(short_or_not, ch.sender())
+        assert isinstance(late.exception(30), TimeoutError)
+        os.kill(drone.pid, signal.SIGCONT if goes_on else signal.SIGKILL)
+        assert "ran for more than" in items_and_error(ch)[-1]
+
+
 def die_then_send(end, path, tries):
     append(path, "try")
     end.put(len(lines(path)))

@@ -18,8 +18,8 @@ An image to which it comes more than once is counted once, by the last token. Tw
 both. Where nobody is left who has it, the home waits for a moment, and hears what has come by then, before it counts
 the end as gone: it may have been handed on just before. An end that went with a call is followed until the call is
 settled: if its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) -
-but only when no other call with it is on its way. Of a call that is cancelled while a drone has it, that drone, or its
-death, tells later whether it had begun (`Work.never_began`).
+but only when no other call with it is on its way. Of a call that is settled here while a drone has it, as it was
+cancelled or its time is over, that drone, or its death, tells later whether it had begun (`Work.never_began`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class _End(Generic[T]):
 
     def _call_settled(self, work: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(work)))
-        if work.sending is None or not work.cancelled():  # else its drone has it, and may not have opened it yet
+        sent = work.sending
+        if sent is None or work.number not in sent.link.flight:  # else its drone has it, and may not have opened it yet
             work.followed = ()
 
     def _never_arrived(self, work: Work) -> None:
