@@ -279,7 +279,7 @@ class RayEngine:
             self.fail(error)
             return
         link.dying = link.deaf = True
-        link.fate, link.cause = _fate(error), error
+        link.fate, link.cause = _fate(error), error.with_traceback(None)  # its frames know the pool
         ray.kill(link.actor)  # one that could not be reached for a moment must not go on unseen
         born = link.born_as
         if born is None:
