@@ -253,10 +253,11 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so(tmp_path):
                         told.append("belongs to another process" in str(error))
                 return told
             print(poly.doit(use))
-            if os.fork() == 0:
+            child = os.fork()
+            if child == 0:
                 print(use(), flush=True)
                 os._exit(0)
-            os.wait()
+            os.waitpid(child, 0)  # not os.wait(): the zygote of `poly.doit` ends about now
             open(sys.argv[1], "w").close()
             print(p.value)
     """,
