@@ -325,6 +325,16 @@ def test_a_device_among_resources_is_a_device_to_ray():
     assert _as_ray_wants({"num_cpus": 3}) == {"num_cpus": 3}
 
 
+@on_ray
+def test_a_death_has_rays_own_error_for_its_cause():
+    from ray.exceptions import RayActorError
+
+    with poly.Pool(1, output="discard") as pool:
+        died = pool.promise(os._exit, 1).exception()
+    assert isinstance(died, poly.DroneDied)
+    assert isinstance(died.__cause__, RayActorError)
+
+
 # -- values that pass the controller by -------------------------------------------------------------------
 
 
