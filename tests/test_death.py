@@ -227,12 +227,20 @@ def test_a_killed_drone_has_its_exit_code():
         assert isinstance(running.exception(), poly.DroneDied)
 
 
+def exit_hard_when(path, status):
+    hold_until(path)
+    exit_hard(status)
+
+
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed):
-    with poly.Drone(initializer=block_for_ever if killed else exit_hard, initargs=() if killed else (3,)) as drone:
+def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed, tmp_path):
+    asked = tmp_path / "asked"
+    with poly.Drone(initializer=exit_hard_when, initargs=(str(asked), 3)) as drone:
         waiting = drone.promise(abs, 1)
         if killed:
             drone.kill()
+        else:
+            asked.touch()
         died = waiting.exception(20)
         assert type(died) is poly.DroneDied and died.exitcode == (-signal.SIGKILL if killed else told(3))
         with pytest.raises(poly.DroneDied):
