@@ -15,9 +15,10 @@ import threading
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from census import alive
+from census import alive, descriptors
 from faults import wait_for
 from greens import run
 from scripts import output_of
@@ -592,6 +593,176 @@ def test_a_plain_forks_child_neither_closes_it_nor_keeps_it_open():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+# -- open files --------------------------------------------------------------------------------------------
+
+
+def read_at(pore, offset, size):
+    return os.pread(pore.fileno(), size, offset), os.lseek(pore.fileno(), 0, os.SEEK_CUR)
+
+
+def test_an_open_file_is_the_same_open_file_in_every_image(pool, tmp_path):
+    path = tmp_path / "table"
+    path.write_bytes(b"0123456789")
+    with open(path, "rb") as file:
+        pore = poly.Pore(file=file, name="table")
+    assert file.closed  # the pore has a descriptor of its own
+    with pore:
+        os.lseek(pore.fileno(), 7, os.SEEK_SET)
+        path.unlink()  # its name is not needed
+        assert pool.doit(read_at, pore, 2, 3) == (b"234", 7)
+        assert poly.doit(read_at, pore, 0, 1) == (b"0", 7)
+        assert pore.nbytes == 0 and "a file" in repr(pore)
+
+
+def answer_one(pore):
+    with socket.fromfd(pore.fileno(), socket.AF_INET, socket.SOCK_STREAM) as listener:
+        end, _ = listener.accept()
+        with end:
+            end.sendall(str(os.getpid()).encode())
+    pore.tell(os.getpid())
+
+
+def test_drones_accept_connections_of_one_listening_socket():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        pore = poly.Pore(file=listener)
+    with pore, poly.Pool(3) as pool:
+        served = pool.everywhere(answer_one, pore)
+        answers = []
+        for _ in served:
+            with socket.create_connection(address, 30) as end:
+                answers.append(int(end.recv(100)))
+        assert sorted(answers) == sorted(drone.pid for drone in pool.drones)
+        assert sorted(pore.get(30).value for _ in served) == sorted(answers)
+
+
+def test_a_pipe_of_a_drones_ends_with_it(nobody_is_killed_for_being_slow):
+    with poly.Drone(name="keeper") as drone:
+        drone.doit("import os, polycephaly as poly; ends = os.pipe(); os.write(ends[1], b'there')")
+        drone.doit("pore = poly.Pore(file=ends[0], name='pipe')")
+        pore = drone["pore"]
+        fd = pore.fileno()
+        assert os.read(fd, 100) == b"there"
+        drone.kill()
+        wait_for(partial(poly.Pore.closed.fget, pore))
+        assert error_of(pore.fileno) == error_of(pore.tell, 1)
+        with pytest.raises(poly.PoreClosed) as caught:
+            pore.fileno()
+        assert caught.value.ended and caught.value.pore == "pipe"
+        assert os.read(fd, 100) == b""  # the number stays ours for as long as we have the pore
+        del pore, caught
+        gc.collect()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def open_files():
+    gc.collect()
+    return len(descriptors())
+
+
+def use_and_drop(pore):
+    before = open_files()
+    first = pore.fileno()
+    pore.close()
+    second = pore.fileno()  # it is brought once more
+    os.fstat(second)
+    pore.close()
+    assert not os.get_inheritable(pore.fileno())
+    return open_files() - before, first >= 0
+
+
+def test_a_holder_has_no_more_descriptors_than_it_needs(pool, tmp_path):
+    drone = pool.drones[0]
+    before = drone.doit(open_files)
+    with open(tmp_path / "file", "wb") as file, poly.Pore(file=file) as pore:
+        assert drone.doit(use_and_drop, pore) == (3, True)  # the connection, the owner's pidfd, the file
+        assert drone.doit(open_files) == before
+
+
+def test_a_forked_child_is_brought_the_file_anew(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    with open(tmp_path / "file", "rb") as file, poly.Pore(file=file) as pore, poly.Drone() as drone:
+        assert drone.doit(read_at, pore, 0, 7)[0] == b"content"
+        assert drone.doit(lambda: poly.doit(read_at, pore, 3, 4)[0]) == b"tent"  # a drone of a holder's
+        come, go = os.pipe()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.close(go)
+                pore.tell(read_at(pore, 0, 7)[0])
+                os.read(come, 1)  # the parent has closed it
+                status = 0 if error_of(pore.fileno).startswith("PoreClosed") else 2
+            finally:
+                os._exit(status)
+        os.close(come)
+        assert pore.get(30).value == read_at(pore, 0, 7)[0] == b"content"
+        pore.close()
+        list(pore)
+        os.close(go)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def use_in_threads(pore, rounds):
+    """Threads that use it, while one closes it again and again."""
+    wrong = []
+
+    def use():
+        for _ in range(rounds):
+            try:
+                pore.fileno()
+                pore.tell("used")
+            except poly.PoreClosed as error:  # between a close and the number
+                if error.ended:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        pore.close()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_threads_that_use_and_close_a_file_keep_their_way_to_it(pool, tmp_path):
+    with open(tmp_path / "file", "wb") as file, poly.Pore(file=file) as pore:
+        told = pool.promise(use_in_threads, pore, 300)
+        reader = threading.Thread(target=lambda: list(pore))
+        reader.start()
+        assert told.result() == []
+        assert pool.doit(lambda: pore.fileno() >= 0)
+        pore.close()
+        reader.join()
+
+
+def test_a_file_has_no_memory_and_memory_no_file(tmp_path):
+    with open(tmp_path / "file", "wb") as file, poly.Pore(file=file, name="log") as pore, poly.Pore(8, name="m") as m:
+        for use in (lambda: pore.memory, lambda: pore.array, lambda: pore.write(0, b"x")):
+            with pytest.raises(TypeError, match="the pore 'log' is an open file: it has a `fileno"):
+                use()
+        with pytest.raises(OSError, match="the pore 'm' is memory: it has no file descriptor"):
+            m.fileno()
+    assert error_of(pore.fileno).startswith("PoreClosed")
+
+
+def test_what_is_no_file_is_told(tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        for how in ({}, {"shape": 8, "file": file}, {"dtype": "i8", "file": file}):
+            with pytest.raises(TypeError, match=r"Pore\(shape, dtype\) or Pore\(file=file\)"):
+                poly.Pore(**how)
+    with pytest.raises(ValueError, match="closed file"):
+        poly.Pore(file=file)
+    for no_file in ("table", True, 1.5):
+        with pytest.raises(TypeError, match=f"not {no_file!r}"):
+            poly.Pore(file=no_file)
+    for number in (-1, 9999):
+        with pytest.raises(ValueError, match=f"file={number} is no open file: Bad file descriptor"):
+            poly.Pore(file=number)
+
+
 # -- who may -----------------------------------------------------------------------------------------------
 
 
@@ -746,7 +917,7 @@ def test_who_has_no_descriptor_left_itself_is_told_and_may_try_again(free):
     with poly.Drone() as drone, poly.Pore(1, name="mine") as pore:
         drone.doit(int)
         told = drone.doit(tell_with_no_descriptor_left_but, free, pore)
-        assert told == "Too many open files" or "no file descriptor is left for the memory of the pore 'mine'" in told
+        assert told == "Too many open files" or "no file descriptor is left for the pore 'mine'" in told
         drone.doit(pore.tell, "now")
         assert pore.get(30).value == "now"
 

@@ -30,13 +30,25 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 __all__ = [
-    "OURS", "become_subreaper", "children", "close", "die_with_parent", "end_family", "end_process_group",
+    "OURS", "Descriptor", "become_subreaper", "children", "close", "die_with_parent", "end_family", "end_process_group",
     "join_family", "new_family", "open_pidfd", "own",
 ]  # fmt: skip
 
 
 class Closable(Protocol):
     def close(self) -> object: ...
+
+
+class Descriptor:
+    """One that knows when it is closed."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 OURS: set[Closable] = set()

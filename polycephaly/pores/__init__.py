@@ -1,4 +1,4 @@
-"""Pores: memory that one image owns and others look at, and what they tell the owner of it.
+"""Pores: memory, or an open file, that one image owns and others use, and what they tell the owner of it.
 
     owner                                              holder: a drone, the controller, a drone of a drone
     ─────                                              ──────
@@ -17,10 +17,11 @@ when its owner ends, however that happens.
     frames.py    what goes through a connection
 
 Who owns what. The owner has the listening socket, one end of each connection, and the memfd; a holder has the other
-end, and no descriptor of the memory. None of them crosses a fork (`launch.lifeline.OURS`): a child of the owner's, or
-of a holder's, is a holder that has not connected yet, whatever objects it inherited. The memory itself is mapped for
-as long as anybody looks at it: a view that was handed out is never taken away, and its size is sealed. So there is no
-access to it that could fail; what fails is the next operation on the pore.
+end; of a file it has a descriptor, of memory none. None of them crosses a fork (`launch.lifeline.OURS`): a child of
+the owner's, or of a holder's, is a holder that has not connected yet, whatever objects it inherited. The memory itself
+is mapped for as long as anybody looks at it: a view that was handed out is never taken away, and its size is sealed.
+So there is no access to it that could fail; what fails is the next operation on the pore. A holder's descriptor of a
+file is not taken away either, since its number could be somebody else's by then: it goes with the holder's pore.
 
 What can come at the same time:
 

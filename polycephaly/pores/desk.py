@@ -13,7 +13,6 @@ stopped; the porter notes that it stops, then looks at the count once more.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import socket
@@ -67,7 +66,7 @@ class Member:
         if not compare_digest(secret, self.desk.secret):
             return False
         self.name = name.decode("utf-8", "replace")
-        socket.send_fds(self.end, [GREETING], [self.desk.memory.fileno()])
+        socket.send_fds(self.end, [GREETING], [self.desk.content.fd])
         return True
 
     def read(self) -> bool:
@@ -90,10 +89,10 @@ class Member:
 class Desk:
     """Made and closed by the owner; what the porter alone touches is said to be his."""
 
-    def __init__(self, porter: Porter, secret: bytes, memory: io.FileIO, listener: socket.socket) -> None:
+    def __init__(self, porter: Porter, secret: bytes, content: lifeline.Descriptor, listener: socket.socket) -> None:
         self.pid = os.getpid()
         self.secret = secret
-        self.memory = lifeline.own(memory)
+        self.content = lifeline.own(content)  # of the memory, or of the file
         self.listener = lifeline.own(listener)
         self.members: dict[int, Member] = {}  # the porter's
         self.pieces: deque[tuple[Member, bytes]] = deque()
@@ -196,6 +195,6 @@ class Desk:
                 pass
             member.leave()
         self.members.clear()
-        lifeline.close(self.memory)
+        lifeline.close(self.content)
         self.ended = True
         self.tell_waiting()

@@ -1,7 +1,7 @@
 """A holder's side of a pore: one connection to its owner, made with the first use.
 
     connect ──hello──> owner          nobody there: it was closed, or its owner has ended
-            <──greeting, descriptor── the memory is mapped, and the descriptor closed
+            <──greeting, descriptor── of memory: it is mapped, and the descriptor closed; of a file: it is kept
     send    ──frame──> kernel's buffer; no room: waits, or says so
     look    the owner's end: open; or a farewell: closed; or at its end: the owner ended
 
@@ -20,6 +20,7 @@ import select
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from mmap import MAP_SHARED
 from typing import Any
@@ -32,7 +33,7 @@ from ..wire.arena import map_range
 from .desk import NAME, may_be_trusted
 from .frames import FAREWELL, GREETING
 
-__all__ = ["Descriptor", "Holder", "Home", "image_name", "machine"]
+__all__ = ["Content", "Holder", "Home", "image_name", "machine"]
 
 
 @dataclass(frozen=True)
@@ -73,42 +74,36 @@ def image_name() -> str:
     return process.current_process().name if process is not None else "MainProcess"
 
 
-class Descriptor:
-    """One that knows when it is closed."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+Content = memoryview | lifeline.Descriptor
+"""What a pore is: memory, mapped here, or an open file, as a descriptor of this image's own."""
 
 
 class Holder:
     """Any thread may use it. It belongs to the process that made it: in a forked child there is another."""
 
-    def __init__(self, home: Home, size: int, memory: memoryview | None) -> None:
-        """`memory`: mapped by who forked this image."""
+    def __init__(self, home: Home, size: int, content: Content | None) -> None:
+        """`size`: of memory in bytes; 0: it is a file. `content`: of who forked this image, if it is still here."""
         self.pid = os.getpid()
         self._home = home
         self._size = size
-        self._memory = memory
+        self._content = content
+        self._was_let_in = content is not None
         self._end: socket.socket | None = None
-        self._owner: Descriptor | None = None  # its pidfd
+        self._owner: lifeline.Descriptor | None = None  # its pidfd
         self._gone: PoreClosed | None = None
         self._connecting = threading.Lock()
         self._turn = threading.Lock()  # of who sends
 
-    def memory(self, look: bool) -> memoryview:
-        """The pore's pages. The first use waits for the owner's porter. Raises `PoreClosed`; others if they `look`."""
-        end = self._end
-        if end is None or self._memory is None:
-            self._connect()
-        elif look:
+    def content(self, look: bool) -> Content:
+        """The pore's pages or file. The first use waits for the owner's porter. Raises `PoreClosed`; others if they
+        `look`."""
+        connected = False
+        while (end := self._end) is None or (content := self._content) is None:
+            self._connect()  # once more only if another thread has closed it meanwhile
+            connected = True
+        if look and not connected:
             self._look(end)
-        assert self._memory is not None
-        return self._memory
+        return content
 
     def send(self, frame: bytes, wait: bool) -> bool:
         """False: there was no room, and nothing of it was sent. Raises `PoreClosed`."""
@@ -189,7 +184,7 @@ class Holder:
                     self._let_in(end)
             except ConnectionError:
                 end.close()
-                raise self._is_gone(birth_of(home.owner) != home.birth, let_in=self._memory is not None) from None
+                raise self._is_gone(birth_of(home.owner) != home.birth, self._was_let_in) from None
             except BaseException:
                 end.close()
                 raise
@@ -200,14 +195,20 @@ class Holder:
         if greeting != GREETING:  # it is being closed
             raise ConnectionResetError
         if not fds:  # it came with one, which had no place here
-            raise OSError(errno.EMFILE, f"no file descriptor is left for the memory of the pore {self._home.pore!r}")
+            raise OSError(errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}")
+        came = lifeline.Descriptor(fds[0])
         try:
-            if self._memory is None:
-                self._memory = memoryview(map_range(fds[0], 0, self._size, MAP_SHARED))
+            os.set_inheritable(came.fd, False)
+            if self._content is None:
+                if self._size:
+                    self._content = memoryview(map_range(came.fd, 0, self._size, MAP_SHARED))
+                else:
+                    self._content, came = lifeline.own(came), lifeline.Descriptor(-1)
         finally:
-            os.close(fds[0])
+            came.close()
+        self._was_let_in = True
         if (pidfd := lifeline.open_pidfd(self._home.owner)) is not None:
-            self._owner = lifeline.own(Descriptor(pidfd))
+            self._owner = lifeline.own(lifeline.Descriptor(pidfd))
         self._end = lifeline.own(end)
 
     def _is_gone(self, ended: bool, let_in: bool = True) -> BaseException:
@@ -225,7 +226,15 @@ class Holder:
             lifeline.close(owner)
 
     def close(self) -> None:
-        """Also in a finalizer. Who sends at this moment keeps the connection, until it is told that it is closed."""
-        if self._turn.acquire(blocking=False):
+        """Also in a finalizer. Who sends or connects at this moment keeps the connection, until it is told that it is
+        closed. A file is closed with the connection, and comes with the next; memory stays mapped."""
+        with ExitStack() as held:
+            for lock in (self._turn, self._connecting):
+                if not lock.acquire(blocking=False):
+                    return
+                held.callback(lock.release)
             self._drop()
-            self._turn.release()
+            content = self._content
+            if isinstance(content, lifeline.Descriptor):
+                self._content = None
+                lifeline.close(content)

@@ -1,4 +1,4 @@
-"""`Pore`: memory with one owner, that others look at without a copy, and through which they tell him things."""
+"""`Pore`: memory, or an open file, with one owner; others use it without a copy, and tell him things through it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import socket
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from itertools import count
 from mmap import MAP_SHARED
 from operator import index
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ..errors import PoreClosed
 from ..launch import lifeline
@@ -26,7 +27,7 @@ from ..wire import capture as capturing
 from ..wire.arena import map_range
 from .desk import Desk
 from .frames import HEAD, MOST, TOLD, WROTE, Message, message_of
-from .holder import Holder, Home, image_name, machine
+from .holder import Content, Holder, Home, image_name, machine
 from .porter import porter
 
 if TYPE_CHECKING:
@@ -39,11 +40,16 @@ TURN = 127  # a bit mask: after so many messages that were there without a wait,
 _numbers = count(1)
 
 
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
 class Pore:
     """Shared memory that the image which makes it owns. Given to a drone, as an argument, in a result or captured by a
     function, it arrives as a pore on the same pages: what one writes, all see.
 
     ``Pore(nbytes)`` is plain memory, ``Pore(shape, dtype)`` a numpy array (`dtype` None: bytes). It is all zeros.
+    ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a descriptor (`fileno()`).
     Whoever has it may `tell` its owner something, or `write`, which tells; the owner receives `Message` objects with
     ``for message in pore`` (in plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
 
@@ -52,8 +58,8 @@ class Pore:
     closed when that has returned.) From then on each operation on it raises `PoreClosed`, and who waits in one is told
     at once; views of its memory stay what they are. The end of a holder changes nothing. Any thread may use it.
 
-    Raises `ValueError` and `TypeError` for what cannot be its shape and type, and `MemoryError` for more than half of
-    the machine's memory.
+    Raises `ValueError` and `TypeError` for what cannot be its shape and type, or a file, and `MemoryError` for more
+    than half of the machine's memory.
 
     >>> import polycephaly as poly
     >>> def fill(pore, row):
@@ -67,9 +73,16 @@ class Pore:
     """
 
     def __init__(
-        self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any = None, *, name: str | None = None
+        self,
+        shape: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        dtype: Any = None,
+        *,
+        file: int | HasFileno | None = None,
+        name: str | None = None,
     ) -> None:
-        sides, dtype, size = _checked(shape, dtype)
+        if (shape is None) == (file is None) or (dtype is not None and file is not None):
+            raise TypeError("a pore is either memory of a shape, or a file: Pore(shape, dtype) or Pore(file=file)")
+        sides, dtype, size = _checked(shape, dtype) if file is None else ((), None, 0)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"the name of a pore is a string, not {name!r}")
         address = f"polycephaly-pore-{secrets.token_hex(16)}"
@@ -82,22 +95,21 @@ class Pore:
             birth=birth_of(os.getpid()),
             machine=machine(),
         )
-        memory = io.FileIO(os.memfd_create("polycephaly-pore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            os.ftruncate(memory.fileno(), size)
-            fcntl(memory, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
-            mapped = memoryview(map_range(memory.fileno(), 0, size, MAP_SHARED))
+        with ExitStack() as made:
+            descriptor = lifeline.Descriptor(_pages(size) if file is None else _another(file))
+            made.callback(lifeline.close, descriptor)
+            content: Content = descriptor
+            if file is None:
+                content = memoryview(map_range(descriptor.fd, 0, size, MAP_SHARED))
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            made.callback(lifeline.close, listener)
             listener.setblocking(False)
             listener.bind("\0" + address)
             listener.listen(socket.SOMAXCONN)
-            desk = Desk(porter, home.secret, memory, listener)
+            desk = Desk(porter, home.secret, descriptor, listener)
             porter.take_over(desk)
-        except BaseException:
-            lifeline.close(memory)
-            lifeline.close(listener)
-            raise
-        self._set(home, sides, dtype, size, mapped, desk)
+            made.pop_all()
+        self._set(home, sides, dtype, size, content, desk)
 
     def _set(
         self,
@@ -105,14 +117,14 @@ class Pore:
         shape: tuple[int, ...],
         dtype: Any,
         size: int,
-        memory: memoryview | None = None,
+        content: Content | None = None,
         desk: Desk | None = None,
     ) -> None:
         self._home = home
         self._shape = shape
         self._dtype = dtype
         self._size = size
-        self._memory = memory
+        self._content = content
         self._desk = desk  # in the image that made it; and, meaning nothing, in its children
         self._received = 0
         self._holder: Holder | None = None
@@ -131,13 +143,14 @@ class Pore:
 
     @property
     def nbytes(self) -> int:
+        """Of its memory; 0 if it is a file."""
         return self._size
 
     @property
     def closed(self) -> bool:
         """Whether it is closed, or its owner has ended. In an image that has not used it yet, this is its first use."""
         try:
-            self._mapped()
+            self._reached()
         except PoreClosed:
             return True
         return False
@@ -153,6 +166,20 @@ class Pore:
         import numpy
 
         return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(self._shape)
+
+    def fileno(self) -> int:
+        """The descriptor of its file in this image: for `os.pread`, `socket.fromfd`, `mmap`, `os.fdopen(os.dup(...))`.
+
+        It is the same open file everywhere, so all have one position in it, and one state of the socket. The number is
+        the pore's: it is closed when the owner closes the pore, here, and in a holder with `close` or its last
+        reference, whatever the owner does. Raises `PoreClosed`, and `io.UnsupportedOperation` if it is memory.
+        """
+        content = self._reached()
+        if isinstance(content, memoryview):
+            raise io.UnsupportedOperation(f"the pore {self.name!r} is memory: it has no file descriptor")
+        if (fd := content.fd) < 0:  # another thread has just closed it
+            raise self._home.closed(ended=False)
+        return fd
 
     # -- from any image -----------------------------------------------------------------------------
 
@@ -179,9 +206,10 @@ class Pore:
         """
         content = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         size = len(content)
+        memory = self._mapped(look=False)  # if it is closed, the telling says so
         if not 0 <= offset <= self._size - size:
             raise ValueError(f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} of {self._size:,}")
-        self._mapped(look=False)[offset : offset + size] = content  # if it is closed, the telling says so
+        memory[offset : offset + size] = content
         return self._send(HEAD.pack(WROTE, size, offset), wait, "write")
 
     def _send(self, frame: bytes, wait: bool, what: str) -> bool:
@@ -279,19 +307,26 @@ class Pore:
                 raise self._home.closed(ended=False)
         holder = self._holder
         if holder is None or holder.pid != os.getpid():
-            fresh, before = Holder(self._home, self._size, self._memory), holder
+            inherited = self._content if isinstance(self._content, memoryview) else None  # no descriptor crosses a fork
+            fresh, before = Holder(self._home, self._size, inherited), holder
             holder = self._holder
             if holder is before:  # no call since the look: of several threads, one brings the holder
                 holder = self._holder = fresh
         assert holder is not None
         return holder
 
-    def _mapped(self, look: bool = True) -> memoryview:
+    def _reached(self, look: bool = True) -> Content:
         holder = self._held()
         if not self._is_mine():
-            self._memory = holder.memory(look)
-        assert self._memory is not None
-        return self._memory
+            self._content = holder.content(look)
+        assert self._content is not None
+        return self._content
+
+    def _mapped(self, look: bool = True) -> memoryview:
+        content = self._reached(look)
+        if not isinstance(content, memoryview):
+            raise TypeError(f"the pore {self.name!r} is an open file: it has a `fileno()`, and no memory")
+        return content
 
     def _owned(self, what: str) -> Desk:
         if not self._is_mine():
@@ -321,7 +356,7 @@ class Pore:
     def __repr__(self) -> str:
         of = "here" if self._is_mine() else f"of {self._home.owner_name}"
         state = ", closed" if self._is_mine() and self._desk is not None and self._desk.closed else ""
-        return f"<Pore {self.name!r} {of}, {self._size:,} bytes{state}>"
+        return f"<Pore {self.name!r} {of}, {f'{self._size:,} bytes' if self._size else 'a file'}{state}>"
 
 
 _here: weakref.WeakValueDictionary[str, Pore] = weakref.WeakValueDictionary()
@@ -355,6 +390,30 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
     if size > (most := shared_memory_ceiling()):
         raise MemoryError(f"a pore of {size:,} bytes is more than half of this machine's memory, which is {most:,}")
     return sides, dtype, size
+
+
+def _pages(size: int) -> int:
+    """A descriptor of so many bytes of new memory, for ever of this size."""
+    fd = os.memfd_create("polycephaly-pore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _another(file: Any) -> int:
+    """Another descriptor of the same open file."""
+    fileno = getattr(file, "fileno", None)
+    fd = fileno() if callable(fileno) else file
+    if not isinstance(fd, int) or isinstance(fd, bool):
+        raise TypeError(f"file= is an open file, a socket or the number of a descriptor, not {file!r}")
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        raise ValueError(f"file={file!r} is no open file: {error.strerror}") from None
 
 
 def _in_step() -> bool:

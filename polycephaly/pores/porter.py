@@ -27,7 +27,6 @@ from typing import Any
 from ..launch import lifeline
 from ..launch.safepoint import OwnThread
 from .desk import ROOM, Desk, Member, may_be_trusted
-from .holder import Descriptor
 
 __all__ = ["Porter", "porter"]
 
@@ -47,7 +46,7 @@ class Porter:
         self._asked: deque[tuple[str, Desk]] = deque()
         self._desks: set[Desk] = set()
         self._turned_away: set[Desk] = set()
-        self._bell = Descriptor(-1)
+        self._bell = lifeline.Descriptor(-1)
 
     def take_over(self, desk: Desk) -> None:
         """From now on it serves this desk. Raises `OSError` where the system has no more descriptors."""
@@ -60,7 +59,7 @@ class Porter:
         self._files: dict[int, Desk | Member] = {}
         self._poll = lifeline.own(select.epoll())
         try:
-            self._bell = lifeline.own(Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
+            self._bell = lifeline.own(lifeline.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
             self._poll.register(self._bell.fd, select.EPOLLIN)
             thread = OwnThread("polycephaly-pores", self._serve)
             thread.start()
