@@ -34,17 +34,17 @@ def wait_for_a_lock(started):
 
 
 def clean_up(started, cleaned):
-    append(started, str(os.getpid()))
     try:
+        append(started, str(os.getpid()))
         time.sleep(1000)
     finally:
         append(cleaned, "cleaned")
 
 
 def refuse_to_end(started):
-    append(started, str(os.getpid()))
     while True:
         try:
+            append(started, str(os.getpid()))
             while True:
                 time.sleep(0.01)
         except KeyboardInterrupt:

@@ -520,9 +520,12 @@ def test_what_the_ear_could_not_send_is_not_lost():
     with poly.Pool(1, initializer=limit_descriptors, initargs=(10,), output="discard") as pool:
         pool.doit(let_the_ear_find_a_full_lane_once)
         assert pool.promise(use_up_descriptors).exception(SOON).errno == errno.EMFILE
-        assert [p.result(SOON) for p in [pool.promise(short_or_long, -1) for _ in range(300)]] == [-1] * 300
-        promises = [pool.promise(short_or_long, i) for i in (-1, 0, 1, 2, 3)]
-        for i, each in zip((-1, 0, 1, 2, 3), promises, strict=True):
-            error = each.exception(SOON)
-            assert error is None or (i == 1 and isinstance(error, poly.DroneDied))
+        asked = [(-1, pool.promise(short_or_long, -1)) for _ in range(300)]
+        for _, each in asked:
+            each.exception(SOON)
+        asked += [(i, pool.promise(short_or_long, i)) for i in (-1, 0, 1, 2, 3)]
+        died = [each for _, each in asked if each.exception(SOON)]
+        assert len(died) <= 1  # which was run when the ear looked: the long one, or one that took long here
+        assert all(isinstance(each.exception(), poly.DroneDied) for each in died)
+        assert all(each.value == i for i, each in asked if each not in died)
         assert pool.promise(abs, -1).result(SOON) == 1
