@@ -149,8 +149,8 @@ CONTROLLER = """
             thread = threading.Thread(target=owner)
             thread.start()
             thread.join()
-            print("over", flush=True)
             os.remove(go)
+            print("over", flush=True)
         else:
             its = begin()
             print("zygote", pool.doit(os.getppid))

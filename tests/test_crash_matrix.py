@@ -21,6 +21,7 @@ from faults import (
     fail,
     give_what_fails_to_pickle,
     give_what_fails_to_unpickle,
+    hold_until,
     take,
 )
 from scripts import Script
@@ -108,7 +109,8 @@ def test_unpickling_the_result(how, start):
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", ERRORS)
-def test_in_a_done_callback(how, start, caplog):
+def test_in_a_done_callback(how, start, caplog, tmp_path):
+    asked = tmp_path / "asked"
     with poly.Pool(2, start=start) as pool, caplog.at_level(logging.ERROR):
         called = []
 
@@ -116,10 +118,11 @@ def test_in_a_done_callback(how, start, caplog):
             called.append(promise)
             fail(how)
 
-        it = pool.promise(take, how)
+        it = pool.promise(hold_until, str(asked))
         it.add_done_callback(callback)
         neighbours = [pool.promise(abs, -i) for i in range(100)]
-        assert it.result(SOON) == "taken"
+        asked.touch()
+        assert it.result(SOON) == "held"
         assert [p.result(SOON) for p in neighbours] == list(range(100))
         settled = pool.promise(take, how)
         settled.result(SOON)

@@ -146,12 +146,13 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
         halts.GRACE = 100.0  # what does not want to end has all the time in the world
 
         def refuse_to_end(started):
-            append(started, "up")
+            sign = "up"
             while True:
                 try:
+                    append(started, sign)
                     time.sleep(1000)
                 except KeyboardInterrupt:
-                    append(started, "interrupted")
+                    sign = "interrupted"
 
         {made}
         def tell_when_it_waits(main=threading.get_ident()):
