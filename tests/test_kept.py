@@ -583,7 +583,7 @@ def walk(pool, chance, given, steps):
         elif act < 0.75:
             handles.pop(chance.randrange(len(handles)))
         elif act < 0.9:
-            check(*chance.choice(handles), chance.choice([fetched, lambda kept: pool.doit(total, kept)]))
+            check(*chance.choice(handles), chance.choice([fetched, lambda kept: given.doit(total, kept)]))
         else:
             chance.choice(pool.drones).kill()
     for promise, expected in handles:

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 import zmq
 from faults import append, lines, wait_for
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
@@ -45,13 +45,16 @@ outcomes = st.lists(
     max_size=20,
 )
 frames = st.lists(st.binary(max_size=200), max_size=5)
+at_any_pace = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@at_any_pace
 @given(items)
 def test_work_survives_the_way(batch):
     assert [(*i[:3], bytes(i[3])) for i in unpack_work(pack_work(batch))] == batch
 
 
+@at_any_pace
 @given(outcomes)
 def test_outcomes_survive_the_way(batch):
     assert [
@@ -60,6 +63,7 @@ def test_outcomes_survive_the_way(batch):
     ] == batch
 
 
+@at_any_pace
 @given(st.lists(u64))
 def test_numbers_survive_the_way(values):
     assert list(numbers(pack_numbers(HELLO, values))) == values
@@ -86,12 +90,13 @@ def decode_any(message):
                 return
 
 
+@at_any_pace
 @given(frames)
 def test_garbage_raises_malformed_and_nothing_else(message):
     decode_any(message)
 
 
-@settings(max_examples=300)
+@settings(at_any_pace, max_examples=300)
 @given(st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False))
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
