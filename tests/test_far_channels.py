@@ -1018,6 +1018,21 @@ def os_exit_with(end):
     os._exit(3)
 
 
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_a_channel_that_comes_home_after_its_end_still_tells_why(pool, capacity):
+    wait_for(lambda: len(pool.drones) == 3)
+    home, one, other = pool.drones
+    ch = made_in(home, capacity)
+    died = one.promise(os_exit_with, home.doit(ch.sender))
+    assert isinstance(died.exception(10), poly.DroneDied)
+    assert "exit status 3" in items_and_error(ch)[-1]  # now it is closed, and its home has forgotten it
+    for place in (home, other):
+        for _ in range(2):
+            assert "exit status 3" in place.doit(items_and_error, ch)[-1]
+            assert "exit status 3" in causes(place.promise(ch.put, 1).exception(10))
+    assert home.doit(lambda: ch.closed)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, captured):
     def call(drone, fn, *args):

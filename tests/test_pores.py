@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import replace
@@ -424,8 +425,8 @@ def test_who_waits_in_the_owner_is_told_of_the_close():
 def test_who_waits_for_room_is_told_of_the_close(pool):
     pore = poly.Pore(1)
     waits = [pool.promise(tell_for_ever, pore) for _ in range(2)]
-    while not pore._desk.stopped:
-        os.sched_yield()
+    while not pore._desk.stopped or sum(each.name is not None for each in list(pore._desk.members.values())) < 2:
+        time.sleep(0.001)  # they have been let in
     pore.close()
     assert [str(each.exception(30)) for each in waits] == [str(pore._home.closed(ended=False))] * 2
     assert {message.value for message in pore} == {"x" * 1000}

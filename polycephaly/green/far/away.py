@@ -24,9 +24,10 @@ from ..scheduler import PARK, scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Refused, Waiter
 from . import words
+from .credit import bring_home
 from .packed import NOT_KNOWN, Packed, opened, packed, unpack_reason
 from .peer import OBEYED, TOLD_OF_LOSS, Ending, Peer
-from .post import the_post
+from .post import Post, the_post
 
 __all__ = ["Remote", "remote_end"]
 
@@ -277,13 +278,22 @@ def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]
         own = post.channels.get(number)
         if own is not None:
             return own
-        closed: Channel[Any] = Channel(capacity)
-        closed.close()
-        return closed
+        return _closed_here(post, number, capacity)
     end = ends.get((home, number))
     if end is None:
         end = ends.setdefault((home, number), become_remote(Channel(capacity), home, number, name))
     return end
+
+
+def _closed_here(post: Post, number: int, capacity: int) -> Channel[Any]:
+    """What a channel of this image has become that is closed, empty and forgotten; it still tells why."""
+    closed: Channel[Any] = Channel(capacity)
+    reason = post.reasons.get(number)
+    if reason is not None:
+        bring_home(closed, post, number)
+        closed._extra.reason = reason  # type: ignore[union-attr]
+    closed.close()
+    return closed
 
 
 def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
