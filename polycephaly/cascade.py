@@ -35,8 +35,8 @@ class Cascade(threading.local):
         if before >= self._deep:
             self._later.append((step, args))
             return
-        self._depth = before + 1
         try:
+            self._depth = before + 1
             step(*args)
         finally:
             self._depth = before

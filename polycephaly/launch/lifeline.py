@@ -70,9 +70,9 @@ def own(file: F) -> F:
 
 
 def close(file: Closable) -> None:
-    OURS.discard(file)
     with suppress(OSError):
         file.close()
+    OURS.discard(file)  # after that: a child forked in between closes it once more, which is nothing
 
 
 def _after_fork_in_child() -> None:

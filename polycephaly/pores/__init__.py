@@ -17,8 +17,9 @@ when its owner ends, however that happens.
     frames.py    what goes through a connection
 
 Who owns what. The owner has the listening socket, one end of each connection, and the memfd; a holder has the other
-end; of a file it has a descriptor, of memory none. None of them crosses a fork (`launch.lifeline.OURS`): a child of
-the owner's, or of a holder's, is a holder that has not connected yet, whatever objects it inherited. The memory itself
+end; of a file it has a descriptor, of memory none. A forked child closes its copies of them (`launch.lifeline.OURS`;
+only one that another thread has just been given, and has not put there yet, would slip through): a child of the
+owner's, or of a holder's, is a holder that has not connected yet, whatever objects it inherited. The memory itself
 is mapped for as long as anybody looks at it: a view that was handed out is never taken away, and its size is sealed.
 So there is no access to it that could fail; what fails is the next operation on the pore. A holder's descriptor of a
 file is not taken away either, since its number could be somebody else's by then: it goes with the holder's pore.

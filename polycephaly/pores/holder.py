@@ -81,13 +81,14 @@ Content = memoryview | lifeline.Descriptor
 class Holder:
     """Any thread may use it. It belongs to the process that made it: in a forked child there is another."""
 
-    def __init__(self, home: Home, size: int, content: Content | None) -> None:
-        """`size`: of memory in bytes; 0: it is a file. `content`: of who forked this image, if it is still here."""
+    def __init__(self, home: Home, size: int, memory: memoryview | None, was_let_in: bool) -> None:
+        """`size`: of memory in bytes; 0: it is a file. `memory`: mapped by who forked this image, if it `was_let_in`;
+        a file is not inherited."""
         self.pid = os.getpid()
         self._home = home
         self._size = size
-        self._content = content
-        self._was_let_in = content is not None
+        self._content: Content | None = memory
+        self._was_let_in = was_let_in
         self._end: socket.socket | None = None
         self._owner: lifeline.Descriptor | None = None  # its pidfd
         self._gone: PoreClosed | None = None
@@ -170,7 +171,7 @@ class Holder:
             if self._gone is not None:
                 raise another(self._gone)
             if home.machine != machine():
-                raise RuntimeError(f"the pore {home.pore!r} is in the memory of another machine, in {home.owner_name}")
+                raise RuntimeError(f"the pore {home.pore!r} is on another machine, in {home.owner_name}")
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 end.connect("\0" + home.address)
@@ -186,26 +187,30 @@ class Holder:
                 end.close()
                 raise self._is_gone(birth_of(home.owner) != home.birth, self._was_let_in) from None
             except BaseException:
-                end.close()
+                if self._end is not end:  # else a Ctrl-C came when all was done
+                    end.close()
                 raise
             return end
 
     def _let_in(self, end: socket.socket) -> None:
-        greeting, fds, _, _ = socket.recv_fds(end, 1, 1)
+        # Not by `recv_fds`, which takes flags and ignores them.
+        greeting, beside, _, _ = end.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+        came = None
+        if beside and len(number := beside[0][2]) == 4:
+            came = lifeline.own(lifeline.Descriptor(int.from_bytes(number, sys.byteorder)))
         if greeting != GREETING:  # it is being closed
             raise ConnectionResetError
-        if not fds:  # it came with one, which had no place here
+        if came is None:  # it came with one, which had no place here
             raise OSError(errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}")
-        came = lifeline.Descriptor(fds[0])
         try:
-            os.set_inheritable(came.fd, False)
             if self._content is None:
                 if self._size:
                     self._content = memoryview(map_range(came.fd, 0, self._size, MAP_SHARED))
-                else:
-                    self._content, came = lifeline.own(came), lifeline.Descriptor(-1)
+                elif self._home.owner != self.pid:  # the owner, who tells himself something, has it
+                    self._content = came
         finally:
-            came.close()
+            if self._content is not came:
+                lifeline.close(came)
         self._was_let_in = True
         if (pidfd := lifeline.open_pidfd(self._home.owner)) is not None:
             self._owner = lifeline.own(lifeline.Descriptor(pidfd))
@@ -226,9 +231,9 @@ class Holder:
             lifeline.close(owner)
 
     def close(self) -> None:
-        """Also in a finalizer. Who sends or connects at this moment keeps the connection, until it is told that it is
-        closed. A file is closed with the connection, and comes with the next; memory stays mapped."""
-        with ExitStack() as held:
+        """Also in a finalizer. While another thread sends or connects, it does nothing. A file is closed with the
+        connection, and comes with the next; memory stays mapped."""
+        with Shield(), ExitStack() as held:  # a Ctrl-C would leave a lock taken, or half of it open
             for lock in (self._turn, self._connecting):
                 if not lock.acquire(blocking=False):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ..errors import PoreClosed
 from ..launch import lifeline
+from ..launch.shield import Shield
 from ..limits import shared_memory_ceiling
 from ..procfs import birth_of
 from ..wire import capture as capturing
@@ -95,13 +97,13 @@ class Pore:
             birth=birth_of(os.getpid()),
             machine=machine(),
         )
-        with ExitStack() as made:
-            descriptor = lifeline.Descriptor(_pages(size) if file is None else _another(file))
+        with Shield(), ExitStack() as made:  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
+            descriptor = lifeline.own(lifeline.Descriptor(_pages(size) if file is None else _another(file)))
             made.callback(lifeline.close, descriptor)
             content: Content = descriptor
             if file is None:
                 content = memoryview(map_range(descriptor.fd, 0, size, MAP_SHARED))
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener = lifeline.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             made.callback(lifeline.close, listener)
             listener.setblocking(False)
             listener.bind("\0" + address)
@@ -109,7 +111,7 @@ class Pore:
             desk = Desk(porter, home.secret, descriptor, listener)
             porter.take_over(desk)
             made.pop_all()
-        self._set(home, sides, dtype, size, content, desk)
+            self._set(home, sides, dtype, size, content, desk)
 
     def _set(
         self,
@@ -168,18 +170,20 @@ class Pore:
         return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(self._shape)
 
     def fileno(self) -> int:
-        """The descriptor of its file in this image: for `os.pread`, `socket.fromfd`, `mmap`, `os.fdopen(os.dup(...))`.
+        """The descriptor of its file in this image: for `os.pread`, `socket.fromfd`, `mmap`, `os.dup`.
 
         It is the same open file everywhere, so all have one position in it, and one state of the socket. The number is
-        the pore's: it is closed when the owner closes the pore, here, and in a holder with `close` or its last
-        reference, whatever the owner does. Raises `PoreClosed`, and `io.UnsupportedOperation` if it is memory.
+        the pore's: it is good until this image closes the pore or has lost its last reference, whatever a holder's
+        owner does, and in this process only: a forked child asks again. What is to last longer is an `os.dup` of it.
+        Raises `PoreClosed`, and `io.UnsupportedOperation` if it is memory.
         """
-        content = self._reached()
-        if isinstance(content, memoryview):
-            raise io.UnsupportedOperation(f"the pore {self.name!r} is memory: it has no file descriptor")
-        if (fd := content.fd) < 0:  # another thread has just closed it
-            raise self._home.closed(ended=False)
-        return fd
+        while True:
+            content = self._reached()
+            if isinstance(content, memoryview):
+                raise io.UnsupportedOperation(f"the pore {self.name!r} is memory: it has no file descriptor")
+            if (fd := content.fd) >= 0:
+                return fd
+            # Another thread has just closed it: for all, which is told now, or for this image, which reaches it again.
 
     # -- from any image -----------------------------------------------------------------------------
 
@@ -277,7 +281,13 @@ class Pore:
 
     def close(self) -> None:
         """By the owner: for all. What was told before can still be received. By a holder: for this image, until it is
-        used again. Twice is no error."""
+        used again; while another thread of it tells or connects, it does nothing. Twice is no error."""
+        self._let_go()
+        if self._is_mine() and not self._size:
+            assert self._desk is not None
+            self._desk.wait_until_ended()  # or a socket's address, say, would still be in use
+
+    def _let_go(self) -> None:
         if self._is_mine():
             assert self._desk is not None
             self._desk.close()
@@ -292,7 +302,7 @@ class Pore:
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if "_holder" in self.__dict__ and not finalizing():
-            self.close()
+            self._let_go()
 
     # -- how it is held -----------------------------------------------------------------------------
 
@@ -307,8 +317,9 @@ class Pore:
                 raise self._home.closed(ended=False)
         holder = self._holder
         if holder is None or holder.pid != os.getpid():
-            inherited = self._content if isinstance(self._content, memoryview) else None  # no descriptor crosses a fork
-            fresh, before = Holder(self._home, self._size, inherited), holder
+            content = self._content
+            memory = content if isinstance(content, memoryview) else None
+            fresh, before = Holder(self._home, self._size, memory, was_let_in=content is not None), holder
             holder = self._holder
             if holder is before:  # no call since the look: of several threads, one brings the holder
                 holder = self._holder = fresh
@@ -412,8 +423,10 @@ def _another(file: Any) -> int:
         raise TypeError(f"file= is an open file, a socket or the number of a descriptor, not {file!r}")
     try:
         return os.dup(fd)
-    except OSError as error:
-        raise ValueError(f"file={file!r} is no open file: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EBADF:
+            raise
+        raise ValueError(f"{file!r} is no open file: there is no descriptor {fd}") from None
 
 
 def _in_step() -> bool:

@@ -80,6 +80,9 @@ class Porter:
                 self._asked.append((what, desk))
                 os.eventfd_write(self._bell.fd, 1)
 
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def _serve(self) -> None:
         last = 0.0
         while True:
