@@ -99,7 +99,7 @@ class Desk:
         self.came = self.taken = 0  # bytes
         self.stopped = False  # the porter reads no more, until there is room
         self.ended = False  # the porter has closed it: nothing more will come
-        self._over = threading.Event()  # the same, to be waited for
+        self._over: Milestone[None] = Milestone()  # the same, to be waited for
         self.waiting: deque[Milestone[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
         self._splitting = threading.Lock()
@@ -124,7 +124,7 @@ class Desk:
     def wait_until_ended(self) -> None:
         """It was closed: until the porter has done it."""
         if not self._porter.is_this_thread():
-            self._over.wait()
+            self._over.result()
 
     def take(self) -> tuple[str, Frame] | None:
         """What came first, and from whom; None if there is nothing."""
@@ -204,5 +204,5 @@ class Desk:
         self.members.clear()
         lifeline.close(self.content)
         self.ended = True
-        self._over.set()
+        self._over._settle(FINISHED, None, None)
         self.tell_waiting()
