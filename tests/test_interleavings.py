@@ -1,12 +1,20 @@
 """Callers and turns that meet, each held at the very place where the other comes between."""
 
+import os
+import signal
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
+from polycephaly.image.ear import Ear
+from polycephaly.image.overlap import Overlap
+from polycephaly.image.runner import Runner
+from polycephaly.launch import safepoint
+from polycephaly.wire.messages import CANCEL, pack_numbers
 
 
 class Held:
@@ -117,3 +125,83 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
 
         crew.hub.post(turn)
         assert seen.result(30)
+
+
+class _BeginsAsTheEarParks:
+    """A drone of which the main thread takes up a task just after its ear has looked, and found none."""
+
+    def __init__(self):
+        self.busy, self.looks = False, 0
+        self.socket_turn = threading.Lock()
+        self.news_fd = os.eventfd(0)
+        self.there, self.heard = threading.Event(), threading.Event()
+        self.ear = Ear(self)
+        self.there.set()
+
+    @property
+    def current(self):
+        self.there.wait(30)
+        self.looks += 1
+        if self.looks == 1:
+            self.busy = True
+            self.ear.wake()
+        return 7 if self.looks > 2 else 0  # it is set a little later
+
+    def beat(self):
+        if self.heard.is_set():
+            raise SystemExit  # of the ear's thread
+
+    def hear_if_free(self):
+        self.heard.set()
+        os.eventfd_write(self.news_fd, 1)
+
+    def pack_wanted(self):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # by which its thread ends
+def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
+    drone = _BeginsAsTheEarParks()
+    ear = next(each for each in safepoint._turns if each.name == "polycephaly-ear")
+    try:
+        assert drone.heard.wait(30)
+        ear.join(30)
+        assert not ear.is_alive()
+    finally:
+        safepoint.remove_turn(ear)
+        os.close(drone.news_fd)
+
+
+def told_to_cancel(number, begin):
+    """A runner that hears CANCEL; its main thread begins that task just before it is noted, by `begin`."""
+
+    class Missed(set):
+        def __ior__(self, others):
+            assert number not in self  # nothing is known to who begins it
+            begin(runner)
+            return super().__ior__(others)
+
+    runner = SimpleNamespace(
+        _todo=deque(), _calls=None, _overlap=Overlap(), _current=0, _target=0, _missed=Missed(),
+        _main_thread=threading.get_ident(),
+    )  # fmt: skip
+    runner._is_missed = lambda number: Runner._is_missed(runner, number)
+    try:
+        Runner._hear_cancel(runner, pack_numbers(CANCEL, (number,)))
+    finally:
+        os.close(runner._overlap.bell)
+    return runner
+
+
+def test_a_task_that_begins_as_it_is_cancelled_is_interrupted(monkeypatch):
+    told = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: told.append(number))
+    runner = told_to_cancel(7, lambda runner: setattr(runner, "_current", 7))
+    assert (told, runner._target, runner._missed) == ([signal.SIGINT], 7, set())
+
+
+def test_a_coroutine_that_begins_as_it_is_cancelled_is_interrupted_once():
+    told = []
+    thread = SimpleNamespace(_interrupt=told.append)
+    runner = told_to_cancel(7, lambda runner: runner._overlap.running.update({7: thread}))
+    assert len(told) == 1 and not Runner._is_missed(runner, 7)

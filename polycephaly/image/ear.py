@@ -2,9 +2,9 @@
 shows that the drone is alive.
 
 It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
-Parking: it says so, then looks again, then waits for a token. The main thread looks at `_parked` at each
-task and sends a token. A task that begins between the two looks of the ear is seen by the second; one
-token too many costs one tick.
+Parking: it says so, then looks whether the main thread is busy, then waits for a token. The main thread says that it
+is busy and then looks at `_parked`, before each task; who is parked is sent a token. So one of them sees the other,
+and no task runs without an ear; one token too many costs one tick. (`current` would not do: it is set later.)
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ class Ear:
             current = self._drone.current
             if current == 0:
                 self._parked = True
-                if self._drone.current == 0:
+                busy = self._drone.busy
+                if not busy:
                     self._tokens.get()
                 self._parked = False
+                if busy:
+                    sleep(WINDOW)
             elif current == seen:
                 # The descriptor tells of news only; what came before the ear began must be looked for.
                 self._drone.beat()

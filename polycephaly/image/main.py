@@ -76,6 +76,8 @@ class Drone(Runner):
         self._lane = Lane(lane)
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
+        self.busy = False
+        """Whether the main thread has something to run, or is about to look."""
         self._news = select.epoll()
         self._news.register(self._lane.fileno(), select.EPOLLIN)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -94,11 +96,13 @@ class Drone(Runner):
                 self._take_ended(overlap)
             self.pack_wanted()
             if not todo:
+                self.busy = False
                 self._flush()
                 if self._may_end():
                     return
                 self._listen(wait=not todo)
                 continue
+            self.busy = True  # before that: see image/ear.py
             self._ear.wake()
             self._take_next()
 

@@ -11,6 +11,8 @@ from its right or the middle, and each of these steps is atomic, so a task is ei
 Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
 that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
 interrupt that comes as the task ends is reported as the task's error, and one that comes later is ignored.
+One that comes as the task begins: the ear notes the number in `_missed` and then looks who runs; the main thread
+says that it runs and then looks into `_missed`. So one of them sees the other.
 """
 
 from __future__ import annotations
@@ -292,6 +294,8 @@ class Runner:
             if task.keeps:
                 self._keeping.add(task.number)
             overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
+            if self._is_missed(task.number):  # since the look before
+                overlap.interrupt({task.number})
         except BaseException as error:
             self._keeping.discard(task.number)
             self._note_overlapped(task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error))
@@ -417,13 +421,23 @@ class Runner:
         targets -= set(withdrawn)
         if withdrawn:
             self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
-        current = self._current
-        self._missed |= targets - {0, current}  # one of these may be just between `todo` and `_current`
-        if self._overlap is not None:
-            self._overlap.interrupt(targets)
+        self._missed |= targets - {0}
+        current, overlap = self._current, self._overlap
+        if overlap is not None:
+            begun = {each for each in targets if each in overlap.running and self._is_missed(each)}
+            overlap.interrupt(begun | (targets & {0}))
         if current and (current in targets or 0 in targets):
+            self._missed.discard(current)
             self._target = current
             signal.pthread_kill(self._main_thread, signal.SIGINT)
+
+    def _is_missed(self, number: int) -> bool:
+        """For one of those who ask: it interrupts it."""
+        try:
+            self._missed.remove(number)
+        except KeyError:
+            return False
+        return True
 
     def _hear_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
