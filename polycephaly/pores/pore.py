@@ -18,7 +18,7 @@ from mmap import MAP_SHARED
 from operator import index
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ..errors import PoreClosed
 from ..launch import lifeline
@@ -42,16 +42,13 @@ TURN = 127  # a bit mask: after so many messages that were there without a wait,
 _numbers = count(1)
 
 
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
 class Pore:
     """Shared memory that the image which makes it owns. Given to a drone, as an argument, in a result or captured by a
     function, it arrives as a pore on the same pages: what one writes, all see.
 
     ``Pore(nbytes)`` is plain memory, ``Pore(shape, dtype)`` a numpy array (`dtype` None: bytes). It is all zeros.
-    ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a descriptor (`fileno()`).
+    ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a descriptor (`fileno()`), or
+    the number of one.
     Whoever has it may `tell` its owner something, or `write`, which tells; the owner receives `Message` objects with
     ``for message in pore`` (in plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
 
@@ -79,7 +76,7 @@ class Pore:
         shape: SupportsIndex | Sequence[SupportsIndex] | None = None,
         dtype: Any = None,
         *,
-        file: int | HasFileno | None = None,
+        file: Any = None,
         name: str | None = None,
     ) -> None:
         if (shape is None) == (file is None) or (dtype is not None and file is not None):
@@ -170,12 +167,12 @@ class Pore:
         return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(self._shape)
 
     def fileno(self) -> int:
-        """The descriptor of its file in this image: for `os.pread`, `socket.fromfd`, `mmap`, `os.dup`.
+        """The descriptor of its file in this image: for ``os.pread``, ``socket.fromfd``, ``mmap``, ``os.dup``.
 
         It is the same open file everywhere, so all have one position in it, and one state of the socket. The number is
         the pore's: it is good until this image closes the pore or has lost its last reference, whatever a holder's
-        owner does, and in this process only: a forked child asks again. What is to last longer is an `os.dup` of it.
-        Raises `PoreClosed`, and `io.UnsupportedOperation` if it is memory.
+        owner does, and in this process only: a forked child asks again. What is to last longer is an ``os.dup`` of
+        it. Raises `PoreClosed`, and ``io.UnsupportedOperation`` if it is memory.
         """
         while True:
             content = self._reached()
