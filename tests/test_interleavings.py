@@ -13,8 +13,10 @@ import polycephaly as poly
 from polycephaly.image.ear import Ear
 from polycephaly.image.overlap import Overlap
 from polycephaly.image.runner import Runner
+from polycephaly.image.slices import Slice
 from polycephaly.launch import safepoint
 from polycephaly.wire.messages import CANCEL, pack_numbers
+from polycephaly.wire.slices import ENDED, FAILED, ITEMS, ROWS, pack_answers, pack_calls, unpack_split
 
 
 class Held:
@@ -205,3 +207,55 @@ def test_a_coroutine_that_begins_as_it_is_cancelled_is_interrupted_once():
     thread = SimpleNamespace(_interrupt=told.append)
     runner = told_to_cancel(7, lambda runner: runner._overlap.running.update({7: thread}))
     assert len(told) == 1 and not Runner._is_missed(runner, 7)
+
+
+class _InterruptedBetween(deque):
+    """Calls; an interrupt comes as the one is about to be taken after which so many are left."""
+
+    left = 0
+
+    def popleft(self):
+        if len(self) == self.left:
+            self.left = -1
+            raise KeyboardInterrupt
+        return super().popleft()
+
+
+def end_of(run):
+    """What the controller is told: how many calls are done, and were not begun, the state, and whether there is an
+    error."""
+    outcomes = SimpleNamespace(pack_error=lambda error: b"error")
+    runner = SimpleNamespace(socket_turn=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes)
+    _, head, answers = Runner._end_slice(runner, run)
+    done, rest, state, _ = unpack_split(head + b".")
+    return done, rest, state, answers == pack_answers(run.done, False, b"error", None)
+
+
+@pytest.mark.parametrize("form, rows", [(ITEMS, [1, 2, 3, 4]), (ROWS, [(1,), (2,), (3,), (4,)])])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("at", range(5))
+def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
+    run = Slice(7, pack_calls(form, False, rows), lambda fresh: abs, None)
+    left = 4 - cut
+    run.calls, run._taken_away = _InterruptedBetween(rows[:left]), cut  # by the ear
+    run.calls.left = at
+    run.run()
+    if at == 0 or at > left:  # all were done: it is nobody's
+        assert end_of(run) == (left, 0, ENDED, False)
+    else:
+        assert end_of(run) == (left - at + 1, at - 1, FAILED, True)
+
+
+@pytest.mark.parametrize("form", [ITEMS, ROWS])
+@pytest.mark.parametrize("opened", [0, 1])
+def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
+    def open_function(fresh, times=[]):  # noqa: B006
+        times.append(1)
+        if len(times) > opened:
+            raise ImportError
+        return abs
+
+    rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
+    run = Slice(7, pack_calls(form, True, rows), open_function, None)
+    run.run()
+    assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)

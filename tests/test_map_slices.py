@@ -24,6 +24,8 @@ from scripts import Script, output_of
 
 import polycephaly as poly
 
+pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
+
 PATIENCE = 20.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
 
@@ -532,9 +534,7 @@ def home_is_known(monkeypatch):
 
 @pytest.mark.parametrize("error", [ValueError(5), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_error_is_raised_where_it_belongs_and_ends_the_map(
-    pool, paths, error, ordered, nobody_is_killed_for_being_slow
-):
+def test_an_error_is_raised_where_it_belongs_and_ends_the_map(pool, paths, error, ordered):
     pids = {d.pid for d in pool.drones}
     fn = functools.partial(fail_at, paths[0], 700, error)
     make_known_as_short(pool, fn)
@@ -988,7 +988,7 @@ def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
 
 
 @pytest.mark.parametrize("drones", [1, 2])
-def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drones, nobody_is_killed_for_being_slow):
+def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drones):
     known = functools.partial(held_at, *paths, {300, 301})
     with poly.Pool(drones) as pool:
         make_known_as_short(pool, known)

@@ -245,7 +245,12 @@ class Runner:
 
     def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
         """What came of it, as far as the ear has not sent it: status, head and payload."""
-        error = None if run.error is None else self._outcomes.pack_error(run.error)
+        error = None
+        if run.error is not None:
+            with self.socket_turn:
+                run.blame()
+            if run.error is not None:
+                error = self._outcomes.pack_error(run.error)
         with self.socket_turn:
             self._slice = None
             answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)

@@ -44,12 +44,14 @@ class Slice:
         self.error: BaseException | None = None
         self._form, self._fresh, rows = unpack_calls(payload)
         self.calls: deque[Any] = deque(rows)
+        self._count = len(rows)
+        self._taken_away = 0
         self._open = open_function
         self._pack = pack
         self._bytes = 0
 
     def run(self) -> None:
-        """Runs the calls, to the first that fails. What is left in `calls` then was not begun."""
+        """Runs the calls, to the first that fails. What is left in `calls` then was not begun: see `blame`."""
         try:
             if self._form == ITEMS and not self._fresh:
                 self._run_items(self._open(False))
@@ -113,13 +115,25 @@ class Slice:
         self._bytes += len(packed)
         return Packed(packed)
 
+    def blame(self) -> None:
+        """Holding the socket's turn, after it was run: sees to it that an error is that of the call after those that
+        are done. It may have come between two calls, as an interrupt does, or when the function was opened: then it is
+        the next one's, or, if there is none, nobody's."""
+        begun = self._count - self._taken_away - len(self.calls)
+        if self.error is not None and begun == len(self.done):
+            try:
+                self.calls.popleft()
+            except IndexError:
+                self.error = None
+
     def cut(self) -> int:
-        """From another thread: how many calls were taken away at the end."""
+        """Holding the socket's turn, in any thread: how many calls were taken away at the end."""
         taken = 0
         with suppress(IndexError):
             while True:
                 self.calls.pop()
                 taken += 1
+        self._taken_away += taken
         return taken
 
 
