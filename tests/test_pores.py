@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -571,27 +571,38 @@ def tell_from_below():
     held[0].tell("middle")
 
 
-def test_a_plain_forks_child_neither_closes_it_nor_keeps_it_open():
-    pore = poly.Pore(8)
+@contextmanager
+def told_by_a_forks_child(pore, use, fail):
+    """What `use` gives in a forked child, who tells it. After the block the pore is closed, and `fail` fails there."""
     come, go = os.pipe()
     child = os.fork()
     if not child:
         status = 1
         try:
             os.close(go)
-            pore.array[0] = 3
-            pore.tell("child")
+            pore.tell(use())
             os.read(come, 1)  # the parent has closed it
-            status = 0 if error_of(pore.tell, 1).startswith("PoreClosed") and pore.closed else 2
+            status = 0 if error_of(fail).startswith("PoreClosed") and pore.closed else 2
         finally:
             os._exit(status)
     os.close(come)
-    assert pore.get(30).value == "child"
-    assert pore.array[0] == 3
+    yield pore.get(30).value
     pore.close()
     list(pore)
     os.close(go)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_plain_forks_child_neither_closes_it_nor_keeps_it_open():
+    pore = poly.Pore(8)
+
+    def write():
+        pore.array[0] = 3
+        return "child"
+
+    with told_by_a_forks_child(pore, write, lambda: pore.tell(1)) as told:
+        assert told == "child"
+        assert pore.array[0] == 3
 
 
 # -- open files --------------------------------------------------------------------------------------------
@@ -686,23 +697,8 @@ def test_a_forked_child_is_brought_the_file_anew(tmp_path):
     with open(tmp_path / "file", "rb") as file, poly.Pore(file=file) as pore, poly.Drone() as drone:
         assert drone.doit(read_at, pore, 0, 7)[0] == b"content"
         assert drone.doit(lambda: poly.doit(read_at, pore, 3, 4)[0]) == b"tent"  # a drone of a holder's
-        come, go = os.pipe()
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                os.close(go)
-                pore.tell(read_at(pore, 0, 7)[0])
-                os.read(come, 1)  # the parent has closed it
-                status = 0 if error_of(pore.fileno).startswith("PoreClosed") else 2
-            finally:
-                os._exit(status)
-        os.close(come)
-        assert pore.get(30).value == read_at(pore, 0, 7)[0] == b"content"
-        pore.close()
-        list(pore)
-        os.close(go)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with told_by_a_forks_child(pore, lambda: read_at(pore, 0, 7)[0], pore.fileno) as told:
+            assert told == read_at(pore, 0, 7)[0] == b"content"
 
 
 def use_in_threads(pore, rounds):

@@ -51,11 +51,11 @@ class Ear:
             current = self._drone.current
             if current == 0:
                 self._parked = True
-                busy = self._drone.busy
-                if not busy:
+                if not self._drone.busy:
                     self._tokens.get()
-                self._parked = False
-                if busy:
+                    self._parked = False
+                else:
+                    self._parked = False
                     sleep(WINDOW)
             elif current == seen:
                 # The descriptor tells of news only; what came before the ear began must be looked for.

@@ -116,11 +116,11 @@ class Slice:
         return Packed(packed)
 
     def blame(self) -> None:
-        """Holding the socket's turn, after it was run: sees to it that an error is that of the call after those that
-        are done. It may have come between two calls, as an interrupt does, or when the function was opened: then it is
-        the next one's, or, if there is none, nobody's."""
+        """Holding the socket's turn, after it has ended with an error: sees to it that this is that of the call after
+        those that are done. It may have come between two calls, as an interrupt does, or when the function was opened:
+        then it is the next one's, or, if there is none, nobody's."""
         begun = self._count - self._taken_away - len(self.calls)
-        if self.error is not None and begun == len(self.done):
+        if begun == len(self.done):
             try:
                 self.calls.popleft()
             except IndexError:

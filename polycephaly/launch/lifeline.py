@@ -21,17 +21,19 @@ owner finds them by the *family* in their environment, a name that each program 
 
 from __future__ import annotations
 
+import array
 import ctypes
 import os
 import secrets
 import signal
+import socket
 import sys
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
 __all__ = [
     "OURS", "Descriptor", "become_subreaper", "children", "close", "die_with_parent", "end_family", "end_process_group",
-    "join_family", "new_family", "open_pidfd", "own",
+    "join_family", "new_family", "open_pidfd", "own", "receive_fds",
 ]  # fmt: skip
 
 
@@ -81,6 +83,17 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def receive_fds(end: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """A message, and the descriptors that came with it, which no program started here inherits. (The flag for that is
+    what `socket.recv_fds` takes, and ignores.)"""
+    fds = array.array("i")
+    message, beside, _, _ = end.recvmsg(size, socket.CMSG_SPACE(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in beside:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return message, list(fds)
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -13,7 +13,6 @@ its own descendants go to it while it lives), so those are killed wherever they 
 
 from __future__ import annotations
 
-import array
 import atexit
 import gc
 import json
@@ -170,7 +169,7 @@ class _Zygote:
 
     def _obey(self) -> None:
         try:
-            message, fds = _receive(self._control)
+            message, fds = lifeline.receive_fds(self._control, MAX_ORDER, 3)
         except OSError:
             message, fds = b"", []
         if not message:
@@ -302,13 +301,3 @@ class _Zygote:
             pass
         except OSError:  # the owner is gone: the lifeline tells that in a moment
             self._reports.clear()
-
-
-def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
-    message, extra, _, _ = control.recvmsg(MAX_ORDER, room, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, payload in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return message, list(fds)

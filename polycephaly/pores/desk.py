@@ -98,8 +98,7 @@ class Desk:
         self.pieces: deque[tuple[Member, bytes]] = deque()
         self.came = self.taken = 0  # bytes
         self.stopped = False  # the porter reads no more, until there is room
-        self.ended = False  # the porter has closed it: nothing more will come
-        self._over: Milestone[None] = Milestone()  # the same, to be waited for
+        self._end: Milestone[None] = Milestone()
         self.waiting: deque[Milestone[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
         self._splitting = threading.Lock()
@@ -111,6 +110,11 @@ class Desk:
     @property
     def closed(self) -> bool:
         return not self._open
+
+    @property
+    def ended(self) -> bool:
+        """The porter has closed it: nothing more will come."""
+        return self._end.done()
 
     def close(self) -> None:
         """Also in a finalizer."""
@@ -124,7 +128,7 @@ class Desk:
     def wait_until_ended(self) -> None:
         """It was closed: until the porter has done it."""
         if not self._porter.is_this_thread():
-            self._over.result()
+            self._end.result()
 
     def take(self) -> tuple[str, Frame] | None:
         """What came first, and from whom; None if there is nothing."""
@@ -203,6 +207,5 @@ class Desk:
             member.leave()
         self.members.clear()
         lifeline.close(self.content)
-        self.ended = True
-        self._over._settle(FINISHED, None, None)
+        self._end._settle(FINISHED, None, None)
         self.tell_waiting()

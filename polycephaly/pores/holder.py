@@ -193,15 +193,12 @@ class Holder:
             return end
 
     def _let_in(self, end: socket.socket) -> None:
-        # Not by `recv_fds`, which takes flags and ignores them.
-        greeting, beside, _, _ = end.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-        came = None
-        if beside and len(number := beside[0][2]) == 4:
-            came = lifeline.own(lifeline.Descriptor(int.from_bytes(number, sys.byteorder)))
+        greeting, fds = lifeline.receive_fds(end, 1, 1)
         if greeting != GREETING:  # it is being closed
             raise ConnectionResetError
-        if came is None:  # it came with one, which had no place here
+        if not fds:  # it came with one, which had no place here
             raise OSError(errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}")
+        came = lifeline.own(lifeline.Descriptor(fds[0]))
         try:
             if self._content is None:
                 if self._size:

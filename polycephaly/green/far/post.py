@@ -88,21 +88,6 @@ def the_post() -> Post:
         return _post
 
 
-class _Bell:
-    """An eventfd that is closed once."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 class Post:
     """There is at most one in an image. Methods that are not said to be for everybody are for the owner."""
 
@@ -125,7 +110,7 @@ class Post:
         self._looked = self._wrote = 0.0
         self._open = True
         self._listener = lifeline.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._bell = lifeline.own(_Bell())
+        self._bell = lifeline.own(lifeline.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
         self._epoll = lifeline.own(select.epoll())
         for old in (address, address[:-1] + "e"):  # of a process that had our number before
             with suppress(FileNotFoundError):
@@ -139,9 +124,9 @@ class Post:
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._epoll.register(self._bell.fileno(), select.EPOLLIN)
+        self._epoll.register(self._bell.fd, select.EPOLLIN)
         self._rung = select.poll()
-        self._rung.register(self._bell.fileno(), select.POLLIN)
+        self._rung.register(self._bell.fd, select.POLLIN)
         scheduler.post(self._begin)
 
     def _begin(self) -> None:
@@ -170,7 +155,7 @@ class Post:
 
     def release(self) -> None:
         """From any thread: wakes the owner."""
-        os.eventfd_write(self._bell.fileno(), 1)
+        os.eventfd_write(self._bell.fd, 1)
 
     def acquire(self, timeout: float = -1) -> bool:
         """Until it is woken, or there is something to read, or the time is over. Whether it was woken. Without a time,
@@ -181,7 +166,7 @@ class Post:
             self._flush()
         news = self._epoll.poll(timeout)
         for fd, _ in news:
-            if fd == self._bell.fileno():
+            if fd == self._bell.fd:
                 os.eventfd_read(fd)
                 self._looked = 0.0
                 return True
@@ -216,7 +201,7 @@ class Post:
         """All that has come by now. Not while something is being heard."""
         for _ in range(HEAR_MOST):
             if not self._news:
-                self._news = [each for each in self._epoll.poll(0) if each[0] != self._bell.fileno()]
+                self._news = [each for each in self._epoll.poll(0) if each[0] != self._bell.fd]
             if not self._news:
                 return
             self.look()
