@@ -39,7 +39,7 @@ A_FEW = 8  # tests at once to a worker: neighbours, as they share fixtures; not 
 _folder = ""
 _not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
-_HARD_DEADLINE = 100.0  # seconds: pytest-timeout ends a test that hangs, this one a teardown that hangs after it
+_TEARDOWN = 40.0  # seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -175,9 +175,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = census.Census.take()
-    _set_hard_deadline()
+    _set_hard_deadline(request.node)
     yield
     faulthandler.cancel_dump_traceback_later()
     left = census.wait_until_clean(before)
@@ -185,16 +185,18 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail("left behind after the test:\n  " + "\n  ".join(left))
 
 
-def _set_hard_deadline() -> None:
-    faulthandler.dump_traceback_later(_HARD_DEADLINE, exit=True, file=_real_stderr)
+def _set_hard_deadline(test: pytest.Item) -> None:
+    own = test.get_closest_marker("timeout")
+    limit = own.args[0] if own is not None else float(test.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + _TEARDOWN, exit=True, file=_real_stderr)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
+def pytest_exception_interact(node: Any, call: pytest.CallInfo[Any]) -> None:
     """pytest takes all such deadlines back when a test has failed. But it is such a test that leaves work behind,
     for which the end of its pool may wait for ever."""
     if call.when == "call":
-        _set_hard_deadline()
+        _set_hard_deadline(node)
 
 
 @pytest.fixture

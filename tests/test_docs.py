@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blocks import ROOT, Block, blocks_of, cells_of, run_block, run_cells
@@ -21,7 +22,14 @@ EXAMPLES = sorted(
 )
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+ON_RAY = [pytest.mark.ray, pytest.mark.timeout(100)]  # a Ray that starts beside other tests may take a minute
+
+
+def _run(block: Block) -> Any:
+    return pytest.param(block, id=str(block), marks=ON_RAY if "ray" in block.needs else [])
+
+
+@pytest.mark.parametrize("block", [_run(block) for block in BLOCKS])
 def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
     run_block(block, tmp_path)
 
@@ -51,6 +59,7 @@ def test_links_and_named_test_files_lead_somewhere(page: str) -> None:
     assert missing == []
 
 
+@pytest.mark.timeout(180)  # twenty seconds, where nothing else runs
 def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo", "joblib"):  # its backend is in the reference
         if importlib.util.find_spec(needed) is None:
