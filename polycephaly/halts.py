@@ -8,6 +8,9 @@ One drone has one timer at most, for the first of its work that has a limit; tha
 
 When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
 what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
+
+A drone that is killed takes along what it knows, so GRACE must not be over because the machine stood still: it passes
+in LOOKS steps, of which a pause takes one, however long it is.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Halts"]
 
 GRACE = 1.0  # seconds between an interrupt and a kill
+LOOKS = 10  # meanwhile
 
 
 class Halts:
@@ -74,14 +78,21 @@ class Halts:
     def interrupt(self, link: Link, work: Work) -> None:
         """What is in flight there; and kills whom that does not reach."""
         link.send(pack_numbers(CANCEL, (work.number,)))
-        self._crew.hub.after(GRACE, partial(self._kill_if_still, link, work))
+        self._look_again(link, work, LOOKS)
 
-    def _kill_if_still(self, link: Link, work: Work) -> None:
+    def _look_again(self, link: Link, work: Work, looks: int) -> None:
+        self._crew.hub.after(GRACE / LOOKS, partial(self._kill_if_still, link, work, looks - 1))
+
+    def _kill_if_still(self, link: Link, work: Work, looks: int) -> None:
         link.catch_up()
-        # Behind other work in the same drone it is not what holds the drone up.
-        if work.number in link.flight and link.alive and link.runs(work.number):
-            if all(other.done() for other in link.flight.values()) or not link.overlapping:
-                link.kill()
-            else:  # beside it others run, for which somebody waits, and which would die too: they finish first
-                link.hung.add(work.number)
-                self._crew.hub.after(GRACE, partial(self._kill_if_still, link, work))
+        if work.number not in link.flight or not link.alive:
+            return
+        if looks > 0:
+            self._look_again(link, work, looks)
+        elif not link.runs(work.number):
+            pass  # behind other work in the same drone it is not what holds the drone up
+        elif all(other.done() for other in link.flight.values()) or not link.overlapping:
+            link.kill()
+        else:  # beside it others run, for which somebody waits, and which would die too: they finish first
+            link.hung.add(work.number)
+            self._look_again(link, work, LOOKS)

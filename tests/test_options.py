@@ -11,6 +11,8 @@ from engines import local_only, on_each_engine, poly
 from faults import append, lines, wait_for
 from scripts import Script
 
+from polycephaly.procfs import state_of
+
 pytestmark = on_each_engine
 
 
@@ -82,6 +84,36 @@ def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp
             time.sleep(2.2)
             script.signal(signal.SIGCONT)
             assert script.read_line() == "[None, None] True"
+        assert script.wait() == 0
+
+
+@local_only
+def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt():
+    """It had no time to heed it."""
+    with Script("""
+        import os, signal, time
+        import polycephaly as poly
+        from polycephaly import halts
+        halts.GRACE = 1.5
+        with poly.Pool(1) as pool:
+            pid = pool.doit(os.getpid)
+            sleeping = pool.promise(time.sleep, 1000)
+            while not sleeping.running():
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            sleeping.cancel()
+            print(pid, flush=True)
+            time.sleep(0.3)  # for the hub, to interrupt it
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.7)
+            os.kill(pid, signal.SIGCONT)
+            print(pool.doit(os.getpid), flush=True)
+    """) as script:  # fmt: skip
+        pid = script.read_line()
+        wait_for(lambda: state_of(script.process.pid) == "T")
+        time.sleep(2)
+        script.signal(signal.SIGCONT)
+        assert script.read_line() == pid
         assert script.wait() == 0
 
 
