@@ -12,6 +12,7 @@ from polycephaly.timeline import Span
 from polycephaly.timeline.verdict import figures, sentence
 
 CORES = len(os.sched_getaffinity(0))
+LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"
 
 
 def work(drone, start, end, name="load", queued=0.0, calls=1, bytes_sent=10, cpu=None, on_the_way=0.001):
@@ -54,13 +55,13 @@ RUNS = {
     ),
     "all compute on all cores": (
         full(CORES, cpu=0.099),
-        f"busy 99 % of the time, mostly with load, and computed in 100 % of that: the {CORES} cores are the limit.",
+        f"busy 99 % of the time, mostly with load, and computed in 100 % of that: {LIMIT} the limit.",
     ),
     "fewer drones than cores": (
         full(1, cpu=0.099),
         "d0 was busy 99 % of the time, mostly with load: more drones would help"
         if CORES > 1
-        else "d0 was busy 99 % of the time, mostly with load, and computed in 100 % of that: the 1 cores",
+        else "d0 was busy 99 % of the time, mostly with load, and computed in 100 % of that: the one core is",
     ),
     "too few pieces": (
         [work("a", 0.0, 1.0), work("b", 0.0, 0.5), work("a", 1.0, 1.9), work("c", 0.0, 0.2)],
@@ -92,7 +93,7 @@ def test_the_sentence_says_what_the_numbers_say(kind):
 
 def test_each_reason_is_another_sentence():
     sentences = {poly.Timeline(spans).bottleneck for spans, _ in RUNS.values()}
-    assert len(sentences) == len(RUNS)
+    assert len(sentences) == len(RUNS) - (CORES == 1)  # where no fewer drones than cores can be
 
 
 def test_idle_drones_count():

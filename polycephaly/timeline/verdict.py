@@ -121,7 +121,8 @@ def sentence(f: Figures) -> str:
             return f"{busy}: more drones would help, as this machine has {f.cores} cores."
         if f.computing is None:
             return f"{busy}: the work itself is what takes the time."
-        return f"{busy}, and computed in {percent(f.computing)} of that: the {f.cores} cores are the limit."
+        limit = "the one core is" if f.cores == 1 else f"the {f.cores} cores are"
+        return f"{busy}, and computed in {percent(f.computing)} of that: {limit} the limit."
     if f.pieces < FEW * f.drones and f.drones > 1:
         return (
             f"{f.pieces} pieces of work are too few to keep {f.drones} drones busy ({used} of the time): "
