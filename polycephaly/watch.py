@@ -108,8 +108,9 @@ class Watch:
                 awaited.add(link)
         for gone in self._patients.keys() - awaited:
             del self._patients[gone]
-            if isinstance(gone, Link):
-                self._responds(gone)
+        for link in self._crew.links:  # of which some may have answered while we did not run ourselves
+            if link.unresponsive is not None and link not in awaited:
+                self._responds(link)
         for one in awaited:
             patient = self._patients.setdefault(one, _Patient(now))
             if isinstance(one, Link):

@@ -15,6 +15,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly import watch
+from polycephaly.procfs import state_of
 
 MIB = 1 << 20
 
@@ -179,6 +180,41 @@ def test_what_waits_for_a_stopped_drone_is_done_when_it_is_let(quick):
         wait_for(lambda: drone.unresponsive)
         os.kill(drone.pid, signal.SIGCONT)
         assert waiting.result(30) == 5
+
+
+def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_done(tmp_path):
+    gate, done = tmp_path / "gate", tmp_path / "done"
+    with Script("""
+        import os, signal, sys, time
+        import polycephaly as poly
+        from faults import append, hold_until, wait_for
+        from polycephaly import watch
+        watch.LOOK, watch.QUIET = 0.05, 0.3
+
+        def hold(gate, done):
+            hold_until(gate)
+            append(done, "done")
+
+        with poly.Pool(1) as pool:
+            drone = pool.drones[0]
+            held = drone.promise(hold, *sys.argv[1:])
+            wait_for(held.running)
+            os.kill(drone.pid, signal.SIGSTOP)
+            waiting = drone.promise(abs, -5)
+            wait_for(lambda: drone.unresponsive)
+            print(drone.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            print(waiting.result(20), flush=True)
+    """, str(gate), str(done)) as script:  # fmt: skip
+        drone = int(script.read_line())
+        wait_for(lambda: state_of(script.process.pid) == "T")
+        gate.touch()
+        os.kill(drone, signal.SIGCONT)
+        wait_for(lambda: lines(str(done)))
+        time.sleep(1)  # a long one, for a watch of this kind
+        script.signal(signal.SIGCONT)
+        assert script.read_line() == "5"
+        assert script.wait() == 0
 
 
 def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
