@@ -19,13 +19,14 @@ from time import monotonic
 import pytest
 from faults import append, hold_until, lines, wait_for
 from greens import run, turns
-from scripts import output_of, run_script
+from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
 from polycephaly.green.far.ends import MOMENT
+from polycephaly.procfs import state_of
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
 
@@ -992,6 +993,49 @@ def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
                 at(place, close_here)
                 with pytest.raises(ChannelClosed):
                     at(home, first_of, ch)
+
+
+def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp_path):
+    """Who has it now had no time to say so."""
+    with Script("""
+        import os, signal, sys, time
+        import polycephaly as poly
+        from faults import wait_for
+        from polycephaly.green import Channel
+        from polycephaly.green.far import ends
+        from test_far_channels import first_of, give_by, keep, keep_from, put_here
+
+        ends.MOMENT = 2.0
+        with poly.Pool(2, output="discard") as pool:
+            before, after = pool.drones
+            ch = Channel(4)
+            way = after.doit(Channel, 4)
+            before.doit(keep, ch.sender())
+            before.doit(way.put, "so that they know each other")
+            after.doit(first_of, way)
+            held = before.promise(time.sleep, 1000)
+            kept = after.promise(keep_from, way)
+            wait_for(kept.running)
+            os.kill(after.pid, signal.SIGSTOP)
+            held.cancel()
+            before.doit(give_by, way)
+            before.kill()
+            wait_for(lambda: not before.alive)
+            time.sleep(0.3)
+            print("stopped", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(after.pid, signal.SIGCONT)
+            kept.result(20)
+            after.doit(put_here, 2)
+            print(ch.get(20), flush=True)
+    """) as script:
+        assert script.read_line() == "stopped"
+        wait_for(lambda: state_of(script.process.pid) == "T")
+        time.sleep(2.2)
+        script.signal(signal.SIGCONT)
+        assert script.read_line() == "2"
+        assert script.wait() == 0
 
 
 def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):

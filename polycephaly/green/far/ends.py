@@ -54,6 +54,7 @@ T = TypeVar("T")
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
 MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
+LOOKS = 5  # in which it passes: a machine that stands still, however long, is a fifth of a moment at most
 
 
 class _End(Generic[T]):
@@ -127,7 +128,7 @@ class _End(Generic[T]):
             self._may_be_astray(error)
 
     def _may_be_astray(self, error: BaseException) -> None:
-        scheduler.timers.set(monotonic() + MOMENT, partial(self._is_astray, error))
+        _in_a_moment(partial(self._is_astray, error))
 
     def _is_astray(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
@@ -305,6 +306,11 @@ def _astray(channel: Any, number: int, token: int, why: str, cause: BaseExceptio
         _gone(channel, number, f"with a call that came to nothing: {why}", cause)
 
 
+def _in_a_moment(act: Callable[[], object], looks: int = LOOKS) -> None:
+    then = partial(_in_a_moment, act, looks - 1) if looks > 1 else act
+    scheduler.timers.set(monotonic() + MOMENT / LOOKS, then)
+
+
 def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) -> None:
     """Who had it was gone a moment ago. Who has it now has said so by now."""
     if scheduler.mail is not None:
@@ -327,7 +333,7 @@ def _count_calls(channel: Any, number: int, change: int) -> None:
         count.calls[number] = left
     elif number in count.forsaken:
         how, cause = count.forsaken.pop(number)
-        scheduler.timers.set(monotonic() + MOMENT, partial(_forsaken, channel, number, how, cause))
+        _in_a_moment(partial(_forsaken, channel, number, how, cause))
 
 
 def _hear_opened(peer: Peer, channel: int, number: int, payload: bytes) -> None:
@@ -359,9 +365,7 @@ def _lost(peer: Peer) -> None:
                 del holders[token]
             if theirs and not holders:
                 how = f"in {peer}, which {peer.ending.how}"
-                scheduler.timers.set(
-                    monotonic() + MOMENT, partial(_forsaken, channel, number, how, peer.ending.death)
-                )
+                _in_a_moment(partial(_forsaken, channel, number, how, peer.ending.death))
 
 
 OBEYED[words.OPENED] = _hear_opened

@@ -20,7 +20,6 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -42,7 +41,6 @@ CHUNK = 256 * 1024  # bytes read at a time
 PIECES = 512  # buffers in one write
 SMALL = 4096  # bytes of a payload that is copied into one buffer with its head
 KEPT = 1000  # of what is remembered of channels, ends and images that are gone
-FIND_OUT_WITHIN = 0.3  # seconds, for how a drone ended that was connected
 
 
 _space = memoryview(bytearray(CHUNK))  # where the owner reads into: a new one each time would be a new mapping
@@ -188,7 +186,7 @@ class Peer:
         if why:
             self.tell_loss(Ending(why, None))
         else:
-            self.post.find_out(self, monotonic() + FIND_OUT_WITHIN)
+            self.post.find_out(self)
 
     def tell_loss(self, ending: Ending) -> None:
         self.ending = ending

@@ -53,6 +53,7 @@ log = logging.getLogger("polycephaly.green")
 LOOK_AFTER = 0.0002  # seconds between looks of a busy owner
 PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog holds, and for goodbyes
 FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
+FIND_OUT_LOOKS = 60  # a number of them, for a machine that stands still takes no time from who is to tell that
 CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
 HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
 ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no descriptor for one
@@ -299,13 +300,12 @@ class Post:
                     self._epoll.unregister(fd)
                 lifeline.close(peer.end)
 
-    def find_out(self, peer: Peer, until: float) -> None:
+    def find_out(self, peer: Peer, looks: int = FIND_OUT_LOOKS) -> None:
         """It has died without a word; its parent leaves one."""
         is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
-        now = monotonic()
-        if ending is None and is_there and now < until and self._open:
-            scheduler.timers.set(now + FIND_OUT_EVERY, partial(self.find_out, peer, until))
+        if ending is None and is_there and looks > 0 and self._open:
+            scheduler.timers.set(monotonic() + FIND_OUT_EVERY, partial(self.find_out, peer, looks - 1))
         else:
             peer.tell_loss(ending or Ending("has ended", None))
 
