@@ -69,17 +69,17 @@ class Holes:
         anywhere = {id(each) for each in self.inputs if each._may_be_anywhere}
         stray = self._indices.keys() - anywhere
         if stray:
-            stray -= _in_containers(arguments, len(stray))
+            stray -= _in_containers(arguments, stray)
         if stray:
             raise misplaced(self.inputs[self._indices[stray.pop()]])
 
 
-def _in_containers(arguments: object, enough: int) -> set[int]:
-    """The ids of the promises there; not of all, where so many are `enough`."""
+def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
+    """The ids of those of the promises `wanted` that are there."""
     found: set[int] = set()
     seen: set[int] = set()
     todo: list[Any] = [arguments]
-    while todo and len(found) < enough:
+    while todo and len(found) < len(wanted):
         container = todo.pop()
         if id(container) in seen:
             continue
@@ -90,7 +90,8 @@ def _in_containers(arguments: object, enough: int) -> set[int]:
             continue
         for value in values:
             if isinstance(value, Promise):
-                found.add(id(value))
+                if id(value) in wanted:
+                    found.add(id(value))
             elif type(value) in CONTAINERS:
                 todo.append(value)
     return found
@@ -173,8 +174,8 @@ def _is_wanted(node: Promise[Any]) -> bool:
 
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
     """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, as many together
-    as stand together, and so looked at once: many may be cancelled in any order. Who has a `_state` other than
-    PENDING, as the end of a channel that follows a call, does not wait."""
+    as stand together, and so looked at once: many may be cancelled in any order. Who says `_only_follows`, as the end
+    of a channel that went with a call, does not wait."""
     hooks = promise._hooks or []
     index = end = len(hooks)
     first = last = None
@@ -183,7 +184,10 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
             index -= 1
             hook = hooks[index]
             waits = getattr(hook, "__self__", None)
-            is_over = getattr(waits, "_state", PENDING) != PENDING
+            if isinstance(waits, Promise):
+                is_over = waits._state != PENDING
+            else:
+                is_over = getattr(waits, "_only_follows", None) is True
             if is_over and hook == getattr(waits, "_one_settled", None):
                 first, last = hook, hook if last is None else last
                 continue

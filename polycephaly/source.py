@@ -23,6 +23,7 @@ from .shared import Shared
 from .wire.capture import BULKY, capture
 from .wire.definitions import label
 from .wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, pack_calls
+from .wire.tickets import meeting
 from .work import Slice, Work
 
 if TYPE_CHECKING:
@@ -238,7 +239,10 @@ class Source(OneByOne):
             if isinstance(arg, (Promise, Shared, Kept)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
                 return None
         try:
-            pickled = capture(args, self._crew.book.snapshot, small=True)
+            with meeting(None) as pickling:
+                pickled = capture(args, self._crew.book.snapshot, small=True)
+            if pickling.moved is not None:  # something in it wants to know what becomes of its call
+                return None
         except Exception:  # too large, or it cannot be pickled: then the call's promise says why
             return None
         return pickled if len(pickled) <= BYTES_MOST else None

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise, product
@@ -26,6 +27,7 @@ from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
 from polycephaly.green.far.ends import MOMENT
+from polycephaly.green.far.post import the_post
 from polycephaly.procfs import state_of
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
@@ -1038,6 +1040,93 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp
         assert script.wait() == 0
 
 
+def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
+    with Script("""
+        import os, signal, time
+        import polycephaly as poly
+        from polycephaly.green import Channel, ChannelClosed
+        from test_far_channels import keep
+
+        with poly.Pool(1, output="discard") as pool:
+            (drone,) = pool.drones
+            zygote = pool._crew.roster.engine._launcher.pid
+            ch = Channel()
+            drone.doit(keep, ch.sender())
+            os.kill(zygote, signal.SIGSTOP)
+            os.kill(drone.pid, signal.SIGKILL)
+            time.sleep(0.1)
+            print(zygote, flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            try:
+                ch.get(20)
+            except ChannelClosed as error:
+                while error.__cause__ is not None:
+                    error = error.__cause__
+                print(type(error).__name__, flush=True)
+    """) as script:
+        zygote = int(script.read_line())
+        wait_for(lambda: state_of(script.process.pid) == "T")
+        os.kill(zygote, signal.SIGCONT)
+        time.sleep(0.5)
+        script.signal(signal.SIGCONT)
+        assert script.read_line() == "DroneDied"
+        assert script.wait() == 0
+
+
+def hold_the_owner():
+    async def step():
+        time.sleep(0.4)
+
+    green.spawn(step)
+
+
+def test_an_end_is_gone_with_a_drone_that_dies_as_soon_as_the_call_with_it_is_answered():
+    """It has said that it has the end before it answers, though its green threads are in the middle of a step."""
+    with poly.Pool(1, output="discard") as pool:
+        for held in (True, False, False):
+            (drone,) = pool.drones
+            if held:
+                drone.doit(hold_the_owner)
+            ch = Channel()
+            drone.doit(keep, ch.sender())
+            drone.kill()
+            assert "DroneDied" in items_and_error(ch)[-1]
+
+
+def fail_or_keep(given):
+    if given == "die":
+        os._exit(3)
+    AT_HAND["end"] = given
+
+
+@pytest.mark.parametrize("known", [0, 300])
+def test_an_end_in_a_map_is_gone_with_the_call_that_it_went_with(known):
+    """Though calls that are known to be short travel many at once."""
+    with poly.Pool(1, output="discard") as pool:
+        ch = Channel()
+        with pytest.raises(poly.DroneDied):
+            list(pool.map(fail_or_keep, [0] * known + ["die", (ch.sender(),)]))
+        assert "the last end that could send was" in items_and_error(ch)[-1]  # with a drone, or a call that never ran
+
+
+async def put_and_spin(ch):
+    await ch.send(1)
+    while True:
+        pass
+
+
+def test_a_closed_channel_tells_though_the_last_pool_went_with_who_had_places_in_it():
+    for _ in range(6):
+        ch = Channel(8)
+        with poly.Pool(1, output="discard") as pool:
+            pool.promise(put_and_spin, ch)
+            assert ch.get(20) == 1
+            pool._crew.kill()
+        ch.close()
+        with pytest.raises(ChannelClosed):
+            ch.get(20)
+
+
 def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
     def put(end, number, gate):
         end.put(number)
@@ -1578,6 +1667,67 @@ def test_map_over_a_pool_raises_the_error_of_a_call_of_the_items_and_of_a_drone(
         green.map(die, range(100), over=pool)
 
 
+def test_a_call_of_a_map_over_a_pool_that_is_cancelled_from_within_is_an_error_as_without_a_pool(pool):
+    async def give_up(n):
+        if n == 2:
+            raise green.Cancelled
+        return n
+
+    for where in ({}, {"over": pool}):
+        with pytest.raises(CancelledError, match=r"a call of .*give_up was cancelled"):
+            run(lambda where=where: green.map(give_up, range(6), width=2, **where))
+
+
+def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool):
+    def big(n):
+        return bytes(100_000)
+
+    async def leave():
+        async for _ in green.map(big, range(100), width=4, over=pool):
+            await green.sleep(0.05)
+            return
+
+    known = len(the_post().channels)
+    for _ in range(3):
+        green.run(leave)
+    wait_for(lambda: len(the_post().channels) <= known)
+
+
+class Kills:
+    """Is pickled when that drone is dead."""
+
+    def __init__(self, drone):
+        self.drone = drone
+
+    def __reduce__(self):
+        self.drone.kill()
+        wait_for(lambda: not self.drone.alive)
+        return int, ()
+
+
+def test_functions_over_a_pool_of_which_a_drone_dies_as_they_are_dealt_out_are_none_of_them_left_waiting():
+    async def wait(ch, _=None):
+        return await ch.receive()
+
+    with poly.Pool(2, output="discard") as pool:
+        first, second = pool.drones
+        ch = Channel()
+        with pytest.raises((poly.DroneDied, RuntimeError)):
+            green.par(partial(wait, ch, Kills(second)), partial(wait, ch), over=pool)
+        assert first.doit("1 + 1") == 2
+        known = len(the_post().channels)
+
+        async def main():
+            spread = green.map(abs, range(3), over=pool)
+            pool.drones[1].kill()
+            wait_for(lambda: not spread._drones[1].alive)
+            await spread
+
+        with pytest.raises((poly.DroneDied, RuntimeError)):
+            run(main)
+        wait_for(lambda: len(the_post().channels) <= known)
+
+
 def test_map_over_a_pool_does_not_wait_for_a_drone_that_has_never_begun(pool, tmp_path):
     go, began = tmp_path / "go", str(tmp_path / "began")
     busy = pool.drones[0]
@@ -1621,6 +1771,34 @@ def test_what_cannot_be_spread_is_said_to_be_so(pool):
 class Unopenable:
     def __reduce__(self):
         return int, ("no number",)
+
+
+class Ends:
+    def __reduce__(self):
+        raise SystemExit(4)
+
+
+def test_an_item_whose_pickling_ends_its_image_ends_nobody(pool):
+    def first_or_error(ch):
+        return items_and_error(ch)
+
+    ch = Channel()
+    told = pool.promise(first_or_error, ch)
+    wait_for(told.running)
+    with pytest.raises(RuntimeError, match="pickling an item of a channel raised SystemExit: 4"):
+        ch.put(Ends(), 20)
+    ch.put("another", 20)
+    ch.close()
+    assert told.result(20)[0] == "another"
+
+
+def test_the_handle_of_what_a_drone_keeps_does_not_go_through_a_channel(pool):
+    def send(ch):
+        ch.put(poly.Kept([7]))
+
+    ch = Channel()
+    with pytest.raises(TypeError, match=r"was to go through a channel: its handle goes .* home in a result"):
+        pool.doit(send, ch)
 
 
 def test_what_cannot_be_pickled_is_told_to_its_sender_and_nobody_has_it(pool):

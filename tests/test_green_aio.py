@@ -426,6 +426,27 @@ def test_par_and_map_over_a_pool_are_awaited_in_asyncio():
         assert asyncio.run(main(pool)) == ([0, []], [0, 1, 4, 9, 16], "KeyError('x')")
 
 
+def test_a_green_thread_that_is_cancelled_as_it_leaves_a_pool_ends_the_pool():
+    pools = []
+
+    async def inner():
+        async with poly.Pool(2) as pool:
+            pools.append((pool, pool.promise("import time; time.sleep(1000)")))
+
+    async def main():
+        thread = green.spawn(inner)
+        while not (pools and pools[0][1].running()):
+            await green.sleep(0.01)
+        await green.sleep(0.1)
+        thread.cancel()
+        with pytest.raises(CancelledError):
+            await thread
+        pool, sleeping = pools[0]
+        return pool._crew.over, pool._crew.ended.cancelled(), sleeping.cancelled()
+
+    assert run(main) == (True, False, True)
+
+
 def test_an_asyncio_task_that_is_cancelled_cancels_the_par_it_awaits():
     began, ended = threading.Event(), threading.Event()
 

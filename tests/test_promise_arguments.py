@@ -2,6 +2,7 @@
 
 import operator
 import os
+import pickle
 import sys
 import threading
 
@@ -10,6 +11,7 @@ from engines import on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
 from polycephaly import Promise
+from polycephaly.inputs import Holes
 
 pytestmark = on_each_engine
 
@@ -188,3 +190,21 @@ def noted_sum(path, a, b):
     with open(path, "a") as file:
         file.write("x")
     return a + b
+
+
+class OfAny(Promise):
+    """As those of shared values on Ray."""
+
+    _may_be_anywhere = True
+
+
+@pytest.mark.local_only
+def test_promises_that_may_be_anywhere_hide_none_of_the_others():
+    anywhere, other = OfAny(), Promise()
+    for arguments in ((anywhere, [other]), ([other], anywhere), ([anywhere], [other])):
+        with Holes() as holes:
+            pickle.dumps(arguments, 5)
+            holes.check(*arguments)
+        with Holes() as holes:
+            pickle.dumps((*arguments, {other}), 5)
+            holes.check(*arguments)

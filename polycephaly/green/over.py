@@ -12,6 +12,7 @@ they all run at the same time, as they may wait for each other, and each drone d
 
 from __future__ import annotations
 
+from asyncio import CancelledError as Cancelled
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -19,12 +20,14 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..coroutines import is_coroutine
-from ..errors import ChannelClosed, ItemLost, another
+from ..errors import ChannelClosed, Deadlock, ItemLost, another
 from ..promises import Promise
+from ..wire.definitions import label
 from .channel import Channel
 from .collected import Collected
 from .group import Group
 from .locks import Semaphore
+from .scheduler import scheduler
 from .thread import spawn
 
 __all__ = ["Spread", "par_over"]
@@ -59,7 +62,12 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
     for index, drone in enumerate(drones):
         end = begin + size + (index < more)
         if end > begin:
-            shares.append(drone.promise(_share, list(fns[begin:end])))
+            try:
+                shares.append(drone.promise(_share, list(fns[begin:end])))
+            except BaseException:  # it has died just now, say: the others would wait for what it was to run
+                for share in shares:
+                    share.cancel()
+                raise
         begin = end
     values: list[Any] = []
     for share in await _all(shares):
@@ -117,6 +125,7 @@ class Spread(Collected, Generic[T]):
             shares = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
         except BaseException:  # one of them has retired, say: the others would wait for ever
             jobs.close()
+            done.close()
             raise
         working = [*shares, spawn(self._feed, jobs, done, room)]
         for each in working:
@@ -147,6 +156,7 @@ class Spread(Collected, Generic[T]):
             if due != total:
                 for each in working:
                     each.cancel()
+                spawn(_drain(done))
             if self._progress is not None:
                 self._progress.close()
         for share in shares:
@@ -178,7 +188,12 @@ async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Chann
 
     async def work() -> None:
         async for index, item in jobs:
-            value = await apply(item)
+            try:
+                value = await apply(item)
+            except Cancelled as error:
+                if scheduler.current._cancels:
+                    raise
+                raise CancelledError(f"a call of {label(fn)} was cancelled") from error  # it was not by us
             with suppress(ChannelClosed):  # nobody wants it any more
                 await done.send((index, value))
 
@@ -188,6 +203,17 @@ async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Chann
                 group.spawn(work)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _drain(done: Channel[Any]) -> None:
+    """Takes what nobody wants any more: a channel that drones know is kept until it is closed, and empty."""
+    while True:
+        try:
+            await done.receive()
+        except (ChannelClosed, Deadlock):
+            return
+        except Exception:  # an item's own
+            pass
 
 
 def _close_after_an_error(done: Channel[Any], ended: Promise[Any]) -> None:

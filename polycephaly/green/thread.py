@@ -535,7 +535,8 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         raise
     except BaseException:
         promise._unhook(wake)
-        promise.cancel()  # as asyncio does
+        if promise._cancels_with_waiter:  # as asyncio does
+            promise.cancel()
         raise
     finally:
         wake.thread = None

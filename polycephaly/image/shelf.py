@@ -130,10 +130,11 @@ class Made:
 
     def ticket(self) -> tuple[Any, tuple[int]]:
         now = tickets.here.now
-        if now is not None and now.vault is not None:
+        if now is not None:
+            where = "was to go through a channel" if now.vault is None else f"was given to a call of {now.vault.name}"
             raise TypeError(
-                f"what drone {self.home} keeps was given to a call of {now.vault.name}: its handle goes to "
-                f"calls of the pool that {self.home} is of; send its `value`"
+                f"what drone {self.home} keeps {where}: its handle goes to calls of the pool that {self.home} is of, "
+                "and home in a result; send its `value`"
             )
         if tickets.here.asked_for:  # nobody would hold what the handle is of
             raise TypeError(

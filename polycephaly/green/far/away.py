@@ -31,9 +31,6 @@ from .post import Post, the_post
 
 __all__ = ["Remote", "remote_end"]
 
-Reference = tuple[str, int, int, str]
-"""What travels: where the home is reached, the channel's number there, its capacity, and how the home is called."""
-
 
 class _Away:
     """What a remote end knows of its channel."""

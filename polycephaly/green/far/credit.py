@@ -29,9 +29,10 @@ __all__ = ["BufferedAtHome", "bring_home"]
 class Account:
     """The places of one buffer that are granted to one image."""
 
-    __slots__ = ("granted", "recalled")
+    __slots__ = ("channel", "granted", "recalled")
 
-    def __init__(self) -> None:
+    def __init__(self, channel: BufferedAtHome) -> None:
+        self.channel = channel
         self.granted = 0
         self.recalled = False
 
@@ -81,7 +82,7 @@ class BufferedAtHome(AtHome, _Buffered[Any]):
         extra = self._extra
         account = extra.accounts.get(peer)
         if account is None:
-            account = extra.accounts[peer] = peer.accounts[extra.number] = Account()
+            account = extra.accounts[peer] = peer.accounts[extra.number] = Account(self)
         share = self.capacity // (1 + len(extra.accounts))
         more = min(share - account.granted, self._free())
         if more > 0 and account.granted <= share // 2 and more > share // 4 and not (account.recalled or self._closed):

@@ -25,6 +25,7 @@ cancelled or its time is over, that drone, or its death, tells later whether it 
 from __future__ import annotations
 
 import secrets
+from _thread import LockType, allocate_lock, get_ident
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
@@ -54,13 +55,14 @@ T = TypeVar("T")
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
 MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
-LOOKS = 5  # in which it passes: a machine that stands still, however long, is a fifth of a moment at most
+SAID_WITHIN = 1.0  # seconds that a call waits for its drone to say that it has the ends that came with it
+LOOKS = 5  # in which a moment passes: a machine that stands still, however long, is a fifth of a moment at most
 
 
 class _End(Generic[T]):
     """What both have. It goes to other images as a channel does: there it is the same end."""
 
-    _state = None  # it follows calls, and does not wait for them: see `_waiters` in inputs.py
+    _only_follows = True  # calls, and does not wait for them: see `_waiters` in inputs.py
 
     def __init__(self, channel: Channel[T], number: int, token: int = _FIRST) -> None:
         self.channel = channel
@@ -228,13 +230,26 @@ def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int)
 
 
 def _arrives(channel: Channel[Any], number: int, before: int) -> int:
-    """Its new token."""
+    """Its new token. In a drone it comes back when that is said: or the drone might die after its call was answered,
+    and nobody would ever know that it had the end. The owner itself says it soon; it cannot wait for itself, and in
+    the main image nobody outlives who would wait."""
     token = secrets.randbits(63) | 1
-    if channel.is_remote:
-        scheduler.post(partial(_say, channel, words.OPENED, number, _TOKENS.pack(token, before)))
-    else:
+    if not channel.is_remote:
         scheduler.post(partial(_held_by, channel, number, None, token, before))
+        return token
+    said = allocate_lock()
+    said.acquire()
+    scheduler.post(partial(_say_at_once, channel, words.OPENED, number, _TOKENS.pack(token, before), said))
+    if tickets.shelf is not None and get_ident() != scheduler.owner:
+        said.acquire(timeout=SAID_WITHIN)
     return token
+
+
+def _say_at_once(channel: Channel[Any], word: int, number: int, payload: bytes, said: LockType) -> None:
+    _say(channel, word, number, payload)
+    if scheduler.mail is not None:
+        scheduler.mail.send_late()
+    said.release()
 
 
 def _say(channel: Any, word: int, number: int, payload: bytes = b"") -> None:

@@ -108,11 +108,10 @@ def _lost(peer: Peer) -> None:
     asked, peer.asked = peer.asked, {}
     for answer in asked.values():
         answer(False)
-    for number in peer.accounts:
-        channel: Any = peer.post.channels.get(number)
-        if channel is not None:
-            channel._extra.accounts.pop(peer, None)
-            scheduler.post(channel._match)
+    accounts, peer.accounts = peer.accounts, {}
+    for account in accounts.values():  # not by their numbers: the post may have closed, and know none
+        account.channel._extra.accounts.pop(peer, None)
+        scheduler.post(account.channel._match)
 
 
 OBEYED.update(

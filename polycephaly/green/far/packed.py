@@ -6,6 +6,7 @@ from pickle import loads
 from typing import Any
 
 from ...wire import capture as capturing
+from ...wire import tickets
 from ...wire.exceptions import pack_exception, unpack_exception
 
 __all__ = ["NOT_KNOWN", "Packed", "opened", "pack_reason", "packed", "unpack_reason"]
@@ -28,7 +29,11 @@ def packed(item: Any) -> bytes:
     """Raises whatever the item's own pickling raises."""
     if item.__class__ is Packed:
         return item.content
-    return capturing.capture(item, capturing.common())
+    try:
+        with tickets.meeting(None):  # the handle of a kept value has no way through a channel
+            return capturing.capture(item, capturing.common())
+    except (SystemExit, GeneratorExit) as error:  # of the item's own code: it is to end nobody
+        raise RuntimeError(f"pickling an item of a channel raised {type(error).__name__}: {error}") from error
 
 
 def opened(item: Any) -> Any:
