@@ -50,6 +50,9 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """To take from these runs no code of users, so several rows are taken at the same moment."""
 
 
+_TAKE_THEM = "a map sends its calls as its results are taken: take them all before the pool ends (list(...))"
+
+
 class OneByOne:
     """Each call is a piece of work. `error` is what ended the input, if not its end: an error of its own, or the pool's
     shutdown. It is raised in its place, after the results of what was sent before."""
@@ -63,6 +66,12 @@ class OneByOne:
         self._fn = fn
         self._ahead = ahead
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
+        self._exhausted = False
+
+    @property
+    def exhausted(self) -> bool:
+        """All was taken, and that was noticed."""
+        return self._exhausted
 
     @property
     def label(self) -> str:
@@ -94,6 +103,7 @@ class OneByOne:
                 return self._crew.submit(self._fn, row, {}, None, self._terms)
         except Exception as error:  # of the input, or the pool takes no more
             self.error, self._rows = error, iter(())
+        self._exhausted = True
         return None
 
     def learn(self, work: Work) -> None:
@@ -120,7 +130,6 @@ class Source(OneByOne):
         if self._single:
             self._rows = iter(iterables[0])
         self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
-        self._exhausted = False
         self._next: Work | None = None
         self._row_bytes = 1.0
         self._answered = 0
@@ -170,6 +179,7 @@ class Source(OneByOne):
             except RuntimeError as error:
                 if self._crew.refusal is None:
                     raise
+                error.add_note(_TAKE_THEM)
                 self.error, self._exhausted = error, True
         return work
 

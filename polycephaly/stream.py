@@ -10,6 +10,7 @@ Who takes the values may be plain code, which waits, or a coroutine of asyncio o
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Results(chain[T]):
 
     def close(self) -> None:
         """Cancels what is under way. Twice is no error."""
+        self._stream.is_read = True
         self._flow.close()
 
     def __repr__(self) -> str:
@@ -80,6 +82,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     try:
         stream.fill()
         yield values
+        stream.is_read = True
         while True:
             stream.fill()
             works = stream.take()
@@ -104,6 +107,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     finally:
         values.clear()  # closed in the middle of these: they are not given
         works.clear()
+        stream.warn_if_unread()
         stream.cancel()
 
 
@@ -136,6 +140,7 @@ class _Ordered:
         self._shown = 0.0  # when the bar was last looked at: what is under way is counted for that
         self._under_way = 0  # calls
         self._taken = 0
+        self.is_read = False  # or its user wants no result
         self._closed = False
         self._works: deque[Work] = deque()
         self._deadline: Promise[None] | None = None
@@ -180,6 +185,19 @@ class _Ordered:
     def news(self) -> Promise[Any] | None:
         """For what `take` would wait, if it would."""
         return self._works[0] if self._works else None
+
+    def warn_if_unread(self) -> None:
+        """The standard library's executors send all calls at once, so code that is used to them may drop the results.
+        As with a coroutine that was never awaited, that is said."""
+        if self.is_read:
+            return
+        if not self.source.exhausted or any(not work.done() or work.cancelled() for work in self._works):
+            warnings.warn(
+                f"the results of map({self.source.label}, ...) were never read, so it has not made all of its calls: "
+                "they are sent as the results are taken, by list(...), say",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def cancel(self) -> None:
         self._closed = True

@@ -1376,3 +1376,13 @@ def test_what_died_with_calls_that_travel_together_is_that_call_alone(paths):
         assert lost == [777] and isinstance(made[777].exception(), poly.DroneDied)
         assert [p.value for i, p in enumerate(made) if i != 777] == [i for i in range(2000) if i != 777]
         assert ran(paths[0]) == Counter(range(2000))
+
+
+def test_small_tuples_with_texts_come_home_as_they_are_whatever_their_size(pool):
+    def both(n):
+        return n, "x" * (n * 100), b"y" * n
+
+    for _ in range(2):  # not known to be short, and known
+        assert list(pool.map(both, range(300))) == [both(n) for n in range(300)]
+    large = [(n, bytes(200_000)) for n in range(20)]
+    assert list(pool.map(lambda n: (n, bytes(200_000)), range(20))) == large

@@ -1,9 +1,11 @@
 """`Pool.map`: ordered, lazy at both ends, errors in their place, nothing to tune."""
 
+import gc
 import itertools
 import os
 import threading
 import time
+import warnings
 
 import pytest
 from engines import on_each_engine, poly
@@ -213,3 +215,25 @@ def test_short_work_stuck_behind_work_that_turned_out_long_moves_to_an_idle_dron
         assert [p.result(30) for p in work[1:]] == list(range(1, 1000))
         append(gate, "open")
         assert work[0].value == "held"
+
+
+def test_results_that_are_dropped_unread_are_warned_of_as_their_calls_were_not_made(pool):
+    with pytest.warns(RuntimeWarning, match=r"results of map\(sleep, \.\.\.\) were never read"):
+        pool.map(time.sleep, [0.01] * 1000)
+        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool.map(time.sleep, [0.01] * 1000).close()
+        broken_off = pool.map(abs, range(1000))
+        assert next(broken_off) == 0
+        del broken_off
+        assert list(pool.map(abs, [])) == []
+        gc.collect()
+
+
+def test_results_that_are_taken_after_the_pool_has_ended_say_how_to_take_them():
+    with poly.Pool(1) as pool:
+        results = pool.map(time.sleep, [0.001] * 10_000)
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
+        list(results)
+    assert "take them all before the pool ends" in told.value.__notes__[0]

@@ -104,8 +104,10 @@ class Slice:
             from ..green import run
 
             value = run(value)
-        if type(value) is tuple and len(value) < 16 and SMALL.issuperset(map(type, value)):
-            return value
+        if type(value) is tuple and len(value) < 16 and TOGETHER.issuperset(map(type, value)):
+            self._bytes += sum(len(each) for each in value if isinstance(each, (str, bytes)))
+            if self._bytes < ANSWERS_MOST:
+                return value
         if type(value) in TOGETHER:
             self._bytes += len(value) if isinstance(value, (str, bytes)) else 0
             if self._bytes < ANSWERS_MOST:
