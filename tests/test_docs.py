@@ -22,7 +22,7 @@ EXAMPLES = sorted(
 )
 
 
-ON_RAY = [pytest.mark.ray, pytest.mark.timeout(100)]  # a Ray that starts beside other tests may take a minute
+ON_RAY = [pytest.mark.ray, pytest.mark.timeout(180)]  # a Ray that starts beside other tests may take a minute
 
 
 def _run(block: Block) -> Any:
