@@ -604,7 +604,7 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
             print("Ray was shut down" in str(promise.exception(30)))
         print(ray.is_initialized())
     """,
-        timeout=150,
+        timeout=100,
     )
     assert done.stdout.split() == ["2", "True", "False"], done.stdout + done.stderr
 
@@ -647,7 +647,7 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
             ray.init(address, log_to_driver=False, logging_level="CRITICAL")
             third.shutdown()  # it does not know yet
     """,
-        timeout=150,
+        timeout=100,
     )
     assert done.stdout.splitlines() == [
         "{('Lost', True)}",
@@ -679,7 +679,7 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
             print(pool.doit(len, "abc"), pool._crew.links[0].load)
         ray.shutdown()
     """,
-        timeout=150,
+        timeout=100,
     )
     assert done.stdout.splitlines()[-2:] == ["OutOfDiskError", "3 0.0"], done.stdout + done.stderr
 
@@ -719,7 +719,7 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
         print({*ran, *died} == set(range(600)), len(ran) == len(set(ran)))
     """,
         str(tmp_path / "ran"),
-        timeout=150,
+        timeout=100,
     )
     assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], done.stdout + done.stderr
 
