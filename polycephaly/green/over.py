@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 from ..coroutines import is_coroutine
 from ..errors import ChannelClosed, Deadlock, ItemLost, another
 from ..promises import Promise
-from ..wire.definitions import label
 from .channel import Channel
 from .collected import Collected
 from .group import Group
@@ -182,6 +181,7 @@ _END = -1
 
 async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int) -> None:
     """In a drone: `width` green threads that take what there is to do."""
+    from ..wire.definitions import label
     from .mapping import applier
 
     apply, _ = applier(fn, None)
