@@ -107,8 +107,15 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     finally:
         values.clear()  # closed in the middle of these: they are not given
         works.clear()
-        stream.warn_if_unread()
+        lacks = stream.lacks()
         stream.cancel()
+        if lacks:  # code that is used to executors, which send all calls at once, may drop the results
+            warnings.warn(
+                f"the results of map({stream.source.label}, ...) were never read, so it has not made all of its calls: "
+                "they are sent as the results are taken, by list(...), say",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _emptied(works: list[Work]) -> Iterator[Any]:
@@ -186,18 +193,11 @@ class _Ordered:
         """For what `take` would wait, if it would."""
         return self._works[0] if self._works else None
 
-    def warn_if_unread(self) -> None:
-        """The standard library's executors send all calls at once, so code that is used to them may drop the results.
-        As with a coroutine that was never awaited, that is said."""
+    def lacks(self) -> bool:
+        """Nobody has wanted a result, and there are calls that were not made."""
         if self.is_read:
-            return
-        if not self.source.exhausted or any(not work.done() or work.cancelled() for work in self._works):
-            warnings.warn(
-                f"the results of map({self.source.label}, ...) were never read, so it has not made all of its calls: "
-                "they are sent as the results are taken, by list(...), say",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            return False
+        return not self.source.exhausted or any(not work.done() or work.cancelled() for work in self._works)
 
     def cancel(self) -> None:
         self._closed = True

@@ -246,10 +246,12 @@ def _arrives(channel: Channel[Any], number: int, before: int) -> int:
 
 
 def _say_at_once(channel: Channel[Any], word: int, number: int, payload: bytes, said: LockType) -> None:
-    _say(channel, word, number, payload)
-    if scheduler.mail is not None:
-        scheduler.mail.send_late()
-    said.release()
+    try:
+        _say(channel, word, number, payload)
+        if scheduler.mail is not None:
+            scheduler.mail.send_late()
+    finally:
+        said.release()
 
 
 def _say(channel: Any, word: int, number: int, payload: bytes = b"") -> None:
