@@ -140,6 +140,7 @@ def test_closing_the_iterator_cancels_what_is_under_way(tmp_path):
         assert len(lines(started)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:the results of map")
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_iterator_that_is_dropped_cancels_what_is_under_way(ordered, tmp_path):
     started = str(tmp_path / "started")
