@@ -94,7 +94,7 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
         import os, signal, time
         import polycephaly as poly
         from polycephaly import halts
-        halts.GRACE = 1.5
+        halts.GRACE = 3.0
         with poly.Pool(1) as pool:
             pid = pool.doit(os.getpid)
             sleeping = pool.promise(time.sleep, 1000)
@@ -105,13 +105,13 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
             print(pid, flush=True)
             time.sleep(0.3)  # for the hub, to interrupt it
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.7)
+            time.sleep(0.5)
             os.kill(pid, signal.SIGCONT)
             print(pool.doit(os.getpid), flush=True)
     """) as script:  # fmt: skip
         pid = script.read_line()
         wait_for(lambda: state_of(script.process.pid) == "T")
-        time.sleep(2)
+        time.sleep(3)
         script.signal(signal.SIGCONT)
         assert script.read_line() == pid
         assert script.wait() == 0
