@@ -1021,6 +1021,7 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp
             os.kill(after.pid, signal.SIGSTOP)
             held.cancel()
             before.doit(give_by, way)
+            before.doit(time.sleep, 0.5)  # by then it is written
             before.kill()
             wait_for(lambda: not before.alive)
             time.sleep(0.3)
