@@ -66,12 +66,7 @@ class OneByOne:
         self._fn = fn
         self._ahead = ahead
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
-        self._exhausted = False
-
-    @property
-    def exhausted(self) -> bool:
-        """All was taken, and that was noticed."""
-        return self._exhausted
+        self.exhausted = False  # all was taken, and that was noticed
 
     @property
     def label(self) -> str:
@@ -103,7 +98,7 @@ class OneByOne:
                 return self._crew.submit(self._fn, row, {}, None, self._terms)
         except Exception as error:  # of the input, or the pool takes no more
             self.error, self._rows = error, iter(())
-        self._exhausted = True
+        self.exhausted = True
         return None
 
     def learn(self, work: Work) -> None:
@@ -172,7 +167,7 @@ class Source(OneByOne):
 
     def take(self, most: int) -> Work | None:
         work, self._next = self._next, None
-        if work is None and not self._exhausted:
+        if work is None and not self.exhausted:
             self._definition = self._crew.book.define(self._fn)
             try:
                 work = self._gather(most)
@@ -180,7 +175,7 @@ class Source(OneByOne):
                 if self._crew.refusal is None:
                     raise
                 error.add_note(_TAKE_THEM)
-                self.error, self._exhausted = error, True
+                self.error, self.exhausted = error, True
         return work
 
     def best(self) -> int:
@@ -231,7 +226,7 @@ class Source(OneByOne):
             if size > BYTES_MOST:
                 break
         else:
-            self._exhausted = len(rows) < most
+            self.exhausted = len(rows) < most
         if rows:
             return self._slice(form, rows)
         work, self._next = self._next, None
@@ -274,7 +269,7 @@ class Source(OneByOne):
 
     def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
         if not rows:
-            self._exhausted = True
+            self.exhausted = True
             return None
         calls = pack_calls(form, self._definition.once, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))

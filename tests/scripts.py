@@ -8,9 +8,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from types import TracebackType
 
 from census import DEADLINE, MARKER, Patience, homes, wait_until_gone
+from faults import wait_for
+
+from polycephaly.procfs import state_of
 
 TIMEOUT = 30.0
 
@@ -64,6 +68,16 @@ class Script:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def wait_until_stopped(self) -> None:
+        """By itself: with SIGSTOP."""
+        wait_for(lambda: state_of(self.process.pid) == "T")
+
+    def stand_still(self, seconds: float) -> None:
+        """It stops itself: for so long."""
+        self.wait_until_stopped()
+        time.sleep(seconds)
+        self.signal(signal.SIGCONT)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         return self.process.wait(timeout)

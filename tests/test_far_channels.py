@@ -28,7 +28,6 @@ from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
 from polycephaly.green.far.ends import MOMENT
 from polycephaly.green.far.post import the_post
-from polycephaly.procfs import state_of
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
 
@@ -997,7 +996,7 @@ def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
                     at(home, first_of, ch)
 
 
-def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp_path):
+def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
     """Who has it now had no time to say so."""
     with Script("""
         import os, signal, sys, time
@@ -1015,11 +1014,9 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp
             before.doit(keep, ch.sender())
             before.doit(way.put, "so that they know each other")
             after.doit(first_of, way)
-            held = before.promise(time.sleep, 1000)
             kept = after.promise(keep_from, way)
             wait_for(kept.running)
             os.kill(after.pid, signal.SIGSTOP)
-            held.cancel()
             before.doit(give_by, way)
             before.doit(time.sleep, 0.5)  # by then it is written
             before.kill()
@@ -1034,9 +1031,7 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still(tmp
             print(ch.get(20), flush=True)
     """) as script:
         assert script.read_line() == "stopped"
-        wait_for(lambda: state_of(script.process.pid) == "T")
-        time.sleep(2.2)
-        script.signal(signal.SIGCONT)
+        script.stand_still(2.2)
         assert script.read_line() == "2"
         assert script.wait() == 0
 
@@ -1066,7 +1061,7 @@ def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
                 print(type(error).__name__, flush=True)
     """) as script:
         zygote = int(script.read_line())
-        wait_for(lambda: state_of(script.process.pid) == "T")
+        script.wait_until_stopped()
         os.kill(zygote, signal.SIGCONT)
         time.sleep(0.5)
         script.signal(signal.SIGCONT)
@@ -1780,11 +1775,8 @@ class Ends:
 
 
 def test_an_item_whose_pickling_ends_its_image_ends_nobody(pool):
-    def first_or_error(ch):
-        return items_and_error(ch)
-
     ch = Channel()
-    told = pool.promise(first_or_error, ch)
+    told = pool.promise(items_and_error, ch)
     wait_for(told.running)
     with pytest.raises(RuntimeError, match="pickling an item of a channel raised SystemExit: 4"):
         ch.put(Ends(), 20)

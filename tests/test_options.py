@@ -11,8 +11,6 @@ from engines import local_only, on_each_engine, poly
 from faults import append, lines, wait_for
 from scripts import Script
 
-from polycephaly.procfs import state_of
-
 pytestmark = on_each_engine
 
 
@@ -111,9 +109,7 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
             os.kill(pid, signal.SIGKILL)
     """) as script:  # fmt: skip
         assert script.read_line() == "stops"
-        wait_for(lambda: state_of(script.process.pid) == "T")
-        time.sleep(3)
-        script.signal(signal.SIGCONT)
+        script.stand_still(3)
         assert script.read_line() == "T"
         assert script.wait() == 0
 

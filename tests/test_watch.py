@@ -15,7 +15,6 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly import watch
-from polycephaly.procfs import state_of
 
 MIB = 1 << 20
 
@@ -207,7 +206,7 @@ def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_do
             print(waiting.result(20), flush=True)
     """, str(gate), str(done)) as script:  # fmt: skip
         drone = int(script.read_line())
-        wait_for(lambda: state_of(script.process.pid) == "T")
+        script.wait_until_stopped()
         gate.touch()
         os.kill(drone, signal.SIGCONT)
         wait_for(lambda: lines(str(done)))
