@@ -6,9 +6,16 @@ Names are loaded when first used, so that ``import polycephaly`` costs next to n
 
 from __future__ import annotations
 
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # much here is atomic only while one thread runs at a time
+    raise ImportError(
+        "polycephaly needs a CPython with the global interpreter lock, and this is a free-threaded build of it "
+        "(Py_GIL_DISABLED): use the usual build, python3.x instead of python3.xt"
+    )
 
 __all__ = [
     "ChannelClosed",
@@ -26,6 +33,7 @@ __all__ = [
     "RemoteError",
     "Shared",
     "Timeline",
+    "Waiting",
     "as_completed",
     "connect",
     "doit",
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
     from .promises import Promise
     from .shared import Shared
     from .timeline import Timeline
+    from .waiting import Waiting
 
 _HOMES = {
     "ChannelClosed": "errors",
@@ -70,6 +79,7 @@ _HOMES = {
     "RemoteError": "errors",
     "Shared": "shared",
     "Timeline": "timeline",
+    "Waiting": "waiting",
     "as_completed": "combining",
     "connect": "net.client",
     "doit": "drone",

@@ -168,7 +168,7 @@ class Crew:
                     inputs = work.capture(definition, args, kwargs, book)
                 else:  # what `capture` would find out, without the call
                     work.definition, work.args = definition, args
-            if definition.carries:
+            if definition.captures:
                 work.take_captured()
         except Exception as error:
             work._settle(FINISHED, None, error)

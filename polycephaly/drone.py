@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from .crew import Crew
 from .doer import Resident, wait_for
@@ -25,6 +25,7 @@ from .plan import (
     check_hang_timeout,
     check_initializer,
     check_memory,
+    check_report_waiting,
     check_start,
     check_timeout,
     check_work,
@@ -32,6 +33,10 @@ from .plan import (
 from .promises import Promise
 from .timeline import Timeline
 from .timeline.taking import take
+from .waiting import Waiting
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Drone", "doit", "promise"]
 
@@ -43,16 +48,20 @@ _names = itertools.count(1)
 class Drone(Resident):
     """A headless copy of this image, with a namespace that stays.
 
-    It is forked from the image as it is at this moment (``start="spawn"``: a fresh interpreter that imports
-    the main module). `env` is added to its environment, `cwd` is its directory, ``initializer(*initargs)``
-    runs in it before any work; work that runs longer than `timeout` seconds is interrupted and rejected with
-    `TimeoutError`; see `Pool` for `hang_timeout` and `max_memory`, beyond which it is killed, and for `width`.
+    It is forked from the image as it is at this moment. Where native threads of a library make that unsafe, it is a
+    fresh interpreter that gets what `__main__` holds by value, and a `RuntimeWarning` names the library;
+    ``start="fork"`` forks all the same, ``start="spawn"`` imports the main module in a fresh interpreter. `env` is
+    added to its environment, `cwd` is its directory, ``initializer(*initargs)`` runs in it before any work; work that
+    runs longer than `timeout` seconds is interrupted and rejected with `TimeoutError`; see `Pool` for `hang_timeout`
+    and `max_memory`, beyond which it is killed, and for `width` and
+    `report_waiting`.
 
     A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it cancels that.
 
     It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
-    it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. All
-    methods may be called from any thread. See `Pool` for `engine` and its options.
+    it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. A cell of a
+    notebook is no such task: a drone made there lasts as one of the main thread does. All methods may be called from
+    any thread. See `Pool` for `engine` and its options.
 
     Raises `ValueError` for a start method that there is not, and `OSError` where no process can be started.
 
@@ -76,6 +85,7 @@ class Drone(Resident):
         initargs: tuple[Any, ...] = (),
         timeout: float | None = None,
         hang_timeout: float | None = None,
+        report_waiting: float | None = 60.0,
         max_memory: int | None = None,
         width: int = 1,
         detached: bool = False,
@@ -99,6 +109,7 @@ class Drone(Resident):
             max_memory=check_memory(max_memory),
             max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
+            report_waiting=check_report_waiting(report_waiting),
             machine=machine(engine, options),
             on_death="end",
         )
@@ -210,6 +221,18 @@ class Drone(Resident):
         return self._link.unresponsive
 
     @property
+    def waiting(self) -> Waiting | None:
+        """In what it has waited, if it has work and neither it nor a process that it has started was let run for
+        `report_waiting` seconds (by default 60): for a lock, a pipe, a timer, a thread that is not there.
+
+        Such a wait may be a hang, or may be meant, as `time.sleep` is: these look alike, so nothing is done about it.
+        Each wait is logged once, as a warning. A loop that looks again and again is no wait in this sense, nor is a
+        wait beside which another thread of the drone runs. Always None for drones of Ray, as the kernel of their node
+        is not asked.
+        """
+        return self._link.waiting
+
+    @property
     def exitcode(self) -> int | None:
         """None while it lives; negative: the signal that ended it, as in `multiprocessing`."""
         return self._link.exitcode
@@ -312,7 +335,8 @@ _locals = _Locals()
 
 
 def end_with_owner(crew: Crew) -> None:
-    """Ends `crew` with the green thread or asyncio task that runs here, or else with this native thread."""
+    """End `crew` with the green thread or asyncio task that runs here, or else with this native thread. A drone made at
+    a prompt belongs to the image, as those of the main thread do."""
     green = sys.modules.get("polycephaly.green.thread")
     owner = green.here() if green is not None else None
     if owner is not None:
@@ -321,9 +345,23 @@ def end_with_owner(crew: Crew) -> None:
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
-        if task is not None:
+        if task is not None and not _runs_a_prompt(task):
             task.add_done_callback(_Bond(crew, f"asyncio task {task.get_name()!r}").kill)
             return
     thread = threading.current_thread()
     if thread is not threading.main_thread():
         _locals.drones.bonds.add(_Bond(crew, f"thread {thread.name!r}"))
+
+
+def _runs_a_prompt(task: asyncio.Task[Any]) -> bool:
+    """Return whether a prompt made `task`, to run what was typed into it.
+
+    ``python -m asyncio`` makes a task of each line that awaits, and IPython and its kernels of each cell and of each
+    message of a widget. Tasks that the user's code makes there have coroutines of the user's.
+    """
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    if frame is None:  # a generator, or a coroutine of a compiled extension
+        return False
+    if frame.f_code.co_name == "<module>":  # only a prompt compiles a module's code to a coroutine
+        return True
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("IPython", "ipykernel")

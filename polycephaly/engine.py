@@ -81,7 +81,7 @@ class Machine(Protocol):
 _TASKS = "`max_tasks`, of a Pool"
 _HERE = {
     **dict.fromkeys(("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"),
-    **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: 'fork' or 'spawn'"),
+    **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
     **dict.fromkeys(("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"), _TASKS),
     "max_concurrency": "`width`",
     "max_retries": "`retries`, of a Pool",

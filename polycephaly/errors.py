@@ -35,8 +35,8 @@ class DroneDied(BrokenProcessPool):
     """The drone that held this work ended before it could answer.
 
     Attributes: ``drone`` (its name), ``exitcode`` (negative: ended by that signal, as in
-    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that it
-    wrote there) and ``stack`` (what `faulthandler` left, or "").
+    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that its
+    program wrote there) and ``stack`` (what `faulthandler` wrote there, or "").
 
     >>> import os, polycephaly as poly
     >>> with poly.Pool(1) as pool:

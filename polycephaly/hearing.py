@@ -22,6 +22,7 @@ from .wire.exceptions import unpack_exception
 from .wire.loans import Arrived
 from .wire.messages import (
     ERROR,
+    FRAMES,
     GIVEN,
     HELLO,
     LARGE_FROM,
@@ -41,10 +42,12 @@ from .wire.messages import (
     Outcome,
     head_type,
     numbers,
+    unpack_frames,
     unpack_outcomes,
     unpack_together,
 )
 from .wire.slices import RUNNING, Answers, unpack_split
+from .wire.tickets import travelling
 from .work import Answer, AnswersTogether, KeptWork, Slice, Work
 
 if TYPE_CHECKING:
@@ -73,6 +76,8 @@ def hear(link: Link, frames: list[bytes]) -> None:
         crew.roster.hello(link)
     elif kind == RETURNED:
         crew.returned(link, numbers(frames))
+    elif kind == FRAMES:
+        crew.watch.hear_frames(link, *unpack_frames(frames))
     else:
         raise Malformed(f"{link.name} sent a message of type {kind!r}")
 
@@ -136,7 +141,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
             if work.place > link.begun:
                 link.begun = work.place
             started, finished = started - link.ahead, finished - link.ahead
-            work.answer = Answer(started, finished, now, len(work.payload), len(payload))
+            work.answer = Answer(started, finished, now, travelling(work.payload), len(payload))
             work.status = status
             if work.retries and isinstance(payload, Arrived) and payload.is_far():
                 work.recipe = work.payload
@@ -267,16 +272,17 @@ def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersT
             continue
         work.answer = answer
         try:
-            if work._made_condition is None:  # what `Work._settle` does, without a call for each
-                try:
-                    del work._open
-                except AttributeError:
-                    continue
+            try:  # what `Promise._settle` does, without a call for each
+                del work._open
+            except AttributeError:
+                continue
+            if work._made_condition is None:
                 work._result = value
                 work._state = FINISHED
                 if work._hooks:
                     work._run_hooks()
             else:
+                work._open = None
                 work._settle(FINISHED, value, None)
         except BaseException:
             callbacks.exception("a callback of %r failed", work)

@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .image.child import call_as_imported
 from .pool import Pool
+from .promises import Promise
 from .shared import Contents
 from .wire.capture import ATOMS, MainSnapshot, main_namespace
 
@@ -40,9 +43,6 @@ try:
         raise ImportError(f"this is joblib {joblib.__version__}")
 except ImportError as error:
     raise ImportError("polycephaly.joblib needs joblib 1.5 or later: pip install 'polycephaly[joblib]'") from error
-
-if TYPE_CHECKING:
-    from .promises import Promise
 
 __all__ = ["PolycephalyBackend", "register"]
 
@@ -80,6 +80,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
 
     supports_retrieve_callback = True
     supports_inner_max_num_threads = True
+    verbose = 0
 
     MIN_IDEAL_BATCH_DURATION = 0.02  # seconds: a piece of work costs a pool little
     MAX_IDEAL_BATCH_DURATION = 0.5
@@ -90,12 +91,23 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         self._shape: dict[str, Any] = {}
         self._under_way: set[Promise[Any]] = set()
         self._arrays = _Arrays(None)
+        self._newest: Callable[[], Any] = lambda: None
+
+    @property
+    def parallel(self) -> Any:
+        """The newest `Parallel`, to which joblib's `AutoBatchingMixin` reports: it asks for `verbose`, and prints.
+
+        The reference is weak, since `Parallel` and backend would keep each other and the pool alive. An outer one that
+        goes on after a newer one has gone reports to nothing, for which the backend stands with its ``verbose = 0``.
+        """
+        return self._newest() or self
 
     # -- a call of Parallel: its beginning and end ----------------------------------------------------
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         if n_jobs == 0:
-            raise ValueError("n_jobs=0 has no meaning in Parallel: use -1 for all usable cores, or 1 for none but this")
+            # Its first words are those of joblib's own backends, which callers may look for.
+            raise ValueError("n_jobs == 0 in Parallel has no meaning: -1 is all usable cores, 1 none but this")
         if n_jobs is None:
             return 1
         return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
@@ -110,9 +122,10 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             self._end()
         if self._pool is None:
             self._pool, self._shape = self._start(**shape), shape
-        elif self._pool._crew.plan.start == "fork" and _may_differ(self._pool._crew.book.snapshot):
+        elif self._pool._crew.plan.start != "spawn" and _may_differ(self._pool._crew.book.snapshot):
             self._pool.refresh()
-        self.parallel = parallel and weakref.proxy(parallel)  # they would keep each other, and the pool, alive
+        if parallel is not None:
+            self._newest = weakref.ref(parallel)
         self._arrays = _Arrays(max_nbytes)
         return n_jobs
 
@@ -140,7 +153,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     def terminate(self) -> None:
         """The call is over, or the ``with Parallel(...)`` block."""
         self.reset_batch_stats()
-        self._arrays = _Arrays(None)
+        self._arrays = _Arrays(self._arrays.least)  # which an outer call goes on to use
         if joblib.parallel.get_active_backend()[0] is not self:
             self._end()
 
@@ -152,17 +165,38 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     # -- calls ----------------------------------------------------------------------------------------
 
     def submit(self, func: Any, callback: Callable[[Any], object] | None = None) -> Promise[Any]:
-        assert self._pool is not None
-        func.items = self._arrays.replaced(self._pool, func.items)
-        promise = self._pool.submit(run_batch, func)
+        promise: Promise[Any]
+        try:
+            assert self._pool is not None
+            func.items = self._arrays.replaced(self._pool, func.items)
+            promise = self._pool.submit(run_batch, func)
+        except Exception as error:  # joblib submits from callbacks too, where raising would tell nobody
+            promise = Promise()
+            promise.set_exception(error)
         self._under_way.add(promise)
         promise.add_done_callback(self._under_way.discard)
         if callback is not None:
-            promise.add_done_callback(callback)
+            promise.add_done_callback(partial(_go_on, callback))
         return promise
 
     def retrieve_result_callback(self, out: Promise[Any]) -> Any:
         return out.result()
+
+
+def _go_on(callback: Any, promise: Promise[Any]) -> None:
+    """Call joblib's callback, which dispatches the next calls. The caller of `Parallel` waits for these, so if the
+    callback fails, the caller must be told: joblib raises there what a source of calls raises in any thread."""
+    try:
+        callback(promise)
+    except Exception as error:
+        source = _raising(error)
+        while callback.parallel.dispatch_one_batch(source):  # batches that were read before come first
+            pass
+
+
+def _raising(error: Exception) -> Iterator[Call]:
+    raise error
+    yield
 
 
 def _may_differ(snapshot: MainSnapshot) -> bool:
@@ -196,7 +230,7 @@ def _prepare(threads: int, initializer: Callable[..., object] | None, initargs: 
     """Each drone's first work."""
     _limit_threads(threads)
     if initializer is not None:
-        initializer(*initargs)
+        call_as_imported(initializer, *initargs)
 
 
 def _limit_threads(threads: int) -> None:
@@ -235,7 +269,7 @@ class _Arrays:
     call of `Parallel` is not seen, and memory maps of files arrive as such. Used under joblib's lock."""
 
     def __init__(self, least: int | None) -> None:
-        self._least = least
+        self.least = least
         self._shared: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 
     def replaced(self, pool: Pool, calls: list[Call]) -> list[Call]:
@@ -255,7 +289,7 @@ class _Arrays:
         if _lies_in_a_file(arg):
             return _Mapped(arg)
         size = getattr(arg, "nbytes", None)
-        if self._least is None or not isinstance(size, int) or size < self._least or not type(arg).__weakrefoffset__:
+        if self.least is None or not isinstance(size, int) or size < self.least or not type(arg).__weakrefoffset__:
             return arg
         key, shared = id(arg), self._shared
         known, contents = shared.pop(key, (None, None))

@@ -68,5 +68,5 @@ class Lending:
 
     def _take_back(self, works: list[Work]) -> None:
         for work in works:
-            work.lent = False
+            work.lent = work.runs_elsewhere = False
         self._crew.held.difference_update(works)

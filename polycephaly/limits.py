@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from _thread import allocate_lock, get_native_id, start_new_thread
 from contextlib import suppress
 
-__all__ = ["check_descriptors", "named", "shared_memory_ceiling"]
+__all__ = ["ZMQ_THREADS", "check_descriptors", "check_threads", "named", "shared_memory_ceiling"]
 
 
 def check_descriptors(drones: int) -> None:
@@ -26,6 +27,47 @@ def check_descriptors(drones: int) -> None:
             f"{drones} drones need about {needed} file descriptors; the file descriptor limit is {limit} "
             "(RLIMIT_NOFILE; see ulimit -n)",
         )
+
+
+ZMQ_THREADS = 2
+"""Threads that a ZeroMQ context starts with its first socket."""
+
+
+def check_threads(count: int) -> None:
+    """Start and end `count` threads: libzmq aborts the process where it cannot start its own.
+
+    Other processes of this user, of a container or of a control group count too, so a look at the limit would not
+    tell. Raises `OSError`.
+    """
+    gate = allocate_lock()
+    threads: list[int] = []
+    begun = allocate_lock()
+    begun.acquire()
+
+    def wait() -> None:
+        threads.append(get_native_id())
+        begun.release()
+        with gate:
+            pass
+
+    gate.acquire()
+    try:
+        for _ in range(count):
+            start_new_thread(wait, ())
+            begun.acquire()
+    except RuntimeError:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        raise OSError(
+            errno.EAGAIN,
+            f"ZeroMQ needs {count} threads, and this process may start {len(threads)} more: the process limit is "
+            f"reached, which is {limit} for all processes and threads of a user (RLIMIT_NPROC; see ulimit -u), or that "
+            "of the control group (pids.max); raise it, or end what else is running",
+        ) from None
+    finally:
+        gate.release()
+        for each in threads:  # until the kernel does not count it any more
+            while os.path.exists(f"/proc/self/task/{each}"):
+                pass
 
 
 def named(error: Exception) -> BaseException:

@@ -9,6 +9,7 @@ drone, and what is known of it from outside, is its engine's business: see engin
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from .errors import another
 from .output import Heard, Record
 from .promises import PENDING, Milestone
+from .waiting import Waiting
+from .wire.definitions import Defined
 from .wire.loans import Arrived, Ledger, Parcel
-from .wire.messages import BRING, CAME_BACK, DROP, FORGET, KEEP, SHARED, WorkBatch, unpack_work
+from .wire.messages import BRING, CAME_BACK, DEFINES, DROP, FORGET, KEEP, SHARED, WorkBatch, unpack_work
 from .wire.tickets import Taking
 from .work import Sending, Work
 
@@ -31,17 +34,21 @@ if TYPE_CHECKING:
     from .vault import Deposit
     from .wire.definitions import Definition
 
-__all__ = ["BUDGET", "Link", "State", "drained"]
+__all__ = ["BUDGET", "Link", "State", "Times", "drained"]
+
+Times = dict[str, tuple[float, float]]
+"""Of each thread: the seconds that it has run, and had to wait for a processor."""
 
 BUDGET = 0.005
 """Seconds of work that a drone may hold ahead: enough to hide the way there and back, little to wait behind."""
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
-_DEFINITIONS_KEPT = 256
-_DEFINITION_BYTES_KEPT = 8 << 20
 TELL_AFTER = 0.02  # seconds
 PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
 _TAIL_LINES = 20
 _STACK_LINES = 200
+_FATAL = "Fatal Python error: "
+_OF_STACK = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
+"""How the lines begin that follow `_FATAL` in what the interpreter and `faulthandler` write."""
 
 
 class State(IntEnum):
@@ -84,13 +91,14 @@ class Link:
         self.last_heard = 0.0
         self.recalled = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.stack: deque[str] = deque(maxlen=_STACK_LINES)
+        self.stack: list[str] = []
+        self._in_stack = False  # the last line on stderr was of the stack
         self._ringing = False
-        self._defined: dict[int, int] = {}  # the definitions that it has: number -> bytes, oldest first
-        self._defined_bytes = 0
+        self._defined = Defined(self._ring)
         self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
         self.timer_at = inf  # when these are looked at
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
+        self.told_waiting: tuple[int, Waiting] | None = None  # in what it has waited for long, with which work
         self.ahead = 0.0  # seconds that its clock is ahead of ours
         self.verdict = ""  # why we have killed it
         self.fate = ""  # how it ended, where that is no exit status
@@ -121,7 +129,7 @@ class Link:
         """The number of the last work of which the answer was sent. 0: none."""
         raise NotImplementedError
 
-    def pulse(self) -> tuple[object, dict[str, tuple[float, float]]]:
+    def pulse(self) -> tuple[object, Times]:
         """What changes while it lives; and of each thread the seconds that it has run, and had to wait for that."""
         raise NotImplementedError
 
@@ -132,6 +140,18 @@ class Link:
     def why_quiet(self) -> str:
         """Why it has no pulse."""
         raise NotImplementedError
+
+    def worked(self, threads: Times) -> tuple[object, Times] | None:
+        """What changes whenever it does something for its work, and those of its threads that may look up now and then
+        without doing anything, given the threads that `pulse` told; None where that is not known."""
+        return None
+
+    def others_worked(self) -> object:
+        """The same of the processes that it has started."""
+
+    def system_call(self) -> str | None:
+        """In which its main thread waits."""
+        return None
 
     def memory(self, enough: int) -> int:
         """Bytes that it and what it has started hold for themselves; exact where it is more than `enough`."""
@@ -154,6 +174,12 @@ class Link:
     @property
     def alive(self) -> bool:
         return self.state is not State.DEAD
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """In what it waits, for so long that it is told; till it answers, though the watch may look only later."""
+        number, waiting = self.told_waiting or (0, None)
+        return waiting if self.alive and (number in self.flight or self.state < State.READY) else None
 
     def owes(self) -> bool:
         """Is there work that waits for it? Also that which itself waits for what it takes; which is pinned before it
@@ -280,7 +306,7 @@ class Link:
             message.add_calls(definition.number, numbers, calls)
         self.load = load
         self.last_heard = now
-        if batch and (self.ledger.returned or self._dropped):
+        if batch and (self.ledger.returned or self._dropped or self._defined.unused):
             self._add_returned(message)
         return batch, message.frames()
 
@@ -298,7 +324,7 @@ class Link:
             payload, kind = payload.waybill(self.ledger), kind | SHARED
         message.add(work.number, kind, work.definition.number, payload)
         if work.definition.captures:  # or the drone would hold what it has captured
-            self._defined_bytes -= self._defined.pop(work.definition.number)
+            self._defined.remove(work.definition.number)
             message.add(work.definition.number, FORGET, 0, b"")
         return len(payload)
 
@@ -314,16 +340,17 @@ class Link:
                     message.add(each.number, BRING, 0, each.packed)
 
     def _ring(self) -> None:
-        """In any thread: a result of its is not looked at any more, or need not be kept, and it is to be told. Soon:
-        the next work will bring it along, and if there is none, a message of its own."""
-        if not self._ringing:
+        """In any thread, in the middle of anything: a result of its is not looked at any more, or need not be kept, or
+        a definition is not used any more, and it is to be told. Soon: the next work will bring it along, and if there
+        is none, a message of its own."""
+        if not self._ringing and self.alive:
             self._ringing = True
             hub = self.crew.hub
             hub.post(lambda: hub.after(TELL_AFTER, self._tell_returned))
 
     def _tell_returned(self) -> None:
         self._ringing = False
-        if (self.ledger.returned or self._dropped) and self.is_up():
+        if (self.ledger.returned or self._dropped or self._defined.unused) and self.is_up():
             message = WorkBatch()
             self._add_returned(message)
             self.send(message.frames())
@@ -334,13 +361,8 @@ class Link:
         self._ring()
 
     def _define(self, definition: Definition, message: WorkBatch) -> None:
-        defined, size = self._defined, len(definition.payload)
-        while defined and (len(defined) >= _DEFINITIONS_KEPT or self._defined_bytes + size > _DEFINITION_BYTES_KEPT):
-            oldest = next(iter(defined))
-            self._defined_bytes -= defined.pop(oldest)
+        for oldest in self._defined.add(definition):
             message.add(oldest, FORGET, 0, b"")
-        defined[definition.number] = size
-        self._defined_bytes += size
         payload = definition.payload
         if isinstance(payload, Parcel):
             message.add(definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger))
@@ -353,15 +375,19 @@ class Link:
         while self._dropped:
             number, claims = self._dropped.popleft()
             message.add(number, DROP, claims, b"")
+        for number in self._defined.take_unused():
+            message.add(number, FORGET, 0, b"")
 
     def unheard(self, frames: Sequence[bytes]) -> None:
         """In a turn: a message of work did not arrive. So the drone has neither the definitions in it nor what was
-        brought, and what it is to drop is to be said once more."""
-        self._defined.clear()
-        self._defined_bytes = 0
+        brought, and what it is to forget and to drop is to be said once more."""
         for number, kind, claims, _ in unpack_work(frames):
-            if kind & ~SHARED == BRING:
+            if kind & ~SHARED in DEFINES:
+                self._defined.remove(number)
+            elif kind & ~SHARED == BRING:
                 self.crew.vault.not_brought(self, number)
+            elif kind == FORGET:
+                self._defined.unused.append(number)
             elif kind == DROP:
                 self.drop(number, claims)
 
@@ -418,14 +444,22 @@ class Link:
     # -- what it prints ---------------------------------------------------------------------------
 
     def remember(self, heard: Heard) -> None:
-        """The end of what it wrote to stderr and logged."""
+        """The end of what it wrote to stderr and logged, and apart from that the newest stack of a fatal error."""
         for each in heard:
             if isinstance(each, Record):
                 self.stderr.append(each.text)
             elif each.stream == "stderr":
-                if self.stack or each.text.startswith("Fatal Python error"):
-                    self.stack.append(each.text)
-                self.stderr.append(each.text)
+                before, fatal, error = each.text.partition(_FATAL)
+                if fatal:
+                    self.stack, self._in_stack = [fatal + error], True
+                elif self._in_stack and _OF_STACK.match(before):
+                    self.stack.append(before)
+                    del self.stack[1:-_STACK_LINES]  # the thread that has crashed may be the last of many
+                    continue
+                else:
+                    self._in_stack = False
+                if before or not fatal:
+                    self.stderr.append(before)
 
 
 def drained(queue: deque[Work]) -> list[Work]:

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from .engine import Machine
-from .launch.launcher import START_METHODS, default_start_method
+from .launch.launcher import START_METHODS
 from .output import Line, forward
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_keep",
     "check_memory",
     "check_output",
+    "check_report_waiting",
     "check_seconds",
     "check_start",
     "check_timeout",
@@ -47,7 +48,7 @@ class Plan:
     size: int
     name: str
     drone_name: Callable[[int], str]
-    start: str
+    start: str | None  # None: forks, where that is safe
     env: tuple[dict[str, str], ...]
     cwd: str | None
     initializer: Callable[..., object] | None
@@ -59,6 +60,7 @@ class Plan:
     max_memory: int | None  # bytes
     max_queued: int | None
     hang_timeout: float | None
+    report_waiting: float | None  # seconds
     machine: Machine  # what runs its drones
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
@@ -73,10 +75,8 @@ def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
 
 
-def check_start(start: str | None) -> str:
-    if start is None:
-        return default_start_method()
-    if start not in START_METHODS:
+def check_start(start: str | None) -> str | None:
+    if start is not None and start not in START_METHODS:
         raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
     return start
 
@@ -99,6 +99,12 @@ def check_hang_timeout(seconds: float | None) -> float | None:
             f"hang_timeout must be at least {SHORTEST_HANG} seconds, not {seconds!r}: "
             "a drone shows every tenth of a second that it lives"
         )
+    return seconds
+
+
+def check_report_waiting(seconds: float | None) -> float | None:
+    if check_seconds("report_waiting", seconds) is not None and not seconds > 0:  # type: ignore[operator]
+        raise ValueError(f"report_waiting must be a positive number of seconds, or None for never, not {seconds!r}")
     return seconds
 
 

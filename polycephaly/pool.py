@@ -24,6 +24,7 @@ from .plan import (
     check_initializer,
     check_memory,
     check_output,
+    check_report_waiting,
     check_start,
     check_timeout,
 )
@@ -43,7 +44,7 @@ _names = itertools.count(1)
 class Pool(Workforce):
     """``drones`` headless copies of this image behind one queue (by default as many as usable cores).
 
-    All are forked from one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
+    All are of one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
     `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and
     `timeout`. Further:
 
@@ -66,6 +67,9 @@ class Pool(Workforce):
     ``hang_timeout``
         a drone that shows no sign of life for so many seconds, although it should work, is killed; one that computes
         or sleeps is alive. See `Drone.unresponsive`
+    ``report_waiting``
+        seconds of one wait without processor time after which a drone with work is reported: a wait and a hang look
+        alike, so it is not killed. None: never. See `Drone.waiting`
     ``on_death``
         "replace" the drone, or "break" the pool, as the standard library's executor does
     ``engine``
@@ -102,6 +106,7 @@ class Pool(Workforce):
         retries: int = 0,
         timeout: float | None = None,
         hang_timeout: float | None = None,
+        report_waiting: float | None = 60.0,
         max_tasks: int | None = None,
         max_memory: int | None = None,
         max_queued: int | None = None,
@@ -130,6 +135,7 @@ class Pool(Workforce):
             max_memory=check_memory(max_memory),
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
             hang_timeout=check_hang_timeout(hang_timeout),
+            report_waiting=check_report_waiting(report_waiting),
             machine=where,
             on_death=on_death,
         )

@@ -6,11 +6,31 @@ import os
 from contextlib import suppress
 
 __all__ = [
-    "birth_of", "boot_of_this_machine", "descendants", "memory_of", "processor_times", "state_of", "threads_of",
+    "birth_of", "boot_of_this_machine", "descendants", "memory_of", "processor_times", "state_of", "system_call_of",
+    "threads_of",
 ]  # fmt: skip
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_X86_64 = {
+    0: "read", 1: "write", 2: "open", 7: "poll", 16: "ioctl", 17: "pread64", 19: "readv", 20: "writev", 23: "select",
+    34: "pause", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg",
+    47: "recvmsg", 61: "wait4", 65: "semop", 70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync",
+    128: "rt_sigtimedwait", 130: "rt_sigsuspend", 202: "futex", 208: "io_getevents", 220: "semtimedop",
+    230: "clock_nanosleep", 232: "epoll_wait", 242: "mq_timedsend", 243: "mq_timedreceive", 247: "waitid",
+    257: "openat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4", 299: "recvmmsg",
+    426: "io_uring_enter", 441: "epoll_pwait2", 449: "futex_waitv",
+}  # fmt: skip
+_GENERIC = {
+    4: "io_getevents", 22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write",
+    65: "readv", 66: "writev", 67: "pread64", 72: "pselect6", 73: "ppoll", 82: "fsync", 95: "waitid", 98: "futex",
+    101: "nanosleep", 115: "clock_nanosleep", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 188: "msgrcv",
+    192: "semtimedop", 193: "semop", 202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg",
+    212: "recvmsg", 242: "accept4", 243: "recvmmsg", 260: "wait4", 426: "io_uring_enter", 441: "epoll_pwait2",
+    449: "futex_waitv",
+}  # fmt: skip
+_SYSTEM_CALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
+"""Those that may wait, by number. The kernel tells numbers only; x86_64 has its own, newer machines common ones."""
 _OWN = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
@@ -64,6 +84,17 @@ def processor_times(pid: int, thread: str) -> tuple[float, float]:
         return ran / 1e9, waited / 1e9
     except (OSError, ValueError):  # it has ended, or the kernel does not count what waits
         return sum(int(ticks) for ticks in _stat(f"{pid}/task/{thread}")[11:13]) / _TICKS, 0.0
+
+
+def system_call_of(pid: int, thread: str) -> str | None:
+    """In which one a thread waits, by name, or by number for a rare one; None where it runs, or the kernel does not
+    tell. (It tells who may trace the process: its user, in most containers too.)"""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/syscall") as told:
+            number = int(told.read().split()[0])
+    except (OSError, ValueError, IndexError):  # gone, forbidden, or "running"
+        return None
+    return _SYSTEM_CALLS.get(number, f"number {number}") if number >= 0 else None
 
 
 def descendants(pid: int) -> list[int]:

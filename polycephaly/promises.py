@@ -9,6 +9,12 @@ somebody waits in a way that needs one.
     S2  result, exception, then _state              W2  look at _state: settled? pop hooks myself
     S3  pop hooks one by one, call each
 
+                                                    the standard library's wait(), as_completed()
+                                                    --------------------------------
+    between S1 and S2: look for a condition; if     C1  make self._made_condition
+    there is one, give the claim back, and do       C2  claimed, and not settled? wait for that
+    S1, S2 under it and tell self._waiters          C3  under it: look at _state, append to self._waiters
+
 Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly one goes
 on and the others learn that they lost. A hook is called by whoever pops it from the list, and `list.pop` is
 atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if it came after, then S2 came
@@ -21,8 +27,18 @@ no hook out and puts none in, so still each is popped by exactly one. `_first` i
 straight-line code, so Ctrl-C finds both as they belong together; another thread that is popping from the front just
 then pops from the wrong end, which is a matter of order only.
 
+**Conditions.** If C1 came before the settler looked, settler and waiter exclude each other by the condition. If C1 came
+after that look, it came after S1 too, so C2 sees the claim and waits until S2 is done; C3 then finds the promise
+settled. So no waiter is installed between a settler's look and its S2, wherever threads are switched:
+tests/test_forced_switches.py forces a switch at every bytecode of either side.
+
+**RUNNING** is set under the condition only, which `set_running_or_notify_cancel` makes. So a settler that finds no
+condition has come before it (C2), and `cancel` looks for RUNNING under the condition.
+
 S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
-at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state.
+at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state. Therefore no subclass
+may make a property of `_result`, `_exception` or `_state`: the store would be a call. A value that lies elsewhere is
+opened by `result`, which looks at `_lies` after the state: work may have become a `LyingWork` during the wait.
 
 CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an instance's `__dict__` out of
 what the instance holds inline. What the collection runs may be at the same promise, or let another thread be, and make
@@ -88,7 +104,6 @@ asked_to_end: Callable[[int, bool], bool] | None = None
 
 in_turn: Callable[[], bool] | None = None
 """Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer there."""
-
 
 
 class _Pickling(threading.local):
@@ -175,7 +190,8 @@ class Promise(Future[T], Generic[T]):
             self._wait(timeout)
         error = self._exception
         if error is None:
-            return cast(T, self._result)
+            value: T = self._bring_here() if self._lies else self._result
+            return value
         try:
             raise error
         finally:
@@ -215,7 +231,7 @@ class Promise(Future[T], Generic[T]):
         if not self.done() and not (running and self._can_be_interrupted) and self.running():
             return False
         try:
-            self._settle(CANCELLED, None, None)
+            self._settle(CANCELLED, None, None, not (running and self._can_be_interrupted))
         finally:  # also where Ctrl-C came between, in a callback: or, by another call, after that
             if self._state == CANCELLED:
                 self._withdraw()
@@ -248,6 +264,10 @@ class Promise(Future[T], Generic[T]):
 
     _lies = False
     """Whether its value lies somewhere, and is opened only when somebody asks for it here."""
+
+    def _bring_here(self) -> Any:
+        """Opens such a value, once, and gives it. Raises what opening it raises."""
+        raise NotImplementedError
 
     def _is_far(self) -> bool:
         """Whether its value lies on another machine, perhaps, with which it may be lost."""
@@ -307,7 +327,7 @@ class Promise(Future[T], Generic[T]):
                 _chain.go(after._settle, FINISHED, None, done._exception)
                 return
             try:
-                value = fn(done._result)
+                value = fn(done.result())
             except BaseException as error:
                 _chain.go(after._settle, FINISHED, None, error)
                 return
@@ -341,12 +361,13 @@ class Promise(Future[T], Generic[T]):
 
     def set_running_or_notify_cancel(self) -> bool:
         """For executors, as in the standard library: False where the promise was cancelled."""
-        if self._state == CANCELLED:
-            return False
-        if self._state != PENDING:
-            raise InvalidStateError(f"Future in unexpected state: {self._state}")
-        self._state = RUNNING
-        return True
+        with self._condition:  # whoever settles or cancels it from now on does so under it: see the head of this file
+            if self._state == CANCELLED:
+                return False
+            if self._state != PENDING:
+                raise InvalidStateError(f"Future in unexpected state: {self._state}")
+            self._state = RUNNING
+            return True
 
     def __await__(self) -> Generator[Any, None, T]:
         in_green = green is not None and green[0]()
@@ -362,14 +383,15 @@ class Promise(Future[T], Generic[T]):
 
     # -- settling and waiting ---------------------------------------------------------------------
 
-    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool:
+    def _settle(self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False) -> bool:
         """Settles unless somebody else did; tells which. See the head of this file."""
-        if self._made_condition is not None:
-            return self._settle_watched(self._made_condition, state, result, exception)
         try:
             del self._open
         except AttributeError:
             return False
+        if self._made_condition is not None:
+            self._open = None  # also if Ctrl-C ends the next call, it is as if nobody had tried
+            return self._settle_watched(self._made_condition, state, result, exception, unless_running)
         self._result = result
         self._exception = exception
         self._state = state
@@ -377,14 +399,14 @@ class Promise(Future[T], Generic[T]):
             self._run_hooks()
         return True
 
-    def _settle_watched(self, condition: Condition, state: str, result: Any, exception: BaseException | None) -> bool:
+    def _settle_watched(
+        self, condition: Condition, state: str, result: Any, exception: BaseException | None, unless_running: bool
+    ) -> bool:
         """The same where the standard library's `wait` or `as_completed` may be at it: they look at `_state` and
-        install their waiter under the condition, so it is set, and they are told, under the condition too.
-
-        A condition that is made after `_settle` looked finds the state settled: the look, the claim and the
-        state are one run of straight-line code. So these lines stand twice: a call between them would end it.
-        """
+        install their waiter under the condition, so it is set, and they are told, under the condition too."""
         with condition:
+            if unless_running and self._state == RUNNING:
+                return False
             try:
                 del self._open
             except AttributeError:
@@ -569,6 +591,8 @@ class Promise(Future[T], Generic[T]):
         if condition is None:
             self.__dict__.setdefault("_waiters", [])
             condition = self.__dict__.setdefault("_made_condition", Condition())
+        if not hasattr(self, "_open") and not self.done():  # the settler may not have seen the condition
+            self._wait_for_settler(None, None)
         return condition
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -317,10 +317,10 @@ def _death(link: Link, work: Work | None) -> DroneDied:
     if running:
         message += f"{why and ','} while running {running}"
     stderr, stack = "\n".join(link.stderr), "\n".join(link.stack)
+    if stderr:
+        message += f"\nits last lines on stderr:\n{stderr}"
     if stack:
         message += f"\n{stack}"
-    elif stderr:
-        message += f"\nits last lines on stderr:\n{stderr}"
     died = DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
     died.__cause__ = link.cause
     return died

@@ -65,6 +65,7 @@ class OneByOne:
         self._terms = terms
         self._fn = fn
         self._ahead = ahead
+        self._item = 0  # the index of the next call that is handed out
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # all was taken, and that was noticed
 
@@ -95,7 +96,9 @@ class OneByOne:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
         try:
             for row in self._rows:
-                return self._crew.submit(self._fn, row, {}, None, self._terms)
+                work = self._crew.submit(self._fn, row, {}, None, self._terms)
+                work.item, self._item = self._item, self._item + 1
+                return work
         except Exception as error:  # of the input, or the pool takes no more
             self.error, self._rows = error, iter(())
         self.exhausted = True
@@ -176,6 +179,8 @@ class Source(OneByOne):
                     raise
                 error.add_note(_TAKE_THEM)
                 self.error, self.exhausted = error, True
+        if work is not None and not isinstance(work, Slice):
+            self._item += 1
         return work
 
     def best(self) -> int:
@@ -217,6 +222,7 @@ class Source(OneByOne):
             pickled = self._pickled(args) if most > 1 else None
             if pickled is None:
                 self._next = self._crew.submit(self._fn, args, {}, None, self._terms)
+                self._next.item = self._item + len(rows)
                 break
             if form != PICKLED:
                 rows = [dumps((row,) if self._single else row, 5) for row in rows]
@@ -275,6 +281,7 @@ class Source(OneByOne):
         self._row_bytes = max(1.0, len(calls) / len(rows))
         work = Slice(self._crew, self._definition, calls, len(rows))
         work.retries = self._given.retries
+        work.item, self._item = self._item, self._item + len(rows)
         self._crew.start(work)
         return work
 

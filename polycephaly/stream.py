@@ -41,7 +41,6 @@ class Results(chain[T]):
 
     _flow: Generator[Iterable[Any], None, None]
     _stream: _Ordered
-    _pool: object  # which would end if nobody had it any more
 
     def close(self) -> None:
         """Cancels what is under way. Twice is no error."""
@@ -68,10 +67,11 @@ def results(
     end = None if timeout is None else monotonic() + timeout
     shown = Progress(source.label, total) if progress else None
     stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
+    stream.pool = pool
     flow = _flow(stream)
     next(flow)
     made = Results.from_iterable(flow)
-    made._flow, made._stream, made._pool = flow, stream, pool  # type: ignore[attr-defined]
+    made._flow, made._stream = flow, stream  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]  # of the class that was asked for it
 
 
@@ -99,9 +99,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             if answers.failed:
                 break
             if answers.error is not None:
-                error = unpack_exception(answers.error)
-                stream.source.explain(error)
-                raise error
+                raise _failure(answers.error, stream)  # no local: the traceback would hold it, and be held by it
         if stream.source.error is not None:
             raise stream.source.error
     finally:
@@ -109,6 +107,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
         works.clear()
         lacks = stream.lacks()
         stream.cancel()
+        stream.source.error = None  # its traceback has the frames of whoever it was raised to, and what these hold
         if lacks:  # code that is used to executors, which send all calls at once, may drop the results
             warnings.warn(
                 f"the results of map({stream.source.label}, ...) were never read, so it has not made all of its calls: "
@@ -116,6 +115,12 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _failure(packed: Any, stream: _Ordered) -> BaseException:
+    error = unpack_exception(packed)
+    stream.source.explain(error)
+    return error
 
 
 def _emptied(works: list[Work]) -> Iterator[Any]:
@@ -137,9 +142,9 @@ def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
 class _Ordered:
     """The works of a stream, in the order of the calls."""
 
-    def __init__(
-        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
-    ) -> None:
+    pool: object = None  # which would end if nobody had it any more; until the stream is exhausted, closed or failed
+
+    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
         self.source = source
         self._buffersize = buffersize
         self._end = end  # `time.monotonic`, after which nobody waits
@@ -204,6 +209,7 @@ class _Ordered:
         self.show(last=True)
         _cancel(self._works)
         self.source.cancel()
+        self.pool = None
 
     def _add(self, work: Work) -> None:
         self._works.append(work)
@@ -269,9 +275,7 @@ class _Ordered:
 class _Unordered(_Ordered):
     """As they come."""
 
-    def __init__(
-        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
         super().__init__(source, buffersize, end, progress)
         self._arrived: deque[Work] = deque()
         self._news: Promise[None] = Promise()

@@ -21,7 +21,7 @@ from .errors import Lost, another
 from .graph import note_failure
 from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
 from .kept import Kept
-from .promises import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans
+from .promises import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans, outcome
 from .shared import Shared
 from .wire.capture import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from .wire.definitions import Book, Definition
@@ -59,15 +59,18 @@ class Work(Promise[Any]):
     payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # calls
+    item: int | None = None  # of a `map`: the index of its first call
     place = 0  # among the overlapped work that was sent to its drone, from 1
     definition: Definition
     answer: Answer | AnswersTogether | None = None
     timeout: float | None = None  # seconds that it may run
     retries = 0  # how often it is run again when its drone dies
+    party = ""  # the client of a served pool that has given it (net/turns.py)
     relays: Any = None  # what of another process's it is, where it is such (net/desk.py)
     leases: Any = None  # of a remote pool's shared values (net/shared.py), until it is sent
     given: list[Deposit] | None = None  # of which handles are in what came back, until that is opened
     lent = False  # another process has it, and may be running it
+    runs_elsewhere = False  # another process has told that it has begun
     inputs: Sequence[Any] = ()  # while it waits: the promises for which it does; and what else is in `args`
     recipe: Any = None  # its pickled arguments, where its value lies with a node that may be lost, and `retries` allow
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None  # the arguments without what lies so, and the promises
@@ -163,9 +166,8 @@ class Work(Promise[Any]):
     def take_captured(self) -> None:
         """What its function has captured goes with this call."""
         definition = self.definition
-        if definition.captures:
-            kept, definition.kept = definition.kept, {}
-            self.take(kept)
+        kept, definition.kept = definition.kept, {}
+        self.take(kept)
         if definition.moved:
             self._followed_by(definition.moved)
 
@@ -251,7 +253,7 @@ class Work(Promise[Any]):
                     self.take(captured)
             if self.kind == CALL_KEYWORDS and inputs:
                 parts = {index: part for index, each in enumerate(inputs) if (part := each._part(book)) is not None}
-                results = [None if index in parts else each._result for index, each in enumerate(inputs)]
+                results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
                 with meeting(book.vault) as pickling:
                     packed = pack(results, book.snapshot, book.store)
                 inner = pickling.met or {}
@@ -277,8 +279,8 @@ class Work(Promise[Any]):
         """The value, or what stands for it until somebody asks. What has handles in it is opened: they are written for
         this image."""
         if isinstance(payload, Arrived) and not self.given and (self.is_node or payload.is_far()):
-            self.__class__ = LyingWork
-            self._lying = payload
+            self._lying = payload  # first: from the next line on, others look at it
+            self.__class__ = LyingWork  # this adds methods only: its attributes are stored as before
             return None
         return self.read(payload)
 
@@ -292,8 +294,8 @@ class Work(Promise[Any]):
             cancel_upstream(inputs, running)
         return cancelled
 
-    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool:
-        settled = super()._settle(state, result, exception)
+    def _settle(self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False) -> bool:
+        settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
             note_failure(self, state)
         return settled
@@ -349,7 +351,7 @@ class Work(Promise[Any]):
 
     def running(self) -> bool:
         link = self.link
-        return self._state == PENDING and link is not None and link.runs(self.number)
+        return self._state == PENDING and (self.runs_elsewhere or (link is not None and link.runs(self.number)))
 
     @property
     def spans(self) -> Spans:
@@ -374,27 +376,27 @@ class LyingWork(Work):
     node of that."""
 
     _lies = True
-    _opened: tuple[Any] | None = None
+    _opened = False
     _unopened: Exception | None = None  # why it cannot be
     _again: Work | None = None
 
-    @property
-    def _result(self) -> Any:
-        if self._opened is None:
+    def _bring_here(self) -> Any:
+        if not self._opened:
             if self._unopened is not None:
                 raise another(self._unopened)
             try:
-                self._opened = (load(self._lying),)
+                self._result = load(self._lying)
             except Lost as lost:
-                self._opened = (self.computed_again(lost).result(),)
+                self._result = self.computed_again(lost).result()
             except Exception as error:
                 self._unopened = error
                 raise
-        return self._opened[0]
+            self._opened = True
+        return self._result
 
-    @_result.setter
-    def _result(self, value: Any) -> None:
-        """It is settled."""
+    def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
+        """What asyncio asks for from CPython 3.14 on, in place of `result` and `exception`."""
+        return (self.done(), self.cancelled(), *(outcome(self) if self._state == FINISHED else (None, None)))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As of any promise. Where there is a value that cannot be opened here, why; but one that lies in another
@@ -402,13 +404,13 @@ class LyingWork(Work):
         error = super().exception(timeout)
         if error is None and not self._is_far():
             try:
-                self._result  # noqa: B018 - looking opens it
+                self._bring_here()
             except Exception as unopened:
                 error = unopened
         return error
 
     def __repr__(self) -> str:
-        unopened = self._opened is None and self._state == FINISHED and self._exception is None
+        unopened = not self._opened and self._state == FINISHED and self._exception is None
         return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
     def computed_again(self, lost: Lost) -> Work:
@@ -425,7 +427,7 @@ class LyingWork(Work):
         return again
 
     def _is_far(self) -> bool:
-        return self._opened is None and bool(self._lying.is_far())
+        return not self._opened and bool(self._lying.is_far())
 
     def _part(self, book: Book) -> Parcel | None:
         return self._lying.parcel() if self._lying.lies_in(book.store) else None
@@ -507,6 +509,8 @@ class Slice(Work):
         )
         running.retries = later.retries = self.retries
         running.given = self.given
+        if self.item is not None:
+            running.item, later.item = self.item + done, self.item + begun
         return running, later
 
 

@@ -1,10 +1,13 @@
 """Chaos: mixed work while drones are killed, stopped and crash, and an account of every piece of it.
 
     python tests/chaos.py --minutes 10 --tasks 20000 --seed 7
+    python tests/chaos.py --minutes 10 --threads 32 --switch-interval 1e-6 --collect-every 1 --forks
 
 Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and slices of a map, while every 0.2 s a random drone is
-killed, stopped and let go, or stopped and killed. Each task appends its number to a file as its first act; so it is
-known how often it ran. Two phases of half the time and half the tasks each (more tasks, where there is time for more):
+killed, stopped and let go, or stopped and killed. `--threads` says how many threads submit and wait. With `--forks` a
+thread of this process forks it all the time, and tasks fork their drones. Each task appends its number to a file as its
+first act; so it is known how often it ran. Two phases of half the time and half the tasks each (more tasks, where there
+is time for more):
 
     without retries   value, or its own error      it ran exactly once
                       DroneDied                    it ran at most once; a death takes along one task, not more
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import os
 import queue
 import random
@@ -41,11 +45,13 @@ import polycephaly as poly
 from polycephaly.work import Work
 
 HANG = 60.0  # seconds without anything settled
-KINDS = ("sleep", "quick", "spin", "array", "err", "cancel", "print", "crash")
-WEIGHTS = (40, 20, 8, 12, 8, 10, 1, 1)
+KINDS = ("sleep", "quick", "spin", "array", "err", "cancel", "print", "crash", "fork")
+WEIGHTS = (40, 20, 8, 12, 8, 10, 1, 1, 0)
+FORK_WEIGHT = 2
 OPEN, VALUE, OWN_ERROR, DIED, WAS_CANCELLED = range(5)
 OUTCOMES = ("open", "value", "own error", "DroneDied", "cancelled")
 CRASHES = ("os._exit", "segfault", "SIGKILL")
+CHILDREN_END_BY = ("os._exit", "sys.exit", "return")
 KEPT_ARRAYS = 20
 TOLD = 20  # violations
 
@@ -98,6 +104,19 @@ def crash(path: str, i: int, how: str) -> int:
     raise AssertionError("it lives")
 
 
+def fork(path: str, i: int, how: str) -> int:
+    """Whatever way the child ends, it must not go on as a second drone."""
+    append(path, str(i))
+    parent = os.getpid()
+    if pid := os.fork():
+        return i if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 else -1
+    if how == "sys.exit":
+        sys.exit(0)
+    if how == "os._exit":
+        os._exit(0)
+    return parent  # "return"
+
+
 def numbers(i: int, size: int) -> np.ndarray:
     return np.arange(i, i + size, dtype=np.int64)
 
@@ -109,58 +128,37 @@ def is_twice(array: np.ndarray, i: int, size: int) -> bool:
 # -- a phase ----------------------------------------------------------------------------------------------
 
 
-class Phase:
-    """One pool, and the account of what it was given."""
+class Submitter:
+    """One thread that gives tasks to the pool of `phase`, and takes what they come to."""
 
-    def __init__(self, options: argparse.Namespace, retries: int, folder: str) -> None:
-        self.retries = retries
-        self.name = "with retries" if retries else "without retries"
-        self.path = os.path.join(folder, f"ran-{retries}")
-        self.map_path = os.path.join(folder, f"mapped-{retries}")
-        self.kinds = bytearray()
-        self.outcomes = bytearray()
-        self.wrong: list[str] = []
-        self.lost_by: dict[tuple[str, int], list[int]] = defaultdict(list)  # by which death
-        self.mapped: list[tuple[int, int, int]] = []  # from, to, and so many were yielded
-        self.settled = 0  # grows while anything moves
+    def __init__(self, phase: Phase, number: int) -> None:
         self.open: deque[tuple[int, Work, object]] = deque()
-        self._options = options
-        self._dice = random.Random(f"{options.seed}-{retries}")
+        self.settled = 0
+        self._phase = phase
+        self._dice = random.Random(f"{phase.options.seed}-{phase.retries}-{number}")
         self._arrays: deque[tuple[np.ndarray, int, int]] = deque()
-        self._to_cancel: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._over = threading.Event()
-        self.pool: poly.Pool | None = None
-        self.killer: Killer | None = None
+        self._weights = (*WEIGHTS[:-1], FORK_WEIGHT if phase.options.forks else 0)
 
     def run(self, until: float, tasks: int) -> None:
-        options = self._options
-        with poly.Pool(options.drones, retries=self.retries, output=lambda line: None) as self.pool:
-            helpers = [threading.Thread(target=each) for each in (self._cancel, self._map)]
-            for each in helpers:
-                each.start()
-            try:
-                with Killer(self.pool, seconds=options.every, seed=f"{options.seed}-{self.retries}") as self.killer:
-                    while (time.monotonic() < until or len(self.kinds) < tasks) and len(self.wrong) < TOLD:
-                        self._submit(self._dice.choice((1, 10, 50, 200)))
-                        self._settle(self._dice.choice((0, 0, 50, 200)))
-                    self._settle(0)
-            finally:
-                self._over.set()
-                self._to_cancel.put(None)
-                for each in helpers:
-                    each.join()
-        while self._arrays:
-            self._look_at_array()
+        phase = self._phase
+        try:
+            while (time.monotonic() < until or len(phase.kinds) < tasks) and len(phase.wrong) < TOLD:
+                self._submit(self._share(self._dice.choice((1, 10, 50, 200))))
+                self._settle(self._share(self._dice.choice((0, 0, 50, 200))))
+            self._settle(0)
+        except BaseException as error:
+            phase.wrong.append(f"{phase.name}: a thread that submits ended with {error!r}")
+            raise
 
-    # -- giving and taking --------------------------------------------------------------------------------
+    def _share(self, count: int) -> int:
+        """All threads together have no more open than one would: a minute must be enough for the last of them."""
+        return -(-count // self._phase.options.threads)
 
     def _submit(self, count: int) -> None:
-        dice, pool, path = self._dice, self.pool, self.path
+        dice, pool, path = self._dice, self._phase.pool, self._phase.path
         assert pool is not None
-        for kind in dice.choices(KINDS, WEIGHTS, k=count):
-            i = len(self.kinds)
-            self.kinds.append(KINDS.index(kind))
-            self.outcomes.append(OPEN)
+        for kind in dice.choices(KINDS, self._weights, k=count):
+            i = self._phase.add_task(kind)
             wanted: object = i
             if kind in ("sleep", "cancel"):
                 promise = pool.promise(sleep, path, i, dice.random() * 0.05)
@@ -175,10 +173,12 @@ class Phase:
                 promise = pool.promise(err, path, i)
             elif kind == "print":
                 promise = pool.promise(say, path, i)
+            elif kind == "fork":
+                promise = pool.promise(fork, path, i, dice.choice(CHILDREN_END_BY))
             else:
                 promise = pool.promise(crash, path, i, dice.choice(CRASHES))
             if kind == "cancel":
-                self._to_cancel.put(promise)
+                self._phase.cancel_soon(promise)
             self.open.append((i, promise, wanted))
 
     def _settle(self, most: int) -> None:
@@ -200,41 +200,103 @@ class Phase:
             how = "result"
 
     def _take(self, i: int, promise: Work, wanted: object) -> None:
-        kind = KINDS[self.kinds[i]]
+        phase = self._phase
+        kind = KINDS[phase.kinds[i]]
         try:
             value = promise.result(HANG)
         except CancelledError:
-            self.outcomes[i] = WAS_CANCELLED
-            self._expect(kind == "cancel", i, "was cancelled, which nobody did")
+            phase.outcomes[i] = WAS_CANCELLED
+            phase.expect(kind == "cancel", i, "was cancelled, which nobody did")
         except poly.DroneDied as died:
-            self.outcomes[i] = DIED
-            self.lost_by[died.drone, promise.link.number].append(i)
-            self._expect(not self.retries, i, f"was not run again: {died}")
+            phase.outcomes[i] = DIED
+            phase.lost_by[died.drone, promise.link.number].append(i)
+            phase.expect(not phase.retries, i, f"was not run again: {died}")
         except BaseException as error:
-            self.outcomes[i] = OWN_ERROR
+            phase.outcomes[i] = OWN_ERROR
             if not promise.done():
-                tell_of(self)
+                tell_of(phase)
                 raise
             right = kind == "err" and type(error) is ValueError and error.args == (i,)
-            self._expect(right, i, f"ended with {error!r}")
+            phase.expect(right, i, f"ended with {error!r}")
         else:
-            self.outcomes[i] = VALUE
+            phase.outcomes[i] = VALUE
             if kind == "array":
                 assert isinstance(value, np.ndarray) and isinstance(wanted, int)
-                self._expect(is_twice(value, i, wanted), i, "has a wrong array")
+                phase.expect(is_twice(value, i, wanted), i, "has a wrong array")
                 self._arrays.append((value, i, wanted))
-                if len(self._arrays) > KEPT_ARRAYS:
-                    self._look_at_array()
+                self.look_at_arrays(KEPT_ARRAYS)
             else:
-                self._expect(value == wanted and kind != "err", i, f"gave {value!r}")
-            self._expect(self.retries > 0 or kind != "crash", i, "lives")
+                phase.expect(value == wanted and kind != "err", i, f"gave {value!r}")
+            phase.expect(phase.retries > 0 or kind != "crash", i, "lives")
         self.settled += 1
 
-    def _look_at_array(self) -> None:
-        array, i, size = self._arrays.popleft()
-        self._expect(is_twice(array, i, size), i, "has an array that was changed under its owner")
+    def look_at_arrays(self, kept: int) -> None:
+        while len(self._arrays) > kept:
+            array, i, size = self._arrays.popleft()
+            self._phase.expect(is_twice(array, i, size), i, "has an array that was changed under its owner")
 
-    def _expect(self, right: bool, i: int, what: str) -> None:
+
+class Phase:
+    """One pool, and the account of what it was given."""
+
+    def __init__(self, options: argparse.Namespace, retries: int, folder: str) -> None:
+        self.retries = retries
+        self.name = "with retries" if retries else "without retries"
+        self.path = os.path.join(folder, f"ran-{retries}")
+        self.map_path = os.path.join(folder, f"mapped-{retries}")
+        self.kinds = bytearray()
+        self.outcomes = bytearray()
+        self.wrong: list[str] = []
+        self.lost_by: dict[tuple[str, int], list[int]] = defaultdict(list)  # by which death
+        self.mapped: list[tuple[int, int, int]] = []  # from, to, and so many were yielded
+        self.maps_ended = 0
+        self.options = options
+        self.submitters = [Submitter(self, number) for number in range(options.threads)]
+        self._lock = threading.Lock()
+        self._to_cancel: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self.pool: poly.Pool | None = None
+        self.killer: Killer | None = None
+
+    def run(self, until: float, tasks: int) -> None:
+        options = self.options
+        with poly.Pool(options.drones, retries=self.retries, output=lambda line: None) as self.pool:
+            helpers = [threading.Thread(target=each) for each in (self._cancel, self._map)]
+            if options.forks:
+                helpers.append(threading.Thread(target=self._fork))
+            submitting = [threading.Thread(target=each.run, args=(until, tasks)) for each in self.submitters]
+            for each in helpers:
+                each.start()
+            try:
+                with Killer(self.pool, seconds=options.every, seed=f"{options.seed}-{self.retries}") as self.killer:
+                    for each in submitting:
+                        each.start()
+                    for each in submitting:
+                        each.join()
+            finally:
+                self._over.set()
+                self._to_cancel.put(None)
+                for each in helpers:
+                    each.join()
+        for submitter in self.submitters:
+            submitter.look_at_arrays(0)
+
+    @property
+    def settled(self) -> int:
+        """It grows while anything moves."""
+        return self.maps_ended + sum(each.settled for each in self.submitters)
+
+    def add_task(self, kind: str) -> int:
+        """Its number."""
+        with self._lock:
+            self.kinds.append(KINDS.index(kind))
+            self.outcomes.append(OPEN)
+            return len(self.kinds) - 1
+
+    def cancel_soon(self, promise: Work) -> None:
+        self._to_cancel.put(promise)
+
+    def expect(self, right: bool, i: int, what: str) -> None:
         if not right:
             self.wrong.append(f"{self.name}: task {i} ({KINDS[self.kinds[i]]}) {what}")
 
@@ -242,7 +304,7 @@ class Phase:
 
     def _cancel(self) -> None:
         """In a thread: cancels some while they wait, some while they run, some when it is too late."""
-        dice = random.Random(f"{self._options.seed}-{self.retries}-cancel")
+        dice = random.Random(f"{self.options.seed}-{self.retries}-cancel")
         while (promise := self._to_cancel.get()) is not None:
             if dice.random() < 0.5:
                 end = time.monotonic() + 1
@@ -253,7 +315,7 @@ class Phase:
 
     def _map(self) -> None:
         """In a thread: slices of short calls."""
-        dice = random.Random(f"{self._options.seed}-{self.retries}-map")
+        dice = random.Random(f"{self.options.seed}-{self.retries}-map")
         assert self.pool is not None
         start = 0
         while not self._over.wait(dice.random() * 0.2):
@@ -273,7 +335,15 @@ class Phase:
                 self.wrong.append(f"{self.name}: a map ended with {error!r}")
             self.mapped.append((start, stop, got))
             start = stop
-            self.settled += 1
+            self.maps_ended += 1
+
+    def _fork(self) -> None:
+        """In a thread: forks this process while the others are at work. The child has no pool, and ends."""
+        dice = random.Random(f"{self.options.seed}-{self.retries}-fork")
+        while not self._over.wait(dice.random() * 0.2):
+            if (pid := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
 
     # -- the account ------------------------------------------------------------------------------------------
 
@@ -315,7 +385,7 @@ class Phase:
 def tell_of(phase: Phase) -> None:
     """Who waits for what, for whoever looks for the reason."""
     print(f"nothing moves any more, {phase.name}: {phase.pool!r}", file=sys.stderr)
-    for i, promise, _ in list(phase.open)[:10]:
+    for i, promise, _ in [each for submitter in phase.submitters for each in submitter.open][:10]:
         print(f"  task {i} ({KINDS[phase.kinds[i]]}): {promise!r} {promise.spans}", file=sys.stderr)
     if phase.pool is not None:
         crew = phase.pool._crew
@@ -365,7 +435,8 @@ class Samples:
             return
         quarter = max(1, len(taken) // 4)
         names = ("own memory, MiB", "descriptors", "threads")
-        warming = 16 if len(taken) >= 120 else 64  # a short run has warmed up in its last quarter only
+        # The timeline remembers 30,000 tasks, of 0.6 KiB each; a short run has warmed up in its last quarter only.
+        warming = 32 if len(taken) >= 120 else 64
         allowed: tuple[Callable[[float], float], ...] = (lambda f: 1.1 * f + warming, lambda f: f + 8, lambda f: f + 2)
         for name, values, most in zip(names, zip(*taken, strict=True), allowed, strict=True):
             scale = 1 << 20 if "MiB" in name else 1
@@ -388,7 +459,15 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--drones", type=int, default=4)
     parser.add_argument("--phase", type=int, choices=(1, 2), help="only the one without retries, or with")
     parser.add_argument("--every", type=float, default=0.2, help="seconds between two faults")
+    parser.add_argument("--threads", type=int, default=1, help="that submit")
+    parser.add_argument("--forks", action="store_true", help="by a thread of this process, and by tasks")
+    parser.add_argument("--switch-interval", type=float, help="seconds, of this interpreter's threads")
+    parser.add_argument("--collect-every", type=int, help="so many new objects, the cyclic garbage")
     options = parser.parse_args(args)
+    if options.switch_interval is not None:
+        sys.setswitchinterval(options.switch_interval)
+    if options.collect_every is not None:
+        gc.set_threshold(options.collect_every)
     print(f"seed {options.seed}", flush=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     poly.doit(abs, 1)  # what is loaded once is loaded

@@ -916,7 +916,8 @@ class Noise:
                 self._send(self._kept_back)
                 self._kept_back = None
             return went
-        if self._kind == "duplicated":
+        if self._kind == "duplicated" and head_type(frames) != RETURNED:
+            # What is given back twice may have been sent once more meanwhile, and would run twice: no lane does so.
             self._send(frames)
         elif self._kind == "truncated":
             *first, last = frames

@@ -1,11 +1,17 @@
 """Soak: the same for a long time, and whether anything grows.
 
-    python tests/soak.py                                       all three parts, at full length
-    python tests/soak.py --tasks 0 --arrays 0 --pools 2000     one of them
+    python tests/soak.py                    all parts, at full length
+    python tests/soak.py --scale 0.01       all of them, a hundredth of it
+    python tests/soak.py --only lambdas     one of them
 
     tasks     one by one and by `map`, with errors and cancels among them, through one pool
     arrays    64 KiB to 1 MiB, there and back; kept for a while, shared, dropped
     pools     opened, used, and ended in every way there is
+    lambdas   and partials, each used once, with what they capture
+    shared    arrays shared, used once, released
+    kept      results that stay in a drone, used there, dropped
+    maps      abandoned after their first result
+    clients   of a served pool, one after the other, each with functions of its own
 
 Each part is sampled a hundred times: this process's resident memory; its drones' proportional share (PSS); descriptors,
 threads; the pool's arena; /dev/shm. Printed are the samples at five points. A part is flat if the last quarter is not
@@ -23,12 +29,15 @@ import os
 import random
 import resource
 import statistics
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import astuple, dataclass, fields
+from functools import partial
+from operator import le
 
 import numpy as np
 from faults import exit_hard, wait_for
@@ -199,6 +208,77 @@ def soak_pools(count: int, at_least: int, dice: random.Random) -> Iterator[tuple
             yield done + 1, None
 
 
+def soak_lambdas(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    with poly.Pool(2, output="discard") as pool:
+        for done, few in _steps(count, at_least):
+            functions = [partial(pow, n, 2) if n % 2 else lambda n=n, data=b"x" * 100: n * n for n in range(few)]
+            assert [p.value for p in [pool.promise(each) for each in functions]] == [n * n for n in range(few)]
+            del functions
+            yield done, pool
+
+
+def soak_shared(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    with poly.Pool(2, output="discard") as pool:
+        for done, few in _steps(count, at_least):
+            for n in range(few):
+                with pool.share(np.full(10_000, n)) as shared:
+                    assert pool.doit(len, shared) == 10_000
+            yield done, pool
+
+
+def soak_kept(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    with poly.Pool(2, output="discard") as pool:
+        for done, few in _steps(count, at_least):
+            for n in range(few):
+                kept = pool.promise(np.full, 10_000, n, keep=True).value
+                assert pool.doit(len, kept) == 10_000
+            del kept
+            yield done, pool
+
+
+def soak_maps(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    with poly.Pool(2, output="discard") as pool:
+        for done, few in _steps(count, at_least):
+            for n in range(few):
+                assert next(pool.map(lambda i, n=n: n + i, range(1000))) == n
+            yield done, pool
+
+
+def soak_clients(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+    before: tuple[int, ...] = ()
+    with (
+        tempfile.TemporaryDirectory() as home,
+        poly.Pool(2, output="discard") as pool,
+        poly.serve(pool, file=f"{home}/card.json"),
+    ):
+        for done, few in _steps(count, at_least):
+            for _ in range(few):
+                with poly.connect(f"{home}/card.json") as client:
+                    functions = [partial(len, bytes([n]) * 100_000) for n in range(20)]
+                    assert [p.value for p in [client.promise(each) for each in functions]] == [100_000] * 20
+            now = _open_here()
+            before = tuple(map(min, before or now, now))
+            wait_for(partial(_no_more_than, before))  # the last client may be closing yet
+            yield done, pool
+
+
+def _no_more_than(before: tuple[int, ...]) -> bool:
+    return all(map(le, _open_here(), before))
+
+
+def _open_here() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _steps(count: int, at_least: int) -> Iterator[tuple[int, int]]:
+    """How many will be done after each step, and how many that step does."""
+    done = 0
+    while done < count:
+        few = min(1000, at_least, count - done)
+        done += few
+        yield done, few
+
+
 def _use(pool: poly.Pool | poly.Drone, n: int) -> None:
     assert [p.value for p in [pool.promise(abs, -i) for i in range(n % 20)]] == list(range(n % 20))
     assert pool.doit(twice, np.full(20_000, n))[-1] == 2 * n
@@ -255,7 +335,17 @@ def _one_promise(n: int) -> None:
 
 
 WAYS = (_in_a_block, _by_an_error, _shut_down, _dropped, _after_a_death, _with_work_under_way, _a_drone, _one_promise)
-PARTS = {"tasks": soak_tasks, "arrays": soak_arrays, "pools": soak_pools}
+PARTS = {
+    "tasks": (soak_tasks, 5_000_000),
+    "arrays": (soak_arrays, 200_000),
+    "pools": (soak_pools, 2_000),
+    "lambdas": (soak_lambdas, 200_000),
+    "shared": (soak_shared, 100_000),
+    "kept": (soak_kept, 20_000),
+    "maps": (soak_maps, 10_000),
+    "clients": (soak_clients, 500),
+}
+"""And how many make a long day."""
 
 
 def soak(name: str, count: int, samples: int, seed: object) -> tuple[list[Sample], float]:
@@ -265,7 +355,7 @@ def soak(name: str, count: int, samples: int, seed: object) -> tuple[list[Sample
     began = time.monotonic()
     due = at_least
     faulthandler.dump_traceback_later(HANG, exit=True)
-    for done, pool in PARTS[name](count, at_least, random.Random(f"{seed}-{name}")):
+    for done, pool in PARTS[name][0](count, at_least, random.Random(f"{seed}-{name}")):
         if done >= due:
             due += at_least
             taken.append(Sample.take(done, pool))
@@ -276,9 +366,10 @@ def soak(name: str, count: int, samples: int, seed: object) -> tuple[list[Sample
 
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", type=int, default=5_000_000)
-    parser.add_argument("--arrays", type=int, default=200_000)
-    parser.add_argument("--pools", type=int, default=2_000)
+    parser.add_argument("--scale", type=float, default=1.0, help="of a long day")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
+    for name, (_, count) in PARTS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"how many [{count:,} times the scale]")
     parser.add_argument("--samples", type=int, default=100, help="of each part")
     parser.add_argument("--slack", type=float, default=0.0, help="MiB by which memory may grow more: for short runs")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
@@ -286,8 +377,10 @@ def main(args: list[str] | None = None) -> int:
     print(f"seed {options.seed}", flush=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     wrong: list[str] = []
-    for name in ("tasks", "arrays", "pools"):
+    for name in options.only:
         count = getattr(options, name)
+        if count is None:
+            count = int(PARTS[name][1] * options.scale)
         if not count:
             continue
         samples, seconds = soak(name, count, min(options.samples, count), options.seed)

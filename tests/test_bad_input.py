@@ -5,7 +5,7 @@ import resource
 
 import pytest
 from engines import local_only, on_each_engine, poly
-from scripts import run_script
+from scripts import output_of, run_script
 
 pytestmark = on_each_engine
 
@@ -213,3 +213,28 @@ def test_map_takes_no_code_string():
 def test_what_is_of_the_wrong_type_is_named(call):
     with poly.Pool(1) as pool, pytest.raises(TypeError, match=r"not (by )?'?3"):
         call(pool)
+
+
+@local_only("it is of the local engine")
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the right to become another user, for whom the limit counts")
+@pytest.mark.parametrize("most", [3, 4])
+def test_a_process_limit_that_has_no_room_for_zeromq_is_named(most):
+    assert output_of(f"""
+        import ctypes, os, resource, tempfile
+        import polycephaly as poly
+        with poly.Pool(1) as pool:
+            pool.doit(abs, -1)  # loads what the other user may not read
+        tempfile.tempdir = tempfile.mkdtemp(dir="/tmp")  # which the other user may enter
+        user = 100_000 + os.getpid()  # who has no other processes
+        os.chown(tempfile.tempdir, user, user)
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or it could not read its own /proc
+        resource.setrlimit(resource.RLIMIT_NPROC, ({most}, {most}))
+        try:
+            poly.Pool(1)
+        except OSError as error:
+            print("RLIMIT_NPROC" in str(error) and "ZeroMQ needs" in str(error) or error)
+        os.rmdir(tempfile.tempdir)
+    """) == "True\n"  # fmt: skip

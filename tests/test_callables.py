@@ -5,6 +5,7 @@ import functools
 import gc
 import operator
 import os
+import weakref
 
 import pytest
 from engines import NO_FORK, local_only, on_each_engine, poly
@@ -224,6 +225,91 @@ def test_attributes_of_a_by_value_function_come_along(pool):
     assert (first.value, pool.doit(work)) == (1, 2)
 
 
+def make_fibonacci():
+    @functools.lru_cache(maxsize=99, typed=True)
+    def fibonacci(n):
+        "Of n."
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    fibonacci.told = "yes"
+    return fibonacci
+
+
+def test_a_cached_function_that_calls_itself_goes_by_value_and_arrives_with_an_empty_cache(pool):
+    fibonacci = make_fibonacci()
+    assert fibonacci(50) == 12586269025
+    size, parameters, told, names, same = pool.doit(
+        lambda: (
+            fibonacci.cache_info().currsize,
+            fibonacci.cache_parameters(),
+            fibonacci.told,
+            (fibonacci.__name__, fibonacci.__qualname__, fibonacci.__doc__, fibonacci.__module__),
+            fibonacci.__wrapped__.__closure__[0].cell_contents is fibonacci,
+        )
+    )
+    assert (size, parameters, told, same) == (0, {"maxsize": 99, "typed": True}, "yes", True)
+    assert names == ("fibonacci", "make_fibonacci.<locals>.fibonacci", "Of n.", __name__)
+    assert pool.doit(fibonacci, 80) == 23416728348467685
+    assert pool.doit(lambda: fibonacci(50)) == 12586269025
+    assert pool.doit(functools.cache(functools.partial(lambda a, b: a - b, 5)), 2) == 3
+
+
+@functools.singledispatch
+def of_this_module(value):
+    return "?"
+
+
+def test_a_dispatching_function_goes_by_value_with_its_implementations(pool):
+    class Mine:
+        pass
+
+    @functools.singledispatch
+    def show(value):
+        return "?"
+
+    @show.register
+    def _(value: int):
+        return f"int {value}"
+
+    @show.register
+    def _(value: list):
+        return [show(each) for each in value]
+
+    @show.register
+    def _(value: Mine):
+        return show(1)
+
+    assert pool.doit(show, [1, ["x", 2], Mine(), None]) == ["int 1", ["?", "int 2"], "int 1", "?"]
+    assert pool.doit(lambda: (show.__name__, show.dispatch(float)(1.0), len(show.registry))) == ("show", "?", 4)
+    assert pool.doit(of_this_module, 1) == "?"
+
+
+def test_a_local_class_with_what_functools_makes_of_methods_goes_by_value(pool):
+    class Table:
+        @functools.cached_property
+        def size(self):
+            return 5
+
+        @functools.cache  # noqa: B019
+        def row(self, n):
+            return n * self.size
+
+        @functools.singledispatchmethod
+        def kind(self, value):
+            return "?"
+
+        @kind.register
+        def _(self, value: int):
+            return "int"
+
+        first_row = functools.partialmethod(row, 1)
+
+    table = Table()
+    assert pool.doit(lambda: (table.size, table.row(3), table.kind(1), table.kind(""), table.first_row())) == (
+        5, 15, "int", "?", 5,
+    )  # fmt: skip
+
+
 def test_a_local_class_and_its_instances_travel_by_value(pool):
     class Local:
         def __init__(self, n):
@@ -337,6 +423,35 @@ def test_what_a_script_defines_after_the_pool_goes_by_value():
             def helper(n): return n * 100
             print(pool.doit(late, 2))
     """, poly.engine) == "21\nsecond\n3 Late\n7\n8\nnew\n201\n"  # fmt: skip
+
+
+def test_a_cached_function_of_a_script_goes_by_reference_until_it_is_made_anew():
+    assert (
+        output_of("""
+        import functools
+        import polycephaly as poly
+
+        @functools.cache
+        def square(n):
+            return n * n
+
+        square(3)
+        with poly.Pool(1) as pool:
+            print(pool.doit(lambda: square.cache_info().currsize))
+            print(pool.doit(square, 3))
+
+            @functools.cache
+            def square(n):
+                return -n * n
+
+            @functools.cache
+            def factorial(n):
+                return n * factorial(n - 1) if n else 1
+
+            print(pool.doit(square, 3), pool.doit(factorial, 5), list(pool.map(factorial, range(4))))
+    """)
+        == "1\n9\n-9 120 [1, 1, 2, 6]\n"
+    )
 
 
 def test_globals_of_main_changed_in_place_after_the_snapshot():
@@ -454,3 +569,89 @@ def test_a_class_of_this_image_stays_as_it_is_when_an_instance_comes_home():
             print({each.result() for each in pool.everywhere(lambda it: it.more(), late)})
     """)
     assert told == "old True 0\nnew 1 new\n{'more'}\n"
+
+
+def _captures(data):
+    return lambda: len(data)
+
+
+def _partial(data):
+    return functools.partial(len, data)
+
+
+def _recursive(data):
+    def down(n=0):
+        return len(data) if n else down(n + 1)
+
+    return down
+
+
+def _mutual(data):
+    def one(n=2):
+        return two(n - 1) if n else len(data)
+
+    def two(n):
+        return one(n)
+
+    return functools.partial(one, 2)
+
+
+def _with_a_namespace(data):
+    namespace = {"data": data}
+    exec("def g(): return len(data)\ndef f(g=g): return g()", namespace)
+    return namespace["f"]
+
+
+def _changing(data):
+    return lambda data=[data]: len(data[0])
+
+
+MAKERS = [_captures, _partial, _recursive, _mutual, _with_a_namespace, _changing]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_nothing_is_kept_of_a_function_that_nobody_has_any_more(make, pool):
+    function = make(b"x" * 1000)
+    assert [pool.promise(function).value for _ in range(3)] == [1000] * 3
+    last = weakref.ref(function)
+    del function
+    gc.collect()
+    pool.doit(abs, 1)  # what the pool's own threads had to do with it is over
+    gc.collect()
+    assert last() is None
+    assert last not in [entry.function for entry in pool._crew.book._entries.values()]
+
+
+@local_only
+def test_a_drone_forgets_a_function_that_nobody_has_any_more():
+    with poly.Pool(1) as pool:
+        functions = [make(b"x" * 1000) for make in MAKERS]
+        assert [pool.promise(function).value for function in functions] == [1000] * len(functions)
+        assert pool.doit(_opened) >= len(MAKERS)  # itself too, and the one that changes not any more
+        del functions
+        wait_for(lambda: pool.doit(_opened) <= 1)  # itself
+        assert not pool._crew.links[0]._defined.unused
+
+
+def _opened():
+    """The functions that this drone has."""
+    gc.collect()
+    return sum(type(each).__qualname__ == "_Callable" for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("use", [_recursive, _with_a_namespace])
+def test_what_a_function_captures_is_told_from_what_has_the_same_address_later(use):
+    book = Book(MainSnapshot(()), None)
+    for n in range(100):  # the second function, or value, may lie where the first one lay
+        function = use(b"x" * n)
+        first = book.define(function)
+        assert book.define(function) is first
+        if use is _with_a_namespace:
+            function.__globals__["data"] = b"y" * n
+            function.__defaults__ = (lambda n=n: n,)
+        else:
+            cell = function.__closure__[function.__code__.co_freevars.index("data")]
+            cell.cell_contents = b"y" * 1000
+            assert book.define(function) is not first
+            cell.cell_contents = lambda n=n: n
+        assert book.define(function) is not first

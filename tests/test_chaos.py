@@ -82,11 +82,13 @@ def test_all_is_accounted_for_while_drones_are_killed():
     run_main("chaos", "--minutes", "0.14", "--tasks", "400", "--seed", str(random.randrange(1 << 32)))
 
 
-@pytest.mark.parametrize("part", ["tasks 50000", "arrays 1000", "pools 30"])
-def test_nothing_grows(part):
-    counts = dict.fromkeys(("tasks", "arrays", "pools"), "0") | dict([part.split()])
-    options = [each for name, count in counts.items() for each in (f"--{name}", count)]
-    run_main("soak", *options, "--samples", "20", "--slack", "96")
+@pytest.mark.parametrize(
+    "parts",
+    ["tasks", "arrays --scale 0.005", "pools --scale 0.015", "lambdas shared", "kept maps", "clients --clients 20"],
+)
+def test_nothing_grows(parts):
+    slack = "8" if "clients" in parts else "96"
+    run_main("soak", "--scale", "0.01", "--samples", "20", "--slack", slack, "--only", *parts.split())
 
 
 # -- the killer itself ------------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ class Shell:
         return line
 
     @contextmanager
-    def running(self, *words: object) -> Iterator[subprocess.Popen[str]]:
+    def running(self, *words: object, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [*COMMAND, *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=self.env, cwd=self.folder
+            [*COMMAND, *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=self.env, cwd=cwd or self.folder
         )
         try:
             yield process
@@ -466,6 +466,20 @@ def test_json_tells_what_is_running(lab: Shell) -> None:
         assert client.communicate() == ("''\n", "")
 
 
+def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
+    with shell.pool("-n", 1, "--report-waiting", 0.3):
+        os.mkfifo(shell.folder / "door")
+        with shell.running("doit", "lab", "open('door').read()") as client:
+            wait_for(lambda: json.loads(shell.say("ps", "lab", "--json"))["drones"][0]["waiting"])
+            (waiting,) = (drone["waiting"] for drone in json.loads(shell.say("ps", "lab", "--json"))["drones"])
+            assert waiting["task"] == "code \"open('door').read()\"" and waiting["system_call"] == "openat"
+            assert waiting["file"].startswith("<doit ") and waiting["line"] == 1 and waiting["seconds"] >= 0.3
+            _, row = shell.say("ps", "lab").splitlines()
+            assert "code \"open('door').read()\" has waited for " in row and row.endswith("in the system call openat")
+            open(shell.folder / "door", "w").close()
+            assert client.communicate() == ("''\n", "")
+
+
 @contextmanager
 def terminal(shell: Shell, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """A command on a terminal of its own, with both ends of that."""
@@ -601,6 +615,27 @@ def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> No
             joined.send_signal(signal.SIGTERM)
             assert (joined.wait(), joined.communicate()[1]) == (0, "they have left\n")
         assert shell.say("doit", "lab", "1 + 1") == "2\n"
+
+
+def test_drones_that_join_have_loaded_what_the_pool_was_started_with(shell: Shell) -> None:
+    """Though neither the file nor its directory is where they are."""
+    (shell.folder / "setup.py").write_text("import json\ndef whence():\n    return where\nwhere = json.dumps('pool')\n")
+    elsewhere = shell.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "more.py").write_text("where += ' and join'\n")
+    with shell.pool("-n", "1", "--import", "statistics", "--file", "setup.py"):
+        card = str(shell.runtime / "polycephaly" / "lab.json")
+        (shell.folder / "setup.py").unlink()
+        with (
+            poly.connect(card) as remote,
+            shell.running("join", "lab", "-n", "1", "--file", str(elsewhere / "more.py"), cwd=elsewhere) as joined,
+        ):
+            assert joined.stdout is not None
+            joined.stdout.readline()
+            wait_for(lambda: len(remote.drones) == 2)
+            ask = "whence(), statistics.mean([1, 3]), 'more.py' in __file__"
+            said = sorted(drone.doit(ask) for drone in remote.drones)
+            assert said == [('"pool"', 2, False), ('"pool" and join', 2, True)]
 
 
 def test_a_joined_process_ends_with_the_pool(shell: Shell) -> None:

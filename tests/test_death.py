@@ -85,6 +85,33 @@ def test_a_segfault_shows_the_python_stack_that_faulthandler_left(pool):
     assert "in segfault" in error.stack and "in segfault" in str(error)
 
 
+def says_and_crashes(threads):
+    end = threading.Event()
+    for _ in range(threads):
+        threading.Thread(target=end.wait, daemon=True).start()
+    print("the program's last line", file=sys.stderr, flush=True)
+    os.write(2, b"and one without an end: ")
+    segfault()
+
+
+def test_the_programs_last_lines_are_kept_apart_from_the_stack(pool):
+    error = pool.promise(says_and_crashes, 30).exception()
+    assert error.stderr == "the program's last line\nand one without an end: "
+    assert error.stack.startswith("Fatal Python error: Segmentation fault\n") and "says_and_crashes" in error.stack
+    assert str(error).index("the program's last line") < str(error).index("Fatal Python error")
+
+
+def outlives_a_crash():
+    subprocess.run([sys.executable, "-X", "faulthandler", "-c", "import os; os.abort()"], check=False)
+    print("the program goes on", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def test_what_a_program_says_after_the_crash_of_another_is_no_stack(pool):
+    error = pool.promise(outlives_a_crash).exception()
+    assert error.stderr == "the program goes on" and "Fatal Python error: Aborted" in error.stack
+
+
 def test_the_last_lines_of_stderr_are_told(pool):
     error = pool.promise(say_and_die, "\n".join(f"line {i}" for i in range(100)), 3).exception()
     assert "line 99" in error.stderr and "line 99" in str(error)

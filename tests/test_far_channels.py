@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -1143,6 +1144,177 @@ def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
         ch.get(10)
 
 
+stored = []
+
+
+def store(end):
+    stored.append(end)
+
+
+def forget_all():
+    stored.clear()
+
+
+# -- ends that are let go with their call ---------------------------------------------------------------------
+
+
+def put_three(end, fails=False):
+    for number in range(3):
+        end.put(number)
+    if fails:
+        raise KeyError("after three")
+
+
+async def send_three(end, fails=False):
+    for number in range(3):
+        await end.send(number)
+    if fails:
+        raise KeyError("after three")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("work", [put_three, send_three])
+@CAPACITIES
+def test_an_end_that_a_call_has_not_stored_is_let_go_with_it(work, capacity, width, fails):
+    """So the channel is closed as by hand, whether the call returns or fails: all is received, then there is an end."""
+    with poly.Pool(1, width=width) as pool:
+        ch = Channel(capacity)
+        end = ch.sender()
+        promised = pool.promise(work, end, fails)
+        assert list(ch) == [0, 1, 2]
+        assert isinstance(promised.exception(), KeyError if fails else type(None))
+        with pytest.raises(ChannelClosed):
+            end.put(1)
+
+
+@pytest.mark.parametrize("way", ["captured", "in a partial", "by keyword", "in a map", "home in a drone"])
+def test_an_end_is_let_go_however_it_came_to_the_call(pool, way):
+    ch = made_in(pool.drones[0]) if way == "home in a drone" else Channel()
+    end = pool.drones[0].doit(lambda: ch.sender()) if way == "home in a drone" else ch.sender()
+    if way == "captured":
+        pool.promise(lambda: put_three(end))
+    elif way == "in a partial":
+        pool.promise(partial(put_three, end))
+    elif way == "by keyword":
+        pool.promise(put_three, end=end)
+    elif way == "in a map":
+        results = pool.map(put_three, [end])
+    else:
+        pool.drones[1].promise(put_three, end)
+    assert list(ch) == [0, 1, 2]
+    if way == "in a map":
+        assert list(results) == [None]
+
+
+def test_stages_that_close_nothing_end_one_after_the_other(pool):
+    def double(numbers, out):
+        for number in numbers:
+            out.put(2 * number)
+
+    async def increment(numbers, out):
+        async for number in numbers:
+            await out.send(number + 1)
+
+    one, two, three = Channel(2), Channel(), Channel(8)
+    pool.promise(put_three, one.sender())
+    pool.promise(double, one.receiver(), two.sender())
+    pool.promise(increment, two.receiver(), three.sender())
+    assert list(three) == [1, 3, 5]
+
+
+def test_a_sender_is_told_that_the_call_of_the_receiver_has_ended(pool):
+    ch = Channel()
+    first = pool.promise(lambda end: end.get(), ch.receiver())
+    ch.put("an item")
+    assert first.result(20) == "an item"
+    with pytest.raises(ChannelClosed):
+        while True:
+            ch.put("another")
+
+
+def in_a_global(end):
+    store(end)
+
+
+def in_the_namespace(end):
+    sys.modules["__main__"].__dict__["end_that_stays"] = end
+
+
+def in_a_thread(end):
+    threading.Thread(target=lambda: (threading.Event().wait(), end), daemon=True).start()
+
+
+def in_an_iterator(end):
+    stored.append(iter(end))
+
+
+def in_an_async_iterator(end):
+    stored.append(aiter(end))
+
+
+@pytest.mark.parametrize(
+    "keep", [in_a_global, in_the_namespace, in_a_thread, in_an_iterator, in_an_async_iterator], ids=lambda f: f.__name__
+)
+def test_an_end_that_its_call_has_stored_stays(pool, keep):
+    ch, behind = Channel(), Channel()
+    drone = pool.drones[0]
+    drone.doit(keep, ch.receiver() if "iterator" in keep.__name__ else ch.sender())
+    drone.promise(put_three, behind.sender())
+    assert list(behind) == [0, 1, 2]  # so what the drone would have said before has been heard
+    assert not ch.closed
+    drone.kill()
+    wait_for(lambda: ch.closed)
+
+
+def test_an_end_that_came_twice_is_let_go_with_the_last_reference(pool):
+    ch, behind = Channel(), Channel()
+    drone = pool.drones[0]
+    end = ch.sender()
+    drone.doit(store, end)
+    assert drone.promise(put_three, end) and [ch.get(20) for _ in range(3)] == [0, 1, 2]
+    drone.promise(put_three, behind.sender())
+    assert list(behind) == [0, 1, 2] and not ch.closed
+    drone.doit(forget_all)
+    wait_for(lambda: ch.closed)
+
+
+def test_an_end_waits_for_the_other_calls_that_it_was_given_to():
+    with poly.Pool(1) as pool:
+        ch = Channel(16)
+        end = ch.sender()
+        for _ in range(3):
+            pool.promise(put_three, end)
+        assert list(ch) == [0, 1, 2] * 3
+
+
+def test_an_end_that_a_call_has_handed_on_is_its_next_holders(pool):
+    ch = Channel()
+    one, other, _ = pool.drones
+    back = one.doit(lambda end: end, ch.sender())  # comes home
+    again = other.promise(lambda end: (end.put("an item"), end)[1], back)
+    assert ch.get(20) == "an item"
+    held = again.result(20)
+    green.spawn(held.send, "from home")
+    assert ch.get(20) == "from home" and not ch.closed
+    held.close()
+    assert list(ch) == []
+
+
+def test_a_fork_of_a_drone_lets_nothing_go(pool):
+    def fork(end):
+        pid = os.fork()
+        if not pid:
+            del end
+            os._exit(0)
+        os.waitpid(pid, 0)
+        end.put("still mine")
+
+    ch = Channel()
+    pool.promise(fork, ch.sender())
+    assert list(ch) == ["still mine"]
+
+
 def os_exit_with(end):
     os._exit(3)
 
@@ -1268,7 +1440,7 @@ def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
     end = ch.sender()
     drone = pool.drones[0]
     for _ in range(30):
-        drone.doit(lambda end: None, end)
+        drone.doit(store, end)
     holders = _counts[ch].holders
     wait_for(lambda: [len(each) for each in holders.values()] == [1])
     drone.kill()
@@ -1277,6 +1449,7 @@ def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
 
 
 def short_or_not(end, free=None):
+    stored.append(end)
     return hold_until(free) if free else 1
 
 
@@ -1351,7 +1524,7 @@ def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):
     end = ch.sender()
     unborn = poly.Promise()
     rejected = pool.promise(lambda end, value: value, end, unborn)
-    assert pool.promise(lambda end: end.put(1), end) and ch.get(10) == 1
+    assert pool.promise(lambda end: store(end) or end.put(1), end) and ch.get(10) == 1
     unborn.set_exception(KeyError("of its input"))
     assert isinstance(rejected.exception(10), KeyError)
     with pytest.raises(TimeoutError):

@@ -4,6 +4,8 @@ import asyncio
 import contextvars
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -829,6 +831,33 @@ def test_a_cancelled_thread_is_no_error(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_of_many_errors_alike_only_the_first_are_printed_in_full():
+    code = """
+import gc
+from polycephaly import green
+async def wait(channel):
+    await channel.receive()
+async def other():
+    raise KeyError("another line")
+async def main():
+    channel = green.Channel()
+    for _ in range(250):
+        green.spawn(wait, channel)
+    await green.sleep(0)
+    channel.close()
+    for _ in range(2):
+        await green.sleep(0)
+    green.spawn(other)
+    await green.sleep(0)
+green.run(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("Traceback") == 4 and done.stderr.count("another line") == 1
+    alike = "polycephaly.errors.ChannelClosed at <string>:5\n"
+    counts = [line for line in done.stderr.splitlines(True) if line.endswith(alike)]
+    assert [line.split()[6] for line in counts] == ["10", "100", "250"]
+
+
 def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
     done = run_script("""
         from polycephaly import green
@@ -980,3 +1009,15 @@ def test_a_callback_that_ends_its_caller_costs_no_native_thread(caplog):
         assert green.spawn(int).result(30) == 0
     finally:
         green.configure(native_threads=16384)
+
+
+def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypatch):
+    from polycephaly.green import thread
+
+    class Stderr:
+        def write(self, text):
+            thread._told[f"another {len(thread._told)}"] = 1  # as `Unseen.__del__` does, wherever garbage is collected
+
+    monkeypatch.setattr(thread, "_told", {"one": thread.TOLD_IN_FULL + 1})
+    monkeypatch.setattr(thread.sys, "stderr", Stderr())
+    thread._tell_all()

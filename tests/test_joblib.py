@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import warnings
 
@@ -63,7 +64,7 @@ def test_n_jobs_counts_usable_cores():
     one = poly.joblib.PolycephalyBackend()
     cores = joblib.cpu_count()
     assert [one.effective_n_jobs(n) for n in (3, -1, -2, -1000, None)] == [3, cores, max(1, cores - 1), 1, 1]
-    with pytest.raises(ValueError, match="n_jobs=0"):
+    with pytest.raises(ValueError, match="n_jobs == 0 in Parallel has no meaning"):
         Parallel(n_jobs=0, backend="polycephaly")(numbers())
     with parallel_config("polycephaly", n_jobs=1):
         assert Parallel()(delayed(pid)() for _ in range(2)) == [os.getpid()] * 2
@@ -196,6 +197,13 @@ def test_a_drone_may_have_a_pool_of_its_own():
     ]
 
 
+def test_an_outer_parallel_goes_on_when_an_inner_one_of_its_backend_has_gone():
+    """scikit-learn's search does so where its candidates come from another search."""
+    with parallel_config("polycephaly", n_jobs=2), Parallel() as outer:
+        assert outer(numbers(50)) == Parallel()(numbers(50))
+        assert outer(numbers(2000)) == [2 * i for i in range(2000)]
+
+
 def limits():
     return os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"]
 
@@ -233,6 +241,40 @@ def bad_source():
 def test_an_error_of_the_source_is_raised():
     with parallel_config("polycephaly", n_jobs=2), pytest.raises(LookupError, match="no more"):
         Parallel()(bad_source())
+
+
+class Torn:
+    """A stderr that fails where joblib's callbacks run, when they tell the progress."""
+
+    def write(self, text):
+        if threading.current_thread() is not threading.main_thread():
+            raise BrokenPipeError("nobody reads this")
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("return_as", ["list", "generator_unordered"])
+def test_an_error_in_the_callback_that_dispatches_the_next_calls_is_raised(monkeypatch, return_as):
+    with parallel_config("polycephaly", n_jobs=2):
+        with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match="nobody reads this"):
+            patch.setattr(sys, "stderr", Torn())
+            list(Parallel(verbose=49, return_as=return_as)(numbers(2000)))
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
+def source_that_ends_the_pool(of):
+    for i in range(2000):
+        if i == 500:
+            of._pool.shutdown(wait=False)
+        yield delayed(double)(i)
+
+
+def test_calls_that_cannot_be_submitted_any_more_are_told():
+    with parallel_config("polycephaly", n_jobs=2):
+        with pytest.raises(RuntimeError, match="shutdown"):
+            Parallel(batch_size=4)(source_that_ends_the_pool(backend()))
+        assert Parallel()(numbers()) == [0, 2, 4]
 
 
 def test_an_error_stops_what_runs_beside_it(tmp_path):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from queue import Empty
 
 import pytest
+from blocks import blocks_of
 from census import MARKER, wait_until_gone
 from faults import hold_until, wait_for
 from scripts import output_of
@@ -199,7 +200,35 @@ def test_cells_may_await(notebook):
     code = "import asyncio\nawait asyncio.gather(pool.promise('1'), asyncio.wrap_future(pool.promise('2')))"
     assert notebook.run(code).out == "[1, 2]"
     assert notebook.run("[x async for x in poly.as_completed([pool.promise('3')])][0].value").out == "3"
-    assert notebook.run("p = poly.promise('5'); await p").out == "5"  # a drone that ends with its task
+    assert notebook.run("p = poly.promise('5'); await p").out == "5"
+
+
+@pytest.mark.parametrize("awaits", ["", "await asyncio.sleep(0)"])
+def test_what_a_cell_makes_belongs_to_the_kernel(notebook, awaits):
+    assert not notebook.run(f"import asyncio\nd = poly.Drone()\n{awaits}").error
+    assert not notebook.run("d.doit('x = 41')").error
+    cell = notebook.run("d.doit('x + 1')")
+    assert cell.out == "42", vars(cell)
+    held = "import time\nwhile not os.path.exists(go): time.sleep(0.01)\n5"
+    notebook.run(f"import os, tempfile\ngo = tempfile.mktemp()\np = poly.promise({held!r})\n{awaits}")
+    notebook.run("open(go, 'w').close()")
+    cell = notebook.run("p.value")
+    assert cell.out == "5", vars(cell)
+    notebook.run("os.unlink(go)\nd.release()")
+
+
+def test_what_a_task_of_the_users_makes_in_a_cell_ends_with_the_task(notebook):
+    notebook.run("async def make():\n    global d\n    d = poly.Drone()")
+    notebook.run("import asyncio\ntask = asyncio.create_task(make(), name='mine')\nawait task")
+    assert "its owner, asyncio task 'mine', has ended" in notebook.run("d.doit('1')").error
+    assert notebook.run("del task\nd.release()").error == ""
+
+
+def test_the_readmes_first_section_may_be_cells(notebook):
+    block = blocks_of("README.md")[0]
+    paragraphs = block.code.split("\n\n")
+    assert len(paragraphs) > 3
+    assert "".join(notebook.run(each).stdout for each in paragraphs).splitlines() == block.said
 
 
 IN_A_DRONE = """
@@ -294,6 +323,19 @@ def test_the_magics_work_in_plain_ipython():
         print(shell.find_cell_magic("doit"))
     """)
     assert said == "42 41\n42\ncollected\nNone\n"
+
+
+def test_what_an_awaiting_cell_makes_in_plain_ipython_belongs_to_the_image():
+    said = output_of("""
+        import os
+        os.environ["IPYTHONDIR"] = os.environ["TMPDIR"]
+        from IPython.core.interactiveshell import InteractiveShell
+        InteractiveShell.enable_history_manager = False
+        shell = InteractiveShell.instance()
+        shell.run_cell("import asyncio\\nimport polycephaly as poly\\nd = poly.Drone(); await asyncio.sleep(0)")
+        shell.run_cell("print(d.doit('6 * 7'))")
+    """)
+    assert said == "42\n"
 
 
 def test_where_ipykernel_is_only_imported_no_drone_loads_ipython():

@@ -368,7 +368,7 @@ def test_a_handle_of_another_pool_is_refused_with_what_and_where(pool):
             TypeError, match=f"what filled gave in pool-.* is kept in {kept.drone}.*a call of other"
         ) as e:
             other.doit(total, [kept])
-        assert "while pickling the arguments of total: argument 0, a list" in e.value.__notes__[0]
+        assert "while pickling the arguments of total: argument 0, a list" in str(e.value.__notes__)
         with pytest.raises(TypeError, match="a call of other"):
             other.doit(lambda: kept.sum())
         with pytest.raises(TypeError, match="a call of other"):

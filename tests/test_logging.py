@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import logging.config
+import multiprocessing
 import os
 import signal
 import threading
@@ -406,3 +407,36 @@ def test_what_only_looks_like_a_record_of_ours_breaks_nothing(forged, capfd):
         pool.doit(os.write, 2, printed)
         assert pool.doit("6 * 7") == 42
     assert "[p.0] \x1epoly:L;1 [[" in capfd.readouterr().err
+
+
+def starts_processes():
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    logger = multiprocessing.get_logger()
+    with ProcessPoolExecutor(1) as executor:
+        return [each.formatter._fmt for each in logger.handlers], executor.submit(pow, 2, 5).result(60)
+
+
+@local_only(NO_FORK)
+@pytest.mark.parametrize("text", [None, "%(processName)s: %(message)s"])
+def test_what_starts_processes_in_a_drone_copies_the_format_of_multiprocessings_logger(text):
+    done = run_script(f"""
+        import logging, multiprocessing
+        import polycephaly as poly
+        from test_logging import starts_processes
+        logger = multiprocessing.log_to_stderr() if {text!r} else multiprocessing.get_logger()
+        for handler in logger.handlers:
+            handler.setFormatter(logging.Formatter({text!r}))
+        with poly.Pool(1) as pool:
+            print(pool.doit(starts_processes))
+    """)  # fmt: skip
+    assert done.stdout == f"({[text] if text else []}, 32)\n", done.stderr
+
+
+def root_format():
+    return logging.root.handlers[0].formatter._fmt
+
+
+def test_the_roots_handler_in_a_drone_has_a_formatter():
+    with poly.Pool(1) as pool:
+        assert pool.doit(root_format)

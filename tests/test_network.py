@@ -23,7 +23,7 @@ from scripts import Script, run_script
 import polycephaly as poly
 from polycephaly import hearing
 from polycephaly.net import connection as connection_module
-from polycephaly.net import frames
+from polycephaly.net import flow, frames, places
 from polycephaly.net import server as server_module
 from polycephaly.net.frames import Item
 from polycephaly.net.keys import Card, new_pair
@@ -278,6 +278,41 @@ def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeyp
         script.signal(signal.SIGCONT)
 
 
+def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, monkeypatch):
+    """The server's PINGs lie behind a large result, on a slow way: none comes back."""
+    monkeypatch.setattr(server_module, "LOOK", 0.05)
+    monkeypatch.setattr(flow, "SIGN_EVERY", 1e-3)
+    context = zmq.Context()
+    with of_a_key_holder(context, card) as end:
+        end.send_multipart(frames.hello())
+        wait_for(lambda: server.clients == 1)
+        (client,) = server._clients.values()
+        monkeypatch.setattr(server_module, "SILENCE", 2.0)  # 40 looks
+        for sign in range(60):
+            wait_for(lambda: client.silent or not server.clients)
+            end.send_multipart([frames.LIVES], zmq.NOBLOCK)
+            wait_for(lambda sign=sign: client._signs > sign or not server.clients)
+        assert server.clients == 1
+    context.term()
+
+
+def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
+    monkeypatch.setattr(connection_module, "SIGN_EVERY", 0.01)
+    monkeypatch.setattr(flow, "SIGN_EVERY", 1e-3)
+    with poly.connect(card):
+        (client,) = server._clients.values()
+        wait_for(lambda: client._signs > 3)
+
+
+def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
+    monkeypatch.setattr(server_module, "SILENCE", 1.0)
+    stood = threading.Event()
+    server._post(lambda: (time.sleep(1.5), stood.set()))  # as where other code keeps the interpreter
+    assert stood.wait(60)
+    assert remote.doit(abs, -3) == 3
+    assert server.clients == 1
+
+
 def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch, tmp_path):
     monkeypatch.setattr(server_module, "LOOK", 0.1)
     remote, gate = poly.connect(card), str(tmp_path / "gate")
@@ -509,7 +544,7 @@ def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch)
     hello = frames.hello()
     monkeypatch.undo()
     monkeypatch.setattr(server_module, "hello", lambda *drones, **who: hello)
-    with pytest.raises(ConnectionError, match="the server speaks protocol 1 and this client protocol 2"):
+    with pytest.raises(ConnectionError, match="the server speaks protocol 1 and this client protocol 3"):
         poly.connect(card)
 
 
@@ -543,6 +578,37 @@ def test_a_file_that_is_no_connection_file_is_told(tmp_path, text):
         poly.connect(tmp_path / "none")
     with pytest.raises(ValueError, match="server_key"):
         poly.connect("tcp://127.0.0.1:5")
+
+
+WAITS_FOR_NOBODY = """
+    import os, sys
+    import polycephaly as poly
+    for where in sys.argv[1:]:
+        try:
+            poly.connect(where, timeout=2)
+        except (ValueError, ConnectionError) as error:
+            print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(tmp_path, mode, monkeypatch):
+    """Whoever may write into a directory may have put them there; nobody writes into the pipe."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    places.folder(make=True)
+    for pipe in (tmp_path / "card", places.path_of("lab")):
+        os.mkfifo(pipe)
+        pipe.chmod(mode)
+    long = tmp_path / "long"
+    long.touch(0o600)
+    os.truncate(long, 1 << 40)
+    done = run_script(WAITS_FOR_NOBODY, str(tmp_path / "card"), "/dev/zero", str(long), "lab")
+    pipe, zeros, end, name = done.stdout.splitlines()
+    assert pipe.startswith(f"ValueError {tmp_path / 'card'} is no regular file (p"), done.stderr
+    assert zeros.startswith("ValueError /dev/zero is no regular file (c")
+    assert end == f"ValueError {long} has more than 1,048,576 bytes"
+    assert name.startswith("ValueError") and "is no regular file" in name
+    assert places.running() == []
 
 
 # -- strangers --------------------------------------------------------------------------------------------
@@ -667,14 +733,7 @@ def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
 
 def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
     """It has a key, so it could do anything; but by mistake it breaks nothing."""
-    found = Card.read(card)
     context = zmq.Context()
-    fool = context.socket(zmq.DEALER)
-    fool.linger = 0
-    fool.curve_serverkey, fool.curve_publickey, fool.curve_secretkey = (
-        key.encode() for key in (found.server, found.public, found.secret)
-    )
-    fool.connect(server.address)
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rnd = random.Random(seed)
@@ -700,10 +759,13 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
         frames.pack_numbers(frames.RETURNED, [1, 2]),
         frames.pack_results([(1, 1, b"x", "said")]),
         frames.pack_numbers(frames.CANCEL, [1, 2, 1 << 60]),
-        [frames.PING],
+        frames.pack_numbers(frames.PING, [0]),
+        [frames.PART, b"x"],
         [frames.BYE],
     ]
-    for _ in range(2000):
+    for number in range(2000):
+        if number % 20 == 0:
+            fool = of_a_key_holder(context, card)
         sent = [bytearray(part) for part in rnd.choice(good)]
         for _ in range(rnd.randrange(4)):
             part = rnd.choice(sent)
@@ -713,14 +775,30 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
                 del part[rnd.randrange(len(part) + 1) :]
             else:
                 sent.insert(rnd.randrange(len(sent) + 1), bytearray(rnd.randbytes(rnd.randrange(40))))
-        fool.send_multipart([bytes(part) for part in sent])
-    fool.send_multipart(frames.hello())
-    wait_for(lambda: server.clients == 2)
+        with suppress(zmq.Again):  # it is out already
+            fool.send_multipart([bytes(part) for part in sent], zmq.NOBLOCK)
+        if number % 20 == 19:
+            with suppress(zmq.Again):
+                fool.send_multipart([b"?"], zmq.NOBLOCK)  # whatever the others were, this is none
+            wait_for(lambda fool=fool: fool.recv_multipart()[0] == frames.REFUSED)
+            fool.close()
     assert remote.doit(abs, -5) == 5
-    fool.close()
     context.term()
     wait_for(lambda: server.clients == 1)
     assert remote.doit(abs, -6) == 6
+
+
+def of_a_key_holder(context, card):
+    """A socket of one who may come in, and says whatever he likes."""
+    found = Card.read(card)
+    end = context.socket(zmq.DEALER)
+    end.linger, end.rcvtimeo, end.sndhwm = 0, 30_000, 0
+    end.reconnect_ivl = -1
+    end.curve_serverkey, end.curve_publickey, end.curve_secretkey = (
+        key.encode() for key in (found.server, found.public, found.secret)
+    )
+    end.connect(found.address)
+    return end
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -114,6 +116,23 @@ def test_a_detached_drone_outlives_its_task():
     drone, value = asyncio.run(main())
     assert value == 3 and drone.alive
     drone.release()
+
+
+@local_only
+def test_a_drone_made_by_a_line_that_awaits_at_the_asyncio_prompt_outlives_the_line():
+    lines = """
+import polycephaly as poly
+d = poly.Drone(); await asyncio.sleep(0)
+print("kept", d.doit("6 * 7"))
+async def make(): return poly.Drone()
+
+own = await asyncio.create_task(make(), name="mine")
+own.doit("1")
+"""
+    env = {**os.environ, "PYTHON_BASIC_REPL": "1"}
+    run = subprocess.run([sys.executable, "-m", "asyncio"], input=lines, env=env, capture_output=True, text=True)
+    assert "kept 42\n" in run.stdout, run.stderr
+    assert "its owner, asyncio task 'mine', has ended" in run.stderr
 
 
 def test_a_drone_without_references_is_released():

@@ -1,11 +1,14 @@
 """`Pool.map`: ordered, lazy at both ends, errors in their place, nothing to tune."""
 
+import asyncio
+import contextlib
 import gc
 import itertools
 import os
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 from engines import on_each_engine, poly
@@ -51,6 +54,60 @@ def test_several_iterables_go_in_step_and_the_shortest_ends_it(pool):
 
 def test_nothing_in_gives_nothing_out(pool):
     assert list(pool.map(double, [])) == [] and list(pool.map(double)) == []
+
+
+def rows_that_fail():
+    yield 1
+    raise LookupError("no more")
+
+
+def taken(pool, error, *args, **options):
+    results = pool.map(*args, **options)
+    with contextlib.suppress(error):
+        list(results)
+    return results
+
+
+async def awaited(results):
+    return [each async for each in results]
+
+
+def closed(pool, first):
+    results = pool.map(double, range(5000))
+    for _ in range(first):
+        next(results)
+    results.close()
+    return results
+
+
+def awaited_all(pool):
+    results = pool.map(double, range(5000))
+    asyncio.run(awaited(results))
+    return results
+
+
+ENDINGS = {
+    "exhausted": lambda pool: taken(pool, (), double, range(5000)),
+    "exhausted, one by one": lambda pool: taken(pool, (), double, range(9), buffersize=3),
+    "exhausted, unordered": lambda pool: taken(pool, (), double, range(5000), ordered=False),
+    "exhausted, awaited": awaited_all,
+    "closed": lambda pool: closed(pool, 1),
+    "closed unread": lambda pool: closed(pool, 0),
+    "failed": lambda pool: taken(pool, ValueError, fail_at_five, range(5000)),
+    "failed input": lambda pool: taken(pool, LookupError, double, rows_that_fail()),
+    "late": lambda pool: taken(pool, TimeoutError, block_for_ever, range(2), timeout=0.1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_results_that_have_come_to_their_end_let_the_pool_go(ending):
+    pool = poly.Pool(1)
+    there, ended = weakref.ref(pool), pool._crew.ended
+    results = ENDINGS[ending](pool)
+    del pool
+    wait_for(lambda: there() is None)
+    ended.result(30)  # its drone too
+    assert list(results) == []
 
 
 def test_endless_inputs_are_taken_lazily(pool):

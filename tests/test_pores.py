@@ -379,9 +379,15 @@ def test_what_was_told_before_the_close_is_received_and_then_no_more(pool):
     pore.close()
 
 
+def keep_in_the_drone(pore):
+    global kept_in_the_drone
+    kept_in_the_drone = pore  # or it would go with the call that brought it
+    return pore.array[0]
+
+
 def test_a_holder_is_told_at_its_next_operation_what_and_whose_it_was(pool):
     pore = poly.Pore(4, "i8", name="prices")
-    for each in pool.everywhere(lambda: pore.array[0]):
+    for each in pool.everywhere(keep_in_the_drone, pore):
         each.result()
     pore.close()
     list(pore)  # until it is
@@ -916,7 +922,7 @@ def test_a_shape_may_be_what_numpy_takes_for_one():
 
 def test_a_pore_for_which_there_is_no_descriptor_leaves_nothing_behind():
     told = output_of("""
-        import os, resource
+        import ctypes, os, resource  # Debian's ctypes keeps a file open from 3.14 on
         import polycephaly as poly
 
         def descriptors():

@@ -120,7 +120,7 @@ def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(poo
         error = pool.promise(echo, made, *others).exception(30)
         assert isinstance(error, TypeError), what
         assert "a set, a key, an object" in str(error) and "lists, tuples and values of dicts" in str(error)
-        assert "argument 0" in error.__notes__[0]
+        assert "argument 0" in str(error.__notes__)
 
 
 class Holder:
@@ -146,7 +146,7 @@ def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(poo
     around.append(around)
     for args in ((future,), (Promise(), future), (around,), ([Promise()], around)):
         error = pool.promise(echo, *args).exception(30)
-        assert isinstance(error, TypeError) and "polycephaly.race(future)" in error.__notes__[0]
+        assert isinstance(error, TypeError) and "polycephaly.race(future)" in str(error.__notes__)
     p = pool.promise(abs, poly.race(future))
     future.set_result(-3)
     assert p.result(30) == 3
@@ -154,7 +154,7 @@ def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(poo
 
 def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
     error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(30)
-    assert isinstance(error, TypeError) and error.__notes__[0].endswith("argument 1, a list")
+    assert isinstance(error, TypeError) and any(note.endswith("argument 1, a list") for note in error.__notes__)
 
 
 def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):

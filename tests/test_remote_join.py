@@ -293,3 +293,25 @@ def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, mon
         assert script.wait() != 0  # its `run` raises
         for promise in promises:
             promise.cancel()
+
+
+def test_a_call_says_that_it_runs_wherever_it_does(remote, joined, tmp_path):
+    gate = str(tmp_path / "gate")
+    held = [remote.promise(hold_until, gate) for _ in range(2)]
+    behind = remote.promise(abs, -1)
+    wait_for(lambda: all(promise.running() for promise in held))
+    assert not behind.running()
+    append(gate, "open")
+    assert behind.result(SOON) == 1
+    for promise in held:
+        promise.result(SOON)
+        assert not promise.running()
+
+
+def test_a_clients_timeline_has_the_joined_drones(remote, joined):
+    for drone in remote.drones:
+        assert drone.doit(abs, -1) == 1
+    # Who does not tell in time is left out: on a machine that others use too, that may be any host.
+    wait_for(lambda: {span.drone for span in remote.timeline.spans if span.name == "abs"} == {"lab.0", "far.0"})
+    timeline = remote.timeline
+    assert all(span.queued <= span.started <= span.finished <= span.received for span in timeline.spans)

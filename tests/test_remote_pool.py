@@ -1,6 +1,8 @@
 """A served pool is used as one's own: single drones, what it is doing, its end."""
 
 import asyncio
+import functools
+import gc
 import itertools
 import os
 import signal
@@ -154,6 +156,18 @@ def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
     wait_for(lambda: "unresponsive: it is stopped by a signal" in str(remote.status()))
     os.kill(busy["pid"], signal.SIGCONT)
     promise.cancel()
+
+
+def test_in_what_a_drone_waits_is_told(card):
+    with poly.Pool(1, report_waiting=0.3) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        (drone,) = remote.drones
+        promise = remote.promise(time.sleep, 1000)
+        waiting = wait_for(lambda: drone.waiting)
+        assert (waiting.task, waiting.system_call) == ("sleep", "clock_nanosleep") and waiting == pool.drones[0].waiting
+        (told,) = remote.status()["drones"]
+        assert told["waiting"]["task"] == "sleep" and told["waiting"]["seconds"] >= 0.3 and told["state"] == "busy"
+        promise.cancel()
+        wait_for(lambda: drone.waiting is None and remote.status()["drones"][0]["waiting"] is None)
 
 
 # -- its end ---------------------------------------------------------------------------------------------------
@@ -336,3 +350,31 @@ def test_its_timeline_is_that_of_the_pool(remote, pool, tmp_path):
     assert sum(sums.calls for (_, name), sums in timeline.sums().items() if name == "fail_at_seven") == 5
     assert "fail_at_seven" in str(timeline)
     timeline.save(tmp_path / "run.json")
+
+
+# -- what it keeps of clients that have left ------------------------------------------------------------------
+
+
+def opened():
+    """The functions that this drone has, its own and those of clients."""
+    gc.collect()
+    return sum(type(each).__qualname__ == "_Callable" for each in gc.get_objects())
+
+
+def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
+    with poly.serve(pool, file=card):
+        for _ in range(3):
+            with poly.connect(card) as remote:
+                functions = [functools.partial(len, b"x" * n) for n in range(20)]
+                assert [remote.promise(each).value for each in functions] == [*range(20)]
+                del functions
+        wait_for(lambda: gc.collect() is not None and not pool._crew.book._entries.keys() - {id(opened), id(abs)})
+        wait_for(lambda: max(p.value for p in pool.everywhere(opened)) <= 2)
+
+
+def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, remote):
+    functions = [functools.partial(len, b"x" * n) for n in range(20)]
+    assert [remote.promise(each).value for each in functions] == [*range(20)]
+    assert len(pool._crew.book._entries) >= 20
+    del functions
+    wait_for(lambda: len(pool._crew.book._entries) < 2)

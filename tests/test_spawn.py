@@ -49,6 +49,26 @@ def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():
     assert done.stdout == "42 True\n3 b\n1\n", done.stderr
 
 
+def test_work_finds_the_globals_that_an_initializer_of_the_main_module_has_set():
+    assert (
+        output_of("""
+        import socket
+        import polycephaly as poly
+        number, kept = None, {}
+        def begin(given, end=None):
+            global number
+            number = kept["given"] = given
+        def look(): return number, kept
+        if __name__ == "__main__":
+            end, other = socket.socketpair()
+            for initargs in (3,), (4, end):
+                with poly.Pool(1, start="spawn", initializer=begin, initargs=initargs) as pool:
+                    print(pool.doit(look))
+    """)
+        == "(3, {'given': 3})\n(4, {'given': 4})\n"
+    )
+
+
 def test_a_script_that_cannot_be_imported_again_gets_an_error_that_says_how():
     done = run_script("""
         import polycephaly as poly

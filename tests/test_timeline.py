@@ -120,6 +120,23 @@ def test_bytes_are_those_that_travelled():
     assert back.bytes_sent < 1000 and 20_000 <= back.bytes_received < 21_000
 
 
+def test_bytes_that_are_only_referred_to_are_not_counted():
+    size = 1 << 20
+    with poly.Pool(1) as pool:
+        with pool.share(bytes(size)) as shared:
+            for _ in range(3):
+                assert pool.doit(len, shared) == size
+        kept = pool.promise(bytes, size, keep=True)
+        for _ in range(3):
+            assert pool.doit(len, kept) == size
+        node = poly.flow(bytes)(size)
+        assert poly.flow(len)(node).value == size
+        assert pool.doit(len, bytes(size)) == size
+        sent = [span.bytes_sent for span in pool.timeline.spans if span.name == "len"]
+    assert len(sent) == 8 and max(sent[:7]) < 1000 and size < sent[7] < size + 1000
+
+
+
 def test_what_failed_was_cancelled_ran_out_of_time_or_died_is_marked_so(tmp_path):
     with poly.Pool(1, output="discard") as pool:
         pool.promise(fail, 1).exception()

@@ -1,13 +1,19 @@
 """The watch: a drone without a sign of life is told apart from a busy one; who holds too much memory is replaced."""
 
+import contextlib
 import ctypes
+import functools
+import inspect
+import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 
 import pytest
 from faults import append, lines, sleep_holding_the_gil, spin_for_ever, wait_for
@@ -15,6 +21,8 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly import watch
+from polycephaly.link import State
+from polycephaly.procfs import state_of
 
 MIB = 1 << 20
 
@@ -310,6 +318,37 @@ def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, c
     assert any("zygote" in each for each in warnings_of(caplog))
 
 
+@pytest.fixture
+def zygote_is_let_go_on_soon(quick, monkeypatch):
+    monkeypatch.setattr(watch, "STOPPED", 1.0)
+
+
+def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(zygote_is_let_go_on_soon, caplog):
+    with poly.Pool(2) as pool:
+        other = pool.drones[0].promise(sleep, 3)
+        os.kill(pool._crew.roster.engine._launcher.pid, signal.SIGSTOP)
+        error = pool.drones[1].promise(os._exit, 7).exception(60)
+        assert isinstance(error, poly.DroneDied) and error.exitcode == 7
+        assert other.result(60) == "slept"  # it has lost nothing
+        assert pool.promise(abs, -3).result(60) == 3
+    assert any("zygote" in each for each in warnings_of(caplog))
+
+
+def test_a_pool_ends_though_its_zygote_is_stopped(monkeypatch):
+    pool = poly.Pool(1)
+    launcher = pool._crew.roster.engine._launcher
+    ends = launcher.close
+
+    def stops_and_ends():
+        os.kill(launcher.pid, signal.SIGSTOP)
+        wait_for(lambda: state_of(launcher.pid) == "T")
+        ends()
+
+    monkeypatch.setattr(launcher, "close", stops_and_ends)
+    pool.shutdown()
+    wait_for(lambda: not os.path.exists(f"/proc/{launcher.pid}"))
+
+
 def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
     path = str(tmp_path / "go on")
     with Script("""
@@ -357,6 +396,252 @@ def test_a_hang_timeout_that_makes_no_sense_is_refused(wrong):
         poly.Pool(1, hang_timeout=wrong)
     with pytest.raises(ValueError, match="hang_timeout"):
         poly.Drone(hang_timeout=wrong)
+
+
+# -- who waits ----------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
+    """A decision about samples and times: of the drone, and of what it has started."""
+    asked = []
+
+    def others(ran):
+        return lambda: asked.append(ran) or ran
+
+    wait = watch._Wait(0.0)
+    assert wait.seconds(0.0, ("started 1", {}), others(0.0)) == 0.0
+    assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [0.0]  # first seen now
+    assert wait.seconds(60.0, ("started 1", {}), others(0.0)) == 30.0
+    assert wait.seconds(61.0, ("started 2", {}), others(0.0)) == 0.0
+    assert len(asked) == 2  # not while it works itself
+    assert wait.seconds(100.0, ("started 2", {}), others(0.0)) == 39.0
+    assert wait.seconds(101.0, ("started 2", {}), others(0.1)) == 0.0  # a program of its did something
+    assert wait.seconds(1e6, ("started 2", {}), others(0.1)) == 1e6 - 101.0  # also where nobody looked for long
+
+
+def test_a_thread_that_looks_up_is_none_that_computes():
+    wait = watch._Wait(0.0)
+    steps = "steps 7"
+    for second in range(1, 61):
+        waited = wait.seconds(second, (steps, {"main": (second * 0.01, 0.0)}), dict)
+    assert waited == 58  # the first look sees a new step, the second for the first time what the drone has started
+    assert wait.seconds(61.0, (steps, {"main": (0.6 + 30.0, 0.0)}), dict) == 0.0
+    assert wait.seconds(62.0, ("steps 8", {"main": (0.6 + 30.0, 0.0)}), dict) == 0.0
+
+
+def wait_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # here
+
+
+def wait_for_a_pipe():
+    reader, _ = os.pipe()
+    os.read(reader, 1)  # here
+
+
+def wait_for_a_semaphore():
+    libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.sem_init(semaphore, 0, 0)
+    libc.sem_wait(semaphore)  # here
+
+
+def wait_for_a_queue():
+    queue.Queue().get()  # here
+
+
+def wait_for_a_timer():
+    time.sleep(1000)  # here
+
+
+async def wait_in_a_coroutine():
+    from polycephaly import green
+
+    await green.sleep(1000)  # here
+
+
+def located(drone):
+    """In what `drone` waits, once its ear has said where: on a slow machine the wait may be told before."""
+    waiting = drone.waiting
+    return waiting if waiting is not None and waiting.line else None
+
+
+def waits_of(caplog):
+    return [r.getMessage() for r in caplog.records if "has waited for" in r.getMessage()]
+
+
+def line_here(work):
+    code, first = inspect.getsourcelines(work)
+    return next(first + index for index, line in enumerate(code) if "# here" in line)
+
+
+@pytest.mark.parametrize(
+    ("work", "call"),
+    [
+        (wait_for_a_lock, "futex"),
+        (wait_for_a_pipe, "read"),
+        (wait_for_a_semaphore, "futex"),
+        (wait_for_a_queue, "futex"),
+        (wait_for_a_timer, "clock_nanosleep"),
+    ],
+)
+def test_a_wait_is_told_with_its_task_its_line_and_its_system_call(work, call, caplog):
+    with poly.Pool(1, report_waiting=0.3) as pool:
+        (drone,) = pool.drones
+        assert drone.waiting is None
+        began = time.time()
+        promised = pool.promise(work)
+        waiting = wait_for(lambda: located(drone))
+        assert (waiting.task, waiting.item, waiting.system_call) == (work.__name__, None, call)
+        assert (waiting.file, waiting.line, waiting.function) == (__file__, line_here(work), work.__name__)
+        assert began - 1 < waiting.since < time.time() and waiting.seconds >= 0.3
+        assert f"{work.__name__} has waited for " in str(waiting) and f":{line_here(work)} in " in str(waiting)
+        assert drone.unresponsive is None and not promised.done()
+        drone.kill()
+        assert isinstance(promised.exception(), poly.DroneDied)
+        assert drone.waiting is None
+    (told,) = waits_of(caplog)
+    assert drone.name in told and work.__name__ in told and f"in the system call {call}" in told
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_wait_of_a_coroutine_is_told_with_the_line_of_its_await(width):
+    with poly.Pool(1, width=width, report_waiting=0.3) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(wait_in_a_coroutine)
+        waiting = wait_for(lambda: located(drone))
+        assert (waiting.task, waiting.file, waiting.line) == (
+            "wait_in_a_coroutine", __file__, line_here(wait_in_a_coroutine),
+        )  # fmt: skip
+        drone.kill()
+        assert isinstance(promised.exception(), poly.DroneDied)
+
+
+def test_of_one_that_keeps_its_interpreter_the_system_call_is_told(started):
+    os.mkfifo(started)
+    with poly.Pool(1, report_waiting=0.3) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(wait_holding_the_gil, started)
+        waiting = wait_for(lambda: drone.waiting)
+        assert (waiting.task, waiting.where, waiting.system_call) == ("wait_holding_the_gil", None, "openat")
+        open(started, "w").close()
+        promised.result()
+
+
+def wait_at_three(path, index):
+    if index == 3:
+        open(path).close()
+    return index
+
+
+@pytest.mark.parametrize("first", [0, 200])
+def test_of_a_map_the_item_is_told(first, started, caplog):
+    """Also of one in the middle of a slice, which the short calls before it have made long."""
+    os.mkfifo(started)
+    call = functools.partial(wait_at_three, started)
+    with poly.Pool(1, report_waiting=0.3) as pool:
+        (drone,) = pool.drones
+        found = []
+        reading = threading.Thread(target=lambda: found.extend(pool.map(call, [-1] * first + list(range(5)))))
+        reading.start()
+        waiting = wait_for(lambda: drone.waiting)
+        assert waiting.item == first + 3 and f", item {first + 3} has waited" in waits_of(caplog)[0]
+        open(started, "w").close()
+        reading.join()
+        assert found[first:] == [0, 1, 2, 3, 4]
+
+
+def wait_twice(one, other):
+    open(one).close()
+    open(other).close()
+
+
+def test_each_wait_is_logged_once_and_over_when_it_goes_on(caplog, tmp_path):
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    os.mkfifo(one)
+    os.mkfifo(other)
+    with poly.Pool(1, report_waiting=0.2) as pool:
+        (drone,) = pool.drones
+        promised = pool.promise(wait_twice, one, other)
+        first = wait_for(lambda: located(drone))
+        open(one, "w").close()
+        second = wait_for(lambda: (found := located(drone)) and found.line != first.line and found)
+        assert second.line == first.line + 1 and second.since > first.since
+        assert len(waits_of(caplog)) == 2
+        open(other, "w").close()
+        promised.result()
+        wait_for(lambda: drone.waiting is None)
+
+
+def test_a_drone_whose_thread_or_program_computes_does_not_wait():
+    """It is looked at for as long as one beside it, which does wait."""
+    with poly.Pool(3, report_waiting=0.5) as pool:
+        thread, program, waits = pool.drones
+        script = "while True: pass"
+        works = [
+            thread.promise(compute_in_another_thread),
+            program.promise(subprocess.run, [sys.executable, "-c", script]),
+        ]
+        wait_for(lambda: all(p.running() for p in works))
+        works.append(waits.promise(wait_for_a_timer))
+        wait_for(lambda: waits.waiting)
+        assert thread.waiting is None
+        for each in (thread, program, waits):
+            each.kill()
+        assert all(isinstance(p.exception(), poly.DroneDied) for p in works)
+
+
+def test_none_is_told_where_nobody_wants_it(caplog):
+    with poly.Pool(1, report_waiting=None) as quiet, poly.Pool(1, report_waiting=0.2) as other:
+        both = [pool.promise(wait_for_a_timer) for pool in (quiet, other)]
+        wait_for(lambda: other.drones[0].waiting)
+        assert quiet.drones[0].waiting is None and len(waits_of(caplog)) == 1
+        for pool, promised in zip((quiet, other), both, strict=True):
+            pool.drones[0].kill()
+            assert isinstance(promised.exception(), poly.DroneDied)
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError), (True, TypeError)])
+def test_a_report_waiting_that_makes_no_sense_is_refused(wrong, error):
+    for kind in (poly.Pool, poly.Drone):
+        with pytest.raises(error, match="report_waiting"):
+            kind(report_waiting=wrong)
+
+
+def stage(numbers, out):
+    for number in numbers:
+        out.put(number + 1)
+
+
+def test_a_pipeline_with_more_stages_than_drones_is_told_as_a_deadlock(caplog):
+    """And runs to its end when what is queued has drones: its stages let their ends go."""
+    from polycephaly import green
+
+    with poly.Pool(2, report_waiting=0.3) as pool:
+        channels = [green.Channel() for _ in range(6)]
+        stages = [
+            pool.promise(stage, before.receiver(), after.sender()) for before, after in itertools.pairwise(channels)
+        ]
+        feeding = threading.Thread(target=feed, args=(channels[0].sender(),))
+        feeding.start()
+        wait_for(lambda: any("that is a deadlock" in record.getMessage() for record in caplog.records))
+        (told,) = (each.getMessage() for each in caplog.records if "that is a deadlock" in each.getMessage())
+        assert f"all drones of {pool.name} wait (2)" in told and "(3, first of all stage)" in told
+        assert "takes a Pool of 5 drones" in told
+        assert {drone.waiting.task for drone in pool.drones} == {"stage"}
+        assert {drone.waiting.file for drone in pool.drones} == {__file__}
+        for each in stages:
+            each.cancel()
+        channels[0].close()
+        feeding.join()
+
+
+def feed(out):
+    from polycephaly.green import ChannelClosed
+
+    with contextlib.suppress(ChannelClosed), out:
+        for number in range(10):
+            out.put(number)
 
 
 # -- memory -------------------------------------------------------------------------------------------
@@ -416,6 +701,15 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
         wait_for(lambda: pool._crew.refusal, 50)
         pool.doit(abs, 1)
+
+
+def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
+    """Its memory goes bit by bit, and a look may come in between: the drones before it were too large all the same."""
+    roster = SimpleNamespace(too_large_so_far=1)
+    crew = SimpleNamespace(plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster)
+    dying = SimpleNamespace(verdict="it held too much", memory=lambda enough: 0, state=State.READY)
+    watch.Watch(crew)._look_at_memory(dying, 100)
+    assert roster.too_large_so_far == 1
 
 
 def test_a_limit_that_no_drone_keeps_is_one_clear_error():

@@ -28,9 +28,11 @@ from polycephaly.wire.messages import (
     WorkBatch,
     head_type,
     numbers,
+    pack_frames,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
+    unpack_frames,
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
@@ -264,3 +266,18 @@ def test_payloads_of_every_size_travel_whole():
             assert pool.doit(bytes, data) == data
         mixed = [os.urandom(random.choice(sizes[:-1])) for _ in range(200)]
         assert [p.value for p in [pool.promise(bytes, each) for each in mixed]] == mixed
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b"F"], [b"F1234567"], [b"F12345678"], [b"F12345678{"], [b"F12345678[]"], [b"F12345678{}", b""],
+     [b"F12345678\xff"], [b"F12345678" + b"[" * 100_000]],
+)  # fmt: skip
+def test_an_answer_about_frames_that_is_none_is_refused(frames):
+    with pytest.raises(Malformed, match="about frames"):
+        unpack_frames(frames)
+
+
+def test_an_answer_about_frames_comes_as_it_was():
+    answer = {"threads": [], "places": {"7": ["file", 3, "function"]}}
+    assert unpack_frames(pack_frames(2**64 - 1, answer)) == (2**64 - 1, answer)

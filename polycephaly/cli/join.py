@@ -33,16 +33,20 @@ def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path 
 
     ADDRESS is its connection file (a path with a / in it), or its name or tcp:// address if it runs on this host. Its
     clients need not know: it gives their calls to whichever drones are free. Use the same versions of Python,
-    polycephaly and the modules that the work needs.
+    polycephaly and the modules that the work needs. The modules and the file that the pool was started with are loaded
+    first (the file comes from there), and then those that are named here.
     """
+    from polycephaly.net.client import connect
     from polycephaly.net.join import join as join_pool
     from polycephaly.pool import Pool
 
-    from .loading import CannotLoad, load
+    from .loading import CannotLoad, Setup, load
 
     with one_line():
+        with connect(address, output="discard") as remote:
+            theirs = Setup.of_plain(remote._connection.ask("setup").result())
         try:
-            load(modules, file)
+            load(theirs, Setup.read(modules, file))
         except CannotLoad as error:
             click.echo(str(error), err=True)
             sys.exit(1)

@@ -64,6 +64,7 @@ Examples:
 
 \b
 STATE is idle, busy, starting, retiring (ends after what it runs) or unresponsive: why. FOR tells for how long.
+RUNNING tells, too, in what a drone has waited without processor time, if it was for long (a minute, by default).
 MEMORY is what the drone and its own processes hold for themselves, without what they share with the image.
 """,
 )
@@ -94,8 +95,18 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
         duration(drone["seconds"]),
         memory,
         drone["tasks_done"],
-        drone["running"] or "",
+        _running(drone),
     )
+
+
+def _running(drone: dict[str, Any]) -> str:
+    told = drone.get("waiting")
+    if told is None:
+        return drone["running"] or ""
+    from polycephaly.waiting import Waiting
+
+    known = {name: told[name] for name in told.keys() - {"seconds"}}
+    return str(Waiting(**known | {"since": time() - told["seconds"]}))  # its host's clock may differ
 
 
 class _Leaving:

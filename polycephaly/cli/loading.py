@@ -1,37 +1,71 @@
-"""The image that a command's drones are copies of: what was asked for is loaded into a `__main__` of its own."""
+"""The image that a command's drones are copies of: what was asked for is loaded into a `__main__` of its own.
+
+    start: modules, file ── Setup.read ──> load        join: the server's setup, by `ASK` ──┐
+                               └── Server.setup                its own modules, file ───────┴──> load
+"""
 
 from __future__ import annotations
 
 import builtins
 import importlib
+import linecache
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
-__all__ = ["CannotLoad", "load"]
+__all__ = ["CannotLoad", "Setup", "load"]
 
 
 class CannotLoad(Exception):
     """Its text is the traceback of what was to be loaded."""
 
 
-def load(modules: tuple[str, ...], file: Path | None) -> None:
-    """Makes a new `__main__`, which is not this command's, with `modules` imported and `file` run in it; the current
-    directory comes on `sys.path`, as for a script. Raises `CannotLoad`."""
+class Setup(NamedTuple):
+    """Modules to import, and a file to run after that: with its text, because another host does not have it."""
+
+    modules: Sequence[str] = ()
+    file: str | None = None
+    text: bytes = b""
+
+    @classmethod
+    def read(cls, modules: Sequence[str], file: Path | None) -> Setup:
+        """Raises `OSError`."""
+        return cls(modules) if file is None else cls(modules, str(file), file.read_bytes())
+
+    def plain(self) -> dict[str, Any]:
+        """As data that JSON can hold."""
+        return {"modules": list(self.modules), "file": self.file, "text": self.text.decode("latin-1")}
+
+    @classmethod
+    def of_plain(cls, plain: dict[str, Any] | None) -> Setup:
+        """None: of a pool that was not started by a command."""
+        return cls() if plain is None else cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
+
+
+def load(*setups: Setup) -> None:
+    """Makes a new `__main__`, which is not this command's, with their modules imported and their files run in it, one
+    after the other; the current directory comes on `sys.path`, as for a script. Raises `CannotLoad`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     names = main.__dict__
     names["__builtins__"] = builtins
     sys.path.insert(0, os.getcwd())
     try:
-        for module in modules:
-            importlib.import_module(module)
-            top = module.partition(".")[0]
-            names[top] = sys.modules[top]
-        if file is not None:
-            names["__file__"] = str(file)
-            exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), names)
+        for setup in setups:
+            for module in setup.modules:
+                importlib.import_module(module)
+                top = module.partition(".")[0]
+                names[top] = sys.modules[top]
+            if setup.file is not None:
+                names["__file__"] = setup.file
+                code = compile(setup.text, setup.file, "exec", dont_inherit=True)
+                if not os.path.exists(setup.file):  # for tracebacks: it is another host's
+                    lines = setup.text.decode("utf-8", "replace").splitlines(keepends=True)
+                    linecache.cache[setup.file] = len(setup.text), None, lines, setup.file
+                exec(code, names)
     except (Exception, SystemExit) as error:
         raise CannotLoad(_from_theirs(error)) from None
 

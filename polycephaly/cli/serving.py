@@ -25,7 +25,7 @@ from polycephaly.pool import Pool
 
 from .daemon import Tell
 from .journal import Journal
-from .loading import CannotLoad, load
+from .loading import CannotLoad, Setup, load
 
 __all__ = ["Serving"]
 
@@ -95,7 +95,8 @@ class Serving:
     def run(self, tell: Tell) -> int:
         """The status of the process. Raises what `Pool` and `serve` raise."""
         try:
-            load(self._modules, self._file)
+            setup = Setup.read(self._modules, self._file)
+            load(setup)
         except CannotLoad as error:
             tell(str(error), 1)
             return 1
@@ -104,7 +105,13 @@ class Serving:
         try:
             with (
                 pool,
-                serve(pool, self._address, name=self._name, on_stop=lambda now: ending.ask("stop", now)) as server,
+                serve(
+                    pool,
+                    self._address,
+                    name=self._name,
+                    on_stop=lambda now: ending.ask("stop", now),
+                    _setup=setup.plain(),
+                ) as server,
             ):
                 pool._crew.ended._hook(lambda _: ending.ask(f"its drones have ended: {pool._crew.refusal}"))
                 tell(self._welcome(server))

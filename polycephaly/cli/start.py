@@ -67,6 +67,13 @@ def of_drones(command: _Command) -> _Command:
                 "--hang-timeout", type=float, metavar="SECONDS", help="Kill a drone that shows no sign of life."
             ),
             click.option(
+                "--report-waiting",
+                type=float,
+                default=60.0,
+                metavar="SECONDS",
+                help="Say in what a drone has waited for so long.  [default: 60; inf: never]",
+            ),
+            click.option(
                 "--max-memory", callback=size, metavar="SIZE", help="What a drone may hold for itself: 500M, 2G."
             ),
             click.option(

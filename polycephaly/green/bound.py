@@ -14,6 +14,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from ..launch import forked
 from .scheduler import Driver, InContext, StandIn, scheduler
 from .thread import GreenThread
 
@@ -72,10 +73,12 @@ class _OwnThread(StandIn):
             mine = Driver()
             scheduler.drivers[mine.ident] = mine
             scheduler.owner, scheduler.driver = mine.ident, mine
+            generation = forked.generation
             try:
                 outcome[:] = step(arg), None
             except BaseException as error:
                 outcome[:] = None, error
+            forked.leave_if_forked(generation, None if isinstance(outcome[1], StopIteration) else outcome[1])
             del scheduler.drivers[mine.ident]
             scheduler.owner, scheduler.driver = owner, driver
             over.release()

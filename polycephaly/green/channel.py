@@ -236,7 +236,8 @@ class Channel(Generic[T]):
 
     def sender(self) -> Sender[T]:
         """An end by which things are sent, for who does nothing else, here or in another image. It can be closed: when
-        the last of the senders is, or the drone that had it has ended, the channel is closed.
+        the last of the senders is, or the drone that had it has ended, the channel is closed. In a drone it is let go
+        with the call that brought it, unless the call has stored it.
 
         >>> import polycephaly as poly
         >>> from polycephaly import green

@@ -78,8 +78,10 @@ class Group:
         self._cancelling = True
         for child in list(self.children):
             child.cancel()
+        # Noted before the look: from another thread, the block may end in between. `__aexit__` sets `_wake` and then
+        # looks at what is noted, so either this sees that the block has ended, or the interruption is called off there.
+        self._interruption = Cancelled("its group was cancelled")
         if self._wake is None:
-            self._interruption = Cancelled("its group was cancelled")
             self._owner._interrupt(self._interruption)
 
     def _ended(self, child: GreenThread[Any], error: BaseException | None) -> None:
@@ -102,9 +104,9 @@ class Group:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> bool:
+        self._wake = _NOBODY  # from here on, cancelling is for the children only
         if self._interruption is not None and error is not self._interruption:
             self._interruption.called_off = True  # it must not hit what comes after the block
-        self._wake = _NOBODY  # from here on, cancelling is for the children only
         ours = error is not None and error is self._interruption
         if error is not None and not ours:
             if not isinstance(error, Cancelled) and not any(error is known for known in self._errors):

@@ -67,6 +67,11 @@ def threads() -> list[ThreadInfo]:
     return [_info(thread, frames) for thread in list(scheduler.live) if not thread.done()]
 
 
+def info_of(thread: object) -> ThreadInfo | None:
+    """Of one live green thread, from anywhere; None for what is none."""
+    return _info(thread, sys._current_frames()) if isinstance(thread, GreenThread) else None
+
+
 def timeline() -> Timeline:
     """What the green threads of this image have done: their lives, foreign calls, the items of `map`. From anywhere.
 

@@ -58,3 +58,5 @@ def run(main: Any, /, *args: Any) -> Any:
             with suppress(Exception):
                 thread.exception()  # waits; and what it says is not worth a report any more
         raise
+    finally:
+        del thread  # no cycle through the traceback of its error, which would keep the arguments

@@ -27,7 +27,8 @@ run of straight-line code without a call, and CPython gives the interpreter to a
 and function entries: so exactly one of them gets it. A call that does not find its number yields `LOST`, and touches
 nothing of the scheduler's in between.
 
-A forked child has no scheduler: `_forget` makes everything as it was before the first spawn.
+A forked child has no scheduler: `_forget` makes everything as it was before the first spawn. A step that has forked
+cannot wait there, as every await raises, and the child ends with that step (launch/forked.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from .. import promises
-from ..launch import safepoint
+from ..launch import forked, safepoint
 from ..launch.shield import Shield
 from .native import LINGER, Workers
 from .timers import Timers
@@ -160,6 +161,7 @@ class Scheduler:
         self.driver: Driver | None = None
         self.drivers: dict[int, Driver] = {}
         self.calls = 0  # foreign calls made, all told: the numbers for regions
+        self.bouts = 0  # how often the owner has gone to sleep after it had run something
         self.away = 0  # plain functions and foreign calls that run on other native threads
         self.outside = 0  # green threads that wait for something from outside
         self.mail: Post | None = None  # once channels go to other images: the owner sleeps there, and looks into it
@@ -253,6 +255,8 @@ class Scheduler:
         `base` is the context this runs in, and it is empty. Threads that never set a variable share it.
         """
         take, heap, parked, park = self.ready.popleft, self.timers.heap, PARKED, PARK
+        generation = forked.generation
+        thread: Any = None
         while True:
             if heap:
                 self.timers.fire()
@@ -269,8 +273,10 @@ class Scheduler:
                 try:
                     told = thread._coro.send(value)
                 except StopIteration as stop:
+                    forked.leave_if_forked(generation)
                     thread._finish(stop.value)
                 except BaseException as error:
+                    forked.leave_if_forked(generation, error)
                     thread._fail(error)
                 else:
                     if told is not park and self._strange(thread, told) is LOST:
@@ -279,7 +285,9 @@ class Scheduler:
                     return thread if self.current is None else self.current
             else:
                 continue
-            self.current = thread = value = None  # type: ignore[assignment]  # keep nothing while asleep
+            if thread is not None or self.current is not None:  # the latter: what mail has let go on, out of turn
+                self.bouts += 1
+            self.current = thread = value = None  # keep nothing while asleep
             if not self._sleep(driver):
                 return None
 
@@ -299,12 +307,15 @@ class Scheduler:
     def run_step(self, thread: Any, step: Callable[[Any], Any], arg: Any) -> Any:
         """One step of a parked thread, out of turn; PARK or LOST."""
         self.current = thread
+        generation = forked.generation
         try:
             told = step(arg)
         except StopIteration as stop:
+            forked.leave_if_forked(generation)
             thread._finish(stop.value)
             return PARK
         except BaseException as error:
+            forked.leave_if_forked(generation, error)
             thread._fail(error)
             return PARK
         return self._strange(thread, told)

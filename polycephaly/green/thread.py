@@ -20,12 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic, thread_time
-from types import CoroutineType, GeneratorType, coroutine
+from types import CoroutineType, FrameType, GeneratorType, coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakSet
 
 from .. import promises
 from ..coroutines import is_awaitable, is_coroutine, is_coroutine_function
+from ..launch import forked
 from ..launch.shield import Shield
 from ..promises import CANCELLED, FINISHED, Promise
 from ..timeline.trail import LIVES, SHORTEST, trail
@@ -181,11 +182,13 @@ class GreenThread(Promise[T]):
 
         def job() -> None:
             natives[get_ident()] = self
+            generation = forked.generation
             began, used = monotonic(), thread_time()
             try:
                 outcome[:] = context.run(fn, *args, **kwargs), None
             except BaseException as error:
                 outcome[:] = None, error
+            forked.leave_if_forked(generation, outcome[1])
             trail.called(self, fn, args, began, outcome[1] is not None, thread_time() - used)
             if monotonic() - began < SHORT:
                 history.was_short(fn)
@@ -218,14 +221,13 @@ class GreenThread(Promise[T]):
     # -- being looked at -----------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
-        if self.done():
-            self._look()
-            return super().result(timeout)
-        self._may_wait()
+        if not self.done():
+            self._may_wait()
         try:
             return super().result(timeout)
         finally:
             self._look()
+            del self  # as in `Promise.result`: no cycle through the error's traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
@@ -276,6 +278,7 @@ Own: type[GreenThread[Any]] = GreenThread
 
 def _another_image() -> None:
     global Own
+    natives.clear()
     Own = type("GreenThread", (GreenThread,), {"__slots__": (), "__module__": __name__, "__qualname__": "GreenThread"})
 
 
@@ -309,6 +312,7 @@ class NativeThread(GreenThread[T]):
         value: Any = None
         told: BaseException | None = None
         state = FINISHED
+        generation = forked.generation
         try:
             if self._asked_to_end:
                 raise Cancelled
@@ -320,6 +324,7 @@ class NativeThread(GreenThread[T]):
                 told = error
                 if error.__traceback__ is not None:
                     error.__traceback__ = error.__traceback__.tb_next
+        forked.leave_if_forked(generation, told)
         trail.called(self, fn, args, began, told is not None, thread_time() - used)
         self._ident = 0
         del natives[ident]
@@ -543,7 +548,6 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         scheduler.outside -= outside
 
 
-os.register_at_fork(after_in_child=natives.clear)
 os.register_at_fork(after_in_child=_another_image)
 def _asked_to_end(ident: int, told: bool) -> bool:
     """Until it was told, by the end of a wait: its clean-up may wait for something."""
@@ -578,16 +582,44 @@ class Unseen:
         error, self.error = self.error, None
         if error is None or sys.stderr is None:
             return
-        lines = traceback.format_exception(error)
-        sys.stderr.write(f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}")
+        frames = list(traceback.walk_tb(error.__traceback__))
+        theirs = [each for each in frames if not _is_ours(each[0])] or frames
+        line = f"{theirs[-1][0].f_code.co_filename}:{theirs[-1][1]}" if theirs else "no line"
+        alike = f"{type(error).__module__}.{type(error).__qualname__} at {line}"
+        if alike not in _told and len(_told) >= ALIKE_KNOWN:
+            _told.clear()
+        count = _told[alike] = _told.get(alike, 0) + 1
+        if count <= TOLD_IN_FULL:
+            lines = traceback.format_exception(error)
+            sys.stderr.write(f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}")
+        elif count == 10 ** (len(str(count)) - 1):  # 10, 100, ...
+            _tell_count(alike, count)
 
     __del__ = tell
 
 
+TOLD_IN_FULL = 3
+"""Of errors of one type from one line; of the others only their number is told, at 10, 100, ... and at the end."""
+ALIKE_KNOWN = 1000
+"""Types and lines; then all are counted anew."""
+
 _unseen: WeakSet[Unseen] = WeakSet()
+_told: dict[str, int] = {}
+os.register_at_fork(after_in_child=_told.clear)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
+
+
+def _tell_count(alike: str, count: int) -> None:
+    sys.stderr.write(f"Nobody looked at the errors of {count:,} green threads so far, all {alike}\n")
 
 
 @atexit.register
 def _tell_all() -> None:
     for each in list(_unseen):
         each.tell()
+    for alike, count in list(_told.items()):  # writing may collect garbage, which reports errors too
+        if count > TOLD_IN_FULL and sys.stderr is not None:
+            _tell_count(alike, count)

@@ -2,7 +2,7 @@
 
 Its queues, locks and managers were made to cross a fork, but have to be told of it; and what is in a queue when the
 process ends has to be sent. Some of them go to no process but with its start: those are a pool's *heirloom*, which
-its zygote has from the main image, and each drone from the zygote.
+its zygote has from the main image, and each drone from the zygote; pickled, where the zygote is bare.
 
 The names used here are private to `multiprocessing`, the same in all versions: its own `BaseProcess._bootstrap` and
 `concurrent.futures` use them.
@@ -18,28 +18,44 @@ import atexit
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pickle import Pickler
+from pickle import loads
 from typing import Any
 
-__all__ = ["become_child", "goes_only_with_the_start", "with_heirloom"]
+from ..launch.connections import Search
+from ..wire.capture import main_namespace
 
-_heirloom: tuple[Any, ...] = ()
+__all__ = [
+    "become_child", "call_as_imported", "goes_only_with_the_start", "leave_exit_handlers", "with_heirloom",
+]  # fmt: skip
+
+_heirloom: tuple[Any, ...] | bytes = ()
 
 
-def become_child(name: str, heirloom: tuple[Any, ...] | None) -> None:
+def become_child(name: str, heirloom: tuple[Any, ...] | bytes | None) -> None:
     """In a drone that was just forked."""
     global _heirloom
     _heirloom = heirloom or ()
+    leave_exit_handlers()
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().name = name
-        process._children = set()
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:
         util._finalizer_registry.clear()
         util._run_after_forkers()
-        atexit.register(util._exit_function)
     _seed_numpy()
+
+
+def leave_exit_handlers() -> None:
+    """In any forked child: the exit handlers, and the processes for which `multiprocessing`'s own waits, are its
+    parent's."""
+    atexit._clear()
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process._children = set()
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        atexit.register(util._exit_function)
 
 
 def _seed_numpy() -> None:
@@ -52,22 +68,24 @@ def _seed_numpy() -> None:
 
 
 def with_heirloom(initializer: Callable[..., Any]) -> Any:
-    return initializer(*_heirloom)
+    return call_as_imported(initializer, *(loads(_heirloom) if isinstance(_heirloom, bytes) else _heirloom))
+
+
+def call_as_imported(initializer: Callable[..., Any], *initargs: Any) -> Any:
+    """An initializer that came by value, before it was known what the drone's `__main__` has. If that has imported the
+    same function, this one is called, so that work finds the globals that it sets."""
+    own: Any = main_namespace().get(getattr(initializer, "__name__", ""))
+    same = own is not None and getattr(own, "__code__", None) == getattr(initializer, "__code__", own)
+    return (own if same else initializer)(*initargs)
 
 
 def goes_only_with_the_start(initargs: tuple[Any, ...]) -> bool:
-    """Is a lock, queue or the like of `multiprocessing` among them? It says so itself when it is pickled."""
+    """Is a lock, queue or the like of `multiprocessing` among them, which says so itself when it is pickled, or
+    something open?"""
     for arg in initargs:
-        try:
-            Pickler(_Nowhere(), 5, buffer_callback=lambda _: False).dump(arg)
-        except RuntimeError as error:
-            if "inheritance" in str(error):
-                return True
-        except Exception:  # whoever pickles it in earnest will say so
-            continue
+        search = Search()
+        with suppress(Exception):  # whoever pickles it in earnest will say so
+            search.dump(arg)
+        if search.inherits or search.found:
+            return True
     return False
-
-
-class _Nowhere:
-    def write(self, piece: object) -> None:
-        pass

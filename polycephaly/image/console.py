@@ -14,12 +14,13 @@ import itertools
 import os
 import select
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 from ..wire.chunks import LOG, ORDER, TAG, chunk
 
 __all__ = [
-    "STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "send_record", "tag", "tagged",
+    "STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "send_record", "stay_behind", "tag", "tagged",
 ]  # fmt: skip
 
 TAIL = 4096  # characters
@@ -28,7 +29,7 @@ _LONGEST_TAG = 128  # characters
 
 _pipes: list[int] = []  # stdout's and stderr's, in a drone
 _tag = ""
-_record_numbers = itertools.count(1)
+_record_numbers: Iterator[int] = itertools.count(1)
 _last_record = 0
 
 
@@ -89,6 +90,12 @@ def open_console() -> Tail:
 
 _inherited: list[object] = []
 _tail = Tail()
+
+
+def stay_behind() -> None:
+    """In a child that work has forked: what it logs has no place in the order of what the drone logs."""
+    global _record_numbers
+    _record_numbers = itertools.repeat(0)
 
 
 def _flush() -> None:

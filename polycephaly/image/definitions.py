@@ -73,7 +73,7 @@ class _Callable(Definition):
     _free: tuple[str, ...] = ()
 
     def relays(self) -> bool:
-        return getattr(getattr(self._function, "func", None), "__name__", "") == "relayed"
+        return getattr(self._function, "relays", False) is True
 
     def begin(self, kind: int, payload: Any) -> Any:
         function = self.function(False)

@@ -47,6 +47,7 @@ class Ear:
         readable = select.poll()
         readable.register(self._drone.news_fd, select.POLLIN)
         seen = 0
+        self._drone.has_ear(threading.get_native_id())
         while True:
             current = self._drone.current
             if current == 0:

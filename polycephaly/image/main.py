@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
+import json
 import os
 import select
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 import zmq
 
+from ..launch import forked, lifeline
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
 from ..wire import endpoint, whereabouts
@@ -46,20 +50,39 @@ from .runner import Runner, dropped
 __all__ = ["hatch"]
 
 def hatch(
-    order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
+    order: Order,
+    nest: Nest,
+    lane: socket.socket,
+    page: RunningPage,
+    arena: Arena,
+    snapshot: MainSnapshot,
+    control: socket.socket,
 ) -> None:
-    """The drone's main function: serves until told to stop."""
+    """The drone's main function: serves until told to stop. `control` is open where the drone reports its own start."""
     whereabouts.home_of_parent, whereabouts.name_here = nest.home, order.name
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and whereabouts.address_of_parent is not None:
         channel.lineage.append((channel.oldest, whereabouts.address_of_parent))
-    shared_with[:] = [lambda: snapshot]
     become_child(order.name, nest.heirloom)
+    if nest.main is not None:
+        snapshot = nest.main.make(arena)
+    shared_with[:] = [lambda: snapshot]
+    if nest.imports_main():
+        _report_start(order, snapshot, control)
     drone = Drone(order, nest, lane, page, arena, snapshot)
     try:
         drone.serve()
     finally:
         drone.close()
+
+
+def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) -> None:
+    report = {"started": order.number, "pid": os.getpid(), "names": snapshot.names()}
+    try:
+        control.send(json.dumps(report).encode())
+    except OSError:  # more names than a message has room for: all of `__main__` goes by value
+        control.send(json.dumps({**report, "names": []}).encode())
+    lifeline.close(control)
 
 
 class Drone(Runner):
@@ -73,18 +96,18 @@ class Drone(Runner):
         store = Store(arena, order.number)
         super().__init__(order.name, page.row(order.slot), snapshot, store, Ledger(arena, None, self._ring), tail)
         self._home, self._identity = nest.home, bytes.fromhex(order.identity)
-        self._lane = Lane(lane)
+        self._lane = lifeline.own(Lane(lane))
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
         self.busy = False
         """Whether the main thread has something to run, or is about to look."""
-        self._news = select.epoll()
+        self._news = lifeline.own(select.epoll())
         self._news.register(self._lane.fileno(), select.EPOLLIN)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._news.register(self._bell, select.EPOLLIN)
+        self._bell = lifeline.own(lifeline.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
+        self._news.register(self._bell.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
+        self._ear = Ear(self)  # before it says that it is up: a drone that cannot start a thread never is
         self._send(self._hello)
-        self._ear = Ear(self)
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -98,6 +121,7 @@ class Drone(Runner):
             if not todo:
                 self.busy = False
                 self._flush()
+                self._let_ends_go()
                 if self._may_end():
                     return
                 self._listen(wait=not todo)
@@ -106,9 +130,21 @@ class Drone(Runner):
             self._ear.wake()
             self._take_next()
 
+    def _let_ends_go(self) -> None:
+        """An error that ends a loop over a channel is in a cycle with its traceback, which from CPython 3.12 on keeps
+        the frames of all callers, and so the ends that came with a call: that is over now."""
+        ends: Any = sys.modules.get("polycephaly.green.far.ends")
+        if ends is not None and ends.some_arrived:
+            ends.some_arrived = False
+            gc.collect()
+
     def _may_end(self) -> bool:
         busy = self._todo or self._shelf.wanted or (self._overlap is not None and self._overlap.running)
         return self._stopping and not busy
+
+    def stay_behind(self) -> None:
+        super().stay_behind()
+        self._waiting = False  # nobody has to be woken
 
     def _overlaps(self, overlap: Overlap) -> None:
         self._news.register(overlap.bell, select.EPOLLIN)
@@ -116,7 +152,7 @@ class Drone(Runner):
     def _ring(self) -> None:
         """In any thread: a loan is over. While the main thread waits it has to be woken; else it looks before that."""
         if self._waiting:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell.fd, 1)
 
     def _listen(self, wait: bool) -> None:
         """Hears what has come; with `wait`, after waiting for something.
@@ -146,17 +182,19 @@ class Drone(Runner):
         overlap = self._overlap
         while not news and ((beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()):
             news = self._news.poll(BEAT if beside else IDLE)
-            self._row.beat()
+            self.beat()
             if not news:
                 self._store.tidy()
         for fd, _ in news or self._news.poll():
-            if fd == self._bell:
+            if fd == self._bell.fd:
                 os.eventfd_read(fd)
 
     def close(self) -> None:
         """Runs the exit handlers registered here, and delivers what is in the socket."""
+        generation = forked.generation
         with suppress(BaseException):
             atexit._run_exitfuncs()
+        forked.leave_if_forked(generation)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

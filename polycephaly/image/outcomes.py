@@ -17,6 +17,7 @@ from __future__ import annotations
 from pickle import dumps
 from typing import Any
 
+from ..launch import forked
 from ..launch.page import Row
 from ..timeline.trail import trail
 from ..wire.capture import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
@@ -51,6 +52,7 @@ class Outcomes:
         self._ledger = ledger
         self._tail = tail
         self._shelf = shelf
+        self._generation = forked.generation
         self._gives = False  # handles, in what was noted last
         self._entries: list[tuple[bytes, list[bytes]]] = []
         self._last: tuple[bytes, list[bytes]] = (b"", [])
@@ -60,6 +62,7 @@ class Outcomes:
 
     def pack(self, value: object) -> bytes | Parcel:
         """Raises what the value's own pickling raises."""
+        self._leave_if_forked()
         try:
             bulky = type(value) in BULKY and len(value) >= LARGE_BUFFER  # type: ignore[arg-type]
             return pack(value, self._snapshot, self._store, bulky)
@@ -67,7 +70,13 @@ class Outcomes:
             error.add_note(f"while pickling the result, a {type(value).__qualname__}")
             raise
 
+    def _leave_if_forked(self, error: BaseException | None = None) -> None:
+        """End a child that work has forked, before anything of the drone's is touched: all that comes of work
+        passes here."""
+        forked.leave_if_forked(self._generation, error)
+
     def pack_error(self, error: BaseException) -> bytes:
+        self._leave_if_forked(error)
         try:
             return pack_exception(error, lambda value: capture(value, self._snapshot))
         except BaseException as worse:  # its own code broke off its packing: tell at least what it was
@@ -85,6 +94,7 @@ class Outcomes:
         output: bytes = b"",
     ) -> tuple[bytes, list[bytes]]:
         """An entry in a RESULTS message, and what goes beside that. Any thread may call it."""
+        self._leave_if_forked()
         if isinstance(payload, Parcel):
             status, payload = status | SHARED, payload.waybill(self._ledger)
         if head:
@@ -118,7 +128,7 @@ class Outcomes:
 
     def note_value(self, number: int, started: float, finished: float, value: Any) -> bool:
         """A value that is small and immutable, of a task that printed nothing. Whether it was kept."""
-        if self._tail.pieces:
+        if self._tail.pieces or forked.generation != self._generation:
             self.note(number, VALUE, started, finished, b"" if value is None else dumps(value, 5))
             return self.keep()
         self._values.append((number, started, finished, value))

@@ -18,7 +18,9 @@ says that it runs and then looks into `_missed`. So one of them sees the other.
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from contextlib import suppress
 from time import monotonic, process_time
 from typing import Any
 
+from .. import promises
 from ..launch.page import Row
 from ..timeline.trail import trail
 from ..wire.capture import MainSnapshot
@@ -36,13 +39,12 @@ from ..wire.messages import (
     CALLS,
     CAME_BACK,
     CANCEL,
-    DEFINE_CALLABLE,
-    DEFINE_CODE,
-    DEFINE_OVERLAPPING,
+    DEFINES,
     DROP,
     ERROR,
     FETCH,
     FORGET,
+    FRAMES,
     NOT_PACKED,
     PACKED,
     RECALL,
@@ -56,6 +58,7 @@ from ..wire.messages import (
     Malformed,
     head_type,
     numbers,
+    pack_frames,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
@@ -64,8 +67,10 @@ from ..wire.messages import (
 )  # fmt: skip
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
 from ..wire.tickets import here
-from .console import Tail, tag, tagged
+from .child import leave_exit_handlers
+from .console import Tail, stay_behind, tag, tagged
 from .definitions import Definition, define
+from .frames import frames_now
 from .outcomes import Outcomes
 from .overlap import Overlap
 from .shelf import Shelf
@@ -106,6 +111,7 @@ class Runner:
         self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
         self._outcomes = Outcomes(row, snapshot, store, ledger, tail, self._shelf)
         signal.signal(signal.SIGINT, self._on_sigint)
+        _runners[:] = [self]  # of a drone that this one descends from, nothing is left to be done
 
     # -- what each engine's drones do in their own way ---------------------------------------------
 
@@ -127,6 +133,19 @@ class Runner:
     def _overlaps(self, overlap: Overlap) -> None:
         """There will be tasks that run beside each other."""
         raise NotImplementedError
+
+    # -- a child that work has forked --------------------------------------------------------------
+
+    def stay_behind(self) -> None:
+        """Make of this object one that does nothing. What it is connected by was closed by `lifeline`.
+
+        The queues are emptied, so that a slice ends with the call that has forked, and no call is begun here too.
+        """
+        self._todo.clear()
+        if self._calls is not None:
+            self._calls.queue.clear()
+        if self._slice is not None:
+            self._slice.calls.clear()
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -317,6 +336,8 @@ class Runner:
                     payload = self._outcomes.pack(value)
             except BaseException as error:
                 status, payload = ERROR, self._outcomes.pack_error(error)
+            finally:
+                del thread  # no cycle through the error's traceback, which would keep the arguments
             self._keeping.discard(number)
             self._note_overlapped(number, status, started, finished, payload)
             if not overlap.running:
@@ -372,7 +393,7 @@ class Runner:
             if kind & SHARED:
                 kind &= ~SHARED
                 payload = self._ledger.arrived(payload)
-            if kind in (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING):
+            if kind in DEFINES:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)
@@ -444,6 +465,13 @@ class Runner:
             return False
         return True
 
+    def _hear_frames(self, frames: list[bytes]) -> None:
+        asked = numbers(frames)
+        if len(asked) != 1:
+            raise Malformed(f"a request for frames with {len(asked)} numbers")
+        overlapped = {} if self._overlap is None else dict(self._overlap.running)
+        self._send(pack_frames(asked[0], frames_now(self._main_thread, self._current, overlapped)))
+
     def _hear_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
@@ -451,6 +479,7 @@ class Runner:
         WORK: _hear_work,
         RECALL: _hear_recall,
         CANCEL: _hear_cancel,
+        FRAMES: _hear_frames,
         STOP: _hear_stop,
     }
 
@@ -466,6 +495,31 @@ class Runner:
 
     def beat(self) -> None:
         self._row.beat()
+        beside = self._overlap is not None and bool(self._overlap.running)
+        if beside or self._main_thread in promises.waiting:
+            green = sys.modules.get("polycephaly.green.scheduler")
+            self._row.steps(1 if green is None else 1 + green.scheduler.bouts)
+        else:
+            self._row.steps(0)
+
+    def has_ear(self, thread: int) -> None:
+        self._row.ear(thread)
+
+
+_runners: list[Runner] = []
+
+
+def _stay_behind() -> None:
+    """In a forked child. Exit handlers that were registered before are the drone's; signals are the child's own."""
+    for runner in _runners:
+        runner.stay_behind()
+        stay_behind()
+        leave_exit_handlers()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _runners.clear()
+
+
+os.register_at_fork(after_in_child=_stay_behind)
 
 
 def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:

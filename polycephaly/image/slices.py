@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any
 
 from ..coroutines import is_coroutine
+from ..launch import forked
 from ..wire.slices import ITEMS, PICKLED, SMALL, TOGETHER, Packed, unpack_calls
 
 __all__ = ["Slice"]
@@ -52,6 +53,7 @@ class Slice:
 
     def run(self) -> None:
         """Runs the calls, to the first that fails. What is left in `calls` then was not begun: see `blame`."""
+        generation = forked.generation
         try:
             if self._form == ITEMS and not self._fresh:
                 self._run_items(self._open(False))
@@ -59,6 +61,7 @@ class Slice:
                 self._run_rows()
         except BaseException as error:
             self.error = error
+        forked.leave_if_forked(generation, self.error)  # in a child that a call has forked: see `Runner.stay_behind`
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         take, note = self.calls.popleft, self.done.append

@@ -1,8 +1,8 @@
 """The controller's end of a zygote: takes the snapshot, gives orders, hears how drones start and end.
 
     start="fork"    safepoint.fork() here and now: the zygote is this image as it is at this moment
-    start="spawn"   a fresh interpreter through multiprocessing's spawn context, which imports the main module
-                    again as the standard library does; it becomes the zygote and forks the drones
+    start="spawn"   a bare zygote (bare.py), each of whose drones imports the main module as the standard library does
+    start=None      a fork where that is safe (native.py); else a bare zygote, whose drones get `__main__` by value
 
 Made in the thread that asks for it; afterwards only the hub's thread uses it.
 """
@@ -10,60 +10,50 @@ Made in the thread that asks for it; afterwards only the hub's thread uses it.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd
-from typing import Any, cast
+from typing import Any
 
 from ..wire import whereabouts
-from ..wire.arena import Arena, Keep, kept_through_fork
+from ..wire.arena import Keep, kept_through_fork
 from ..wire.capture import MainSnapshot, shared_with
+from ..wire.snapshot import Snapshot, take
+from ..wire.store import Store
 from . import lifeline, safepoint
+from .bare import start_bare
+from .native import UnsafeFork, check_after_fork, check_before_fork
 from .page import RunningPage
 from .zygote import MAX_ORDER, Nest, Order, run_zygote
 
-__all__ = ["START_METHODS", "Launcher", "default_start_method"]
+__all__ = ["START_METHODS", "Launcher"]
 
 START_METHODS = ("fork", "spawn")
 
 
-def default_start_method() -> str:
-    """Fork where the platform can do it soundly; macOS system libraries do not survive it."""
-    import sys
-
-    return "fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn"
-
-
 class Launcher:
-    """One zygote. `snapshot` says what its images have in `__main__`; of a spawned one, once it has reported."""
+    """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once one has done so."""
 
-    def __init__(self, method: str, nest: Nest, arena: Arena) -> None:
-        self.page = RunningPage(nest.slots)
+    def __init__(self, start: str | None, nest: Nest, store: Store, name: str) -> None:
+        """Warns if it does not fork though nothing was said of the start; `name` says whose it is."""
         self.family = nest.family
-        self.arena = arena
+        self.arena = store.arena
+        self.imports_main = start == "spawn"
+        self.taken: Snapshot | None = None
+        """What its drones have by value."""
         self._held: list[Keep] = []  # shared memory that the zygote and its drones have from this image, as it is now
         self._reaped = False
-        # Of a spawned image nothing is known until it reports: till then all of `__main__` goes by value.
-        self.snapshot = MainSnapshot(None if method == "fork" else ())
-        self._process: BaseProcess | None = None
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = lifeline.own(mine)
+        # Of imported modules nothing is known until a drone reports: till then all of `__main__` goes by value.
+        self.snapshot = MainSnapshot(() if self.imports_main else None)
+        self._knows_names = not self.imports_main
+        self.page = RunningPage(nest.slots)
         try:
-            if method == "fork":
-                self.pid = self._fork(theirs, nest)
-            else:
-                self.pid = self._spawn(theirs, nest)
+            self.pid = self._start(start, nest, store, name)
         except BaseException:
-            self.close()
             self.page.close()
             raise
-        finally:
-            theirs.close()
         self.pidfd = lifeline.open_pidfd(self.pid)
         shared_with.append(self._shared)
         whereabouts.snapshot_taken()
@@ -71,39 +61,76 @@ class Launcher:
     def _shared(self) -> MainSnapshot:
         return self.snapshot
 
-    def _fork(self, control: socket.socket, nest: Nest) -> int:
+    def _start(self, start: str | None, nest: Nest, store: Store, name: str) -> int:
+        if start != "spawn":
+            try:
+                if start is None:
+                    check_before_fork()
+                return self._fork(nest, insists=start is not None)
+            except UnsafeFork as why:
+                why.warn(name)
+            self._held.clear()
+            self.taken = take(store, self._held)
+            self.snapshot = MainSnapshot(self.taken.names(), self.taken.left_out)
+        return self._start_bare(nest)
+
+    def _fork(self, nest: Nest, insists: bool) -> int:
+        """Raises `UnsafeFork`, unless it `insists`."""
         owner = os.getpid()
         above, whereabouts.address_of_parent = whereabouts.address_of_parent, whereabouts.address_here(nest.home)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = lifeline.own(mine)
+        pid = 0
         try:
             with kept_through_fork(self._held):
                 pid = safepoint.fork()
             if pid == 0:
-                run_zygote(control, nest, self.page, self.arena, self.snapshot, owner)
+                run_zygote(theirs, nest, self.page, self.arena, self.snapshot, owner)
+            if not insists:
+                check_after_fork()
             return pid
+        except BaseException:
+            lifeline.close(self._control)
+            if pid and os.getpid() == owner:  # it has no drones yet, and may hang before it is a zygote
+                os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):  # the kernel reaps it itself, where SIGCHLD is ignored
+                    os.waitpid(pid, 0)
+            raise
         finally:
             if os.getpid() != owner:  # whatever went wrong: the main image's code must not go on here
                 os._exit(1)
+            theirs.close()
             whereabouts.address_of_parent = above
 
-    def _spawn(self, control: socket.socket, nest: Nest) -> int:
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(
-            target=_become_zygote,
-            args=(
-                _Handed(control.fileno()),
-                _Handed(self.page.fd),
-                _Handed(self.arena.fd),
-                self.arena.ceiling,
-                nest,
-                os.getpid(),
-            ),
-            name="polycephaly-zygote",
+    def _start_bare(self, nest: Nest) -> int:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = lifeline.own(mine)
+        try:
+            return start_bare(theirs.fileno(), self.page.fd, self.arena, nest, self.taken)
+        except BaseException:
+            lifeline.close(self._control)
+            raise
+        finally:
+            theirs.close()
+
+    def left_out(self, name: str) -> str | None:
+        """Why its drones have that name of `__main__` not, if it has a reason; with the cure."""
+        if self.taken is not None:
+            why = self.taken.left_out.get(name)
+            cure = "make it in an initializer, or use start='fork'"
+            return why and f"they are no forks, because of native threads, and {why}; {cure}"
+        if not self.imports_main:
+            return None
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        if spec.name.endswith("__main__") if spec is not None else getattr(main, "__file__", None) is None:
+            why = "there is none to be imported under python -c, at a prompt, or for python -m with a package"
+        else:
+            why = "that does not define it (what is under `if __name__ == '__main__':` is not run)"
+        return (
+            f"they are fresh interpreters that import the main module (start='spawn'), and {why}; "
+            "push it, give it as an argument, or use start='fork'"
         )
-        process.start()
-        # multiprocessing would wait for it at exit, before we have told it to end.
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-        self._process = process
-        return cast(int, process.pid)
 
     # -- orders and reports -----------------------------------------------------------------------
 
@@ -128,6 +155,12 @@ class Launcher:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
+    def continue_zygote(self) -> None:
+        """SIGCONT: it was stopped."""
+        if not self._reaped:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+
     def reports(self) -> list[dict[str, Any]] | None:
         """What the zygote has told since the last call; None once it is gone."""
         heard: list[dict[str, Any]] = []
@@ -140,10 +173,15 @@ class Launcher:
                 return heard or None
             if not message:
                 return heard or None
-            report = json.loads(message)
-            if "ready" in report and self._process is not None:
-                self.snapshot = MainSnapshot(report["names"])
-            heard.append(report)
+            heard.append(json.loads(message))
+
+    def learn_names(self, names: list[str]) -> bool:
+        """A drone has imported the main module and found these there: was that not known?"""
+        if self._knows_names:
+            return False
+        self._knows_names = True
+        self.snapshot = MainSnapshot(names)
+        return True
 
     # -- endings ----------------------------------------------------------------------------------
 
@@ -169,39 +207,13 @@ class Launcher:
         code: int | None = None
         if self._reaped:
             return code
+        self.continue_zygote()  # one that somebody has stopped would not end
         self._reaped = True
-        if self._process is not None:
-            self._process.join()
-            code = self._process.exitcode
-            self._process.close()
-        else:
-            with suppress(ChildProcessError):  # somebody else's os.wait() has had it
-                code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with suppress(ChildProcessError):  # somebody else's os.wait() has had it
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
         self.page.close()
         self._held.clear()
         return code
-
-
-class _Handed:
-    """A descriptor handed to a spawned process: pickled by multiprocessing's own means."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _detach, (DupFd(self.fd),)
-
-
-def _detach(handed: Any) -> int:
-    return cast(int, handed.detach())
-
-
-def _become_zygote(control: int, page: int, arena: int, ceiling: int, nest: Nest, owner: int) -> None:
-    snapshot = MainSnapshot()
-    for fd in (control, page, arena):
-        os.set_inheritable(fd, False)
-    shared = Arena(ceiling, arena)
-    run_zygote(socket.socket(fileno=control), nest, RunningPage(nest.slots, page), shared, snapshot, owner)

@@ -10,6 +10,9 @@ for the controller to know, when the drone has died, exactly what it took along.
            beyond       never begun: it can run elsewhere without running twice
            kept         bytes of results that are done and wait to be sent along with others
            beat         counts while a task runs: a sign of life
+           ear          the thread that counts there, by the kernel's number: that it runs says nothing of the work
+           steps        while the main thread waits for promises, and looks up now and then: one more than how often
+                        green threads have gone on; else 0
 
 Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the controller counts as
 begun, besides what is started, all that was sent before something it has had an answer to.
@@ -27,7 +30,7 @@ import os
 __all__ = ["RunningPage"]
 
 ROOM = 16 * 1024  # bytes of a slot, of which most are for kept results
-_STARTED, _SENT, _KEPT, _BEAT, _CELLS = range(5)
+_STARTED, _SENT, _KEPT, _BEAT, _EAR, _STEPS, _CELLS = range(7)
 _HEAD = _CELLS * 8
 
 
@@ -63,6 +66,12 @@ class RunningPage:
     def beat(self, slot: int) -> int:
         return self._read(slot, _BEAT)
 
+    def ear(self, slot: int) -> int:
+        return self._read(slot, _EAR)
+
+    def steps(self, slot: int) -> int:
+        return self._read(slot, _STEPS)
+
     def kept(self, slot: int) -> bytes:
         """The results that were done and not yet known to be sent."""
         at = slot * ROOM + _HEAD
@@ -95,6 +104,12 @@ class Row:
     def beat(self) -> None:
         """In any thread of the drone: what two of them count at once may count as one, which changes it too."""
         self._cells[_BEAT] += 1
+
+    def ear(self, thread: int) -> None:
+        self._cells[_EAR] = thread
+
+    def steps(self, count: int) -> None:
+        self._cells[_STEPS] = count
 
     def keep(self, result: bytes) -> bool:
         """Keeps a result until `sent`; False where there is no room for it."""

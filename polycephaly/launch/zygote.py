@@ -1,4 +1,4 @@
-"""The zygote: a quiet copy of the main image, from which the drones are forked.
+"""The zygote: a quiet copy of the main image, or a bare interpreter (bare.py), from which the drones are forked.
 
     hub ──START + three ends──────> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
     hub <──started, failed, exited── zygote <──SIGCHLD── drone    lifeline in one; JSON, descriptors beside it)
@@ -28,13 +28,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot
 from ..wire.whereabouts import channels_of, leave_word
 from . import lifeline
+from .connections import leave_connections
 from .page import RunningPage
+
+if TYPE_CHECKING:
+    from .bare import MainMaker
 
 __all__ = ["Nest", "Order", "run_zygote"]
 
@@ -67,11 +71,16 @@ class Order:
 class Nest:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[[Order, Nest, socket.socket, RunningPage, Arena, MainSnapshot], None]
+    hatch: Callable[[Order, Nest, socket.socket, RunningPage, Arena, MainSnapshot, socket.socket], None]
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see lifeline.py
-    heirloom: tuple[Any, ...] | None = None  # what a process can only be started with; see image/child.py
+    heirloom: tuple[Any, ...] | bytes | None = None  # what a process can only be started with; see image/child.py
+    main: MainMaker | None = None  # of a bare zygote
+
+    def imports_main(self) -> bool:
+        """Whether each drone does. It reports its own start then, when it has done so."""
+        return self.main is not None and self.main.snapshot is None
 
 
 def run_zygote(
@@ -123,6 +132,8 @@ class _Zygote:
             os.setsid()
         lifeline.become_subreaper()
         leave_the_main_image()
+        if nest.main is None:  # a fork of the main image: a bare one has only what it was given
+            leave_connections(owner, nest.heirloom or ())
         for name in _NOT_FOR_IT:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         lifeline.join_family(nest.family)
@@ -146,7 +157,7 @@ class _Zygote:
         for fd in (self._control.fileno(), self._woken, self._owner):
             if fd is not None:
                 poll.register(fd, select.POLLIN)
-        self._report(ready=os.getpid(), names=self._snapshot.names())
+        self._report(ready=os.getpid())
         while not self._owner_gone:
             sweeping = time.monotonic() < self._sweep_until
             if sweeping:
@@ -198,7 +209,8 @@ class _Zygote:
         if pid == 0:
             self._hatch(order, handed, zygote)
         self._drones[pid] = order.number
-        self._report(started=order.number, pid=pid)
+        if not self._nest.imports_main():
+            self._report(started=order.number, pid=pid)
 
     def _kill(self, number: int) -> None:
         for pid, its in self._drones.items():
@@ -220,7 +232,10 @@ class _Zygote:
             stdout, stderr, lane = handed
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            self._control.close()
+            if self._nest.imports_main():
+                lifeline.own(self._control)  # until its start is reported. Its end is the zygote's while that one lives
+            else:
+                self._control.close()
             for fd in (self._woken, self._wake, self._owner, stdout, stderr):
                 if fd is not None:
                     os.close(fd)
@@ -230,7 +245,8 @@ class _Zygote:
             if self._collects:
                 gc.enable()
             self._arena.enter()
-            self._nest.hatch(order, self._nest, socket.socket(fileno=lane), self._page, self._arena, self._snapshot)
+            its_lane = socket.socket(fileno=lane)
+            self._nest.hatch(order, self._nest, its_lane, self._page, self._arena, self._snapshot, self._control)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())

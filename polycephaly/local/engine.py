@@ -1,4 +1,4 @@
-"""Drones on this machine, forked by a zygote from a snapshot of this image.
+"""Drones on this machine, forked by a zygote: from a snapshot of this image, or from a bare interpreter.
 
     snapshot ──> Launcher (the zygote) ── orders ──> drones
                     └── reports: started, exited, failed ──> the roster
@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..hearing import print_lines
-from ..image.child import goes_only_with_the_start, with_heirloom
+from ..image.child import call_as_imported, goes_only_with_the_start, with_heirloom
 from ..image.main import hatch
 from ..launch import lifeline
 from ..launch.launcher import Launcher
@@ -87,13 +87,15 @@ class LocalEngine:
         self._roster.book = Book(launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault)
 
     def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        return (initializer, initargs) if self._heirloom is None else (with_heirloom, (initializer,))
+        if self._heirloom is not None:
+            return with_heirloom, (initializer,)
+        return (call_as_imported, (initializer, *initargs)) if self._plan.start == "spawn" else (initializer, initargs)
 
     def fail(self, error: Exception) -> None:
         self._crew.fail(error)
 
     def left_out(self, name: str) -> str | None:
-        return None
+        return self._launcher.left_out(name)
 
     def share(self, obj: Any) -> Shared[Any]:
         return share(obj, self._roster.book.snapshot, self._store)
@@ -164,17 +166,18 @@ class LocalEngine:
             self._zygote_gone(launcher)
             return
         for report in reports:
-            if "ready" in report:
-                if launcher is self._launcher:
-                    self._open_book(launcher)
-                continue
+            if "names" in report and launcher.learn_names(report["names"]) and launcher is self._launcher:
+                self._open_book(launcher)
             link = self._link(launcher, report.get("started") or report.get("exited") or report.get("failed"))
             if link is None:
                 continue
             if "started" in report:
                 self._roster.started(link, report["pid"])
             elif "exited" in report:
-                self._roster.died(link, os.waitstatus_to_exitcode(report["status"]))
+                code = os.waitstatus_to_exitcode(report["status"])
+                if launcher.imports_main and link.pid is None and not self._crew.begun.done():
+                    self._crew.cannot_start(_import_trouble(link, code))
+                self._roster.died(link, code)
             else:
                 number = report["errno"]
                 self._roster.not_started(link, named(OSError(number, os.strerror(number))))
@@ -197,7 +200,7 @@ class LocalEngine:
     def snapshot(self) -> Launcher:
         nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size, lifeline.new_family(), self._heirloom)
         try:
-            return Launcher(self._plan.start, nest, self._arena)
+            return Launcher(self._plan.start, nest, self._store, self._plan.name)
         except OSError as error:
             raise named(error) from error
 
@@ -242,7 +245,7 @@ class LocalEngine:
                 self._roster.died(link, -signal.SIGKILL)  # the page tells what each was running: before it is closed
         code = self._reap(launcher)
         if not self._crew.begun.done():
-            self._crew.cannot_start(_start_trouble(self._plan.start, code))
+            self._crew.cannot_start(RuntimeError(f"the zygote ended (exit code {code}) before it was ready"))
             for link in orphaned:
                 self._roster.died(link, -signal.SIGKILL)
         elif self._zygote_lost and self._plan.on_death == "replace" and self._crew.wanted():
@@ -277,11 +280,11 @@ class LocalEngine:
         self._arena.end()
 
 
-def _start_trouble(start: str, code: int | None) -> BaseException:
-    if start == "spawn":
-        return RuntimeError(
-            f"the spawned image ended (exit code {code}) before it was ready; its traceback is on stderr. "
-            "A script that starts drones with start='spawn' must be importable: keep what it does under "
-            "`if __name__ == '__main__':`"
-        )
-    return RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
+def _import_trouble(link: Link, code: int) -> RuntimeError:
+    print_lines(link)
+    told = "\n".join(link.stderr)
+    return RuntimeError(
+        f"a spawned drone ended (exit code {code}) while it imported the main module. A script that starts drones with "
+        "start='spawn' must be importable: keep what it does under `if __name__ == '__main__':`. Its last lines on "
+        f"stderr:\n{told}"
+    )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ..hearing import hear_kept
 from ..launch import lifeline
 from ..launch.launcher import Launcher
-from ..link import Link
+from ..link import Link, Times
 from ..output import Heard, Merge, Stream
-from ..procfs import memory_of, processor_times, state_of, threads_of
+from ..procfs import descendants, memory_of, processor_times, state_of, system_call_of, threads_of
 from ..wire.lane import Lane
 from ..wire.loans import Ledger
 from ..wire.messages import OPEN, pack_numbers
@@ -100,7 +100,7 @@ class LocalLink(Link):
     def sent(self) -> int:
         return self.launcher.page.sent(self.slot)
 
-    def pulse(self) -> tuple[object, dict[str, tuple[float, float]]]:
+    def pulse(self) -> tuple[object, Times]:
         assert self.pid is not None
         page, slot, pid = self.launcher.page, self.slot, self.pid
         threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
@@ -114,6 +114,29 @@ class LocalLink(Link):
     def why_quiet(self) -> str:
         assert self.pid is not None
         return _WHY.get(state_of(self.pid), _IDLE)
+
+    def worked(self, threads: Times) -> tuple[object, Times] | None:
+        """Its ear only shows that it lives. While its main thread waits for promises, that looks up twice a second, and
+        wakes the one that runs green threads: then the steps of these count, and threads that compute; else any thread
+        that was let run."""
+        page, slot = self.launcher.page, self.slot
+        others = {thread: times for thread, times in threads.items() if thread != str(page.ear(slot))}
+        done = page.started(slot), page.sent(slot), self.tasks_done
+        steps = page.steps(slot)
+        if steps:
+            return (*done, steps), others
+        return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
+
+    def others_worked(self) -> object:
+        assert self.pid is not None
+        return {
+            (other, thread): processor_times(other, thread)[0]
+            for other in descendants(self.pid)
+            for thread in threads_of(other)
+        }
+
+    def system_call(self) -> str | None:
+        return None if self.pid is None else system_call_of(self.pid, str(self.pid))
 
     def memory(self, enough: int) -> int:
         return 0 if self.pid is None else memory_of(self.pid, enough)

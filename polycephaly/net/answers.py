@@ -18,7 +18,12 @@ Tell = Callable[..., None]
 
 def _look_at(pool: Pool, number: int, tell: Tell) -> None:
     link = find(pool, number)
-    link.born._hook(lambda _: tell(value={**known_of(link), "unresponsive": link.unresponsive}))
+
+    def known(_: object) -> None:
+        waiting = None if link.waiting is None else link.waiting.as_dict()
+        tell(value={**known_of(link), "unresponsive": link.unresponsive, "waiting": waiting})
+
+    link.born._hook(known)
 
 
 def _interrupt(pool: Pool, number: int, tell: Tell) -> None:

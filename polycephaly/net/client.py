@@ -18,8 +18,9 @@ from ..timeline.plain import unpack_timeline
 from ..wire.capture import pack_beside
 from ..within import entered, left
 from . import places
-from .connection import AHEAD, Connection
+from .connection import Connection
 from .drone import Berth, RemoteDrone
+from .frames import AHEAD
 from .shared import RemoteShared
 
 __all__ = ["RemotePool", "connect"]
@@ -72,8 +73,8 @@ class RemotePool(Workforce):
 
     @property
     def timeline(self) -> Timeline:
-        """What the pool's drones have done so far, for whomever, and when, as its own process knows it: drones that
-        have joined are not in it. Times are of that machine's clock. See `Timeline`."""
+        """What the pool's drones have done so far, for whomever, and when; those that have joined as well, if
+        their hosts tell it within five seconds. Times are of the clock of the pool's machine. See `Timeline`."""
         return unpack_timeline(self._connection.ask("timeline").result())
 
     def status(self) -> dict[str, Any]:
@@ -83,8 +84,9 @@ class RemotePool(Workforce):
         ``width``, ``clients``, ``queued`` (pieces of work that no drone has got), ``tasks_done`` (of clients, since it
         is served) and ``drones``: of each its ``number``, ``name``, ``pid`` and ``host``, its ``state`` ("starting",
         "idle", "busy", "retiring" or "unresponsive: why"), what it is ``running`` (a label or None), for how many
-        ``seconds`` it has been so (or None), the ``memory`` that it and what it has started hold for themselves, in
-        bytes, and ``tasks_done``.
+        ``seconds`` it has been so (or None), in what it has been ``waiting`` without processor time (None, or the
+        attributes of a `Waiting`, with its ``seconds``), the ``memory`` that it and what it has started hold for
+        themselves, in bytes, and ``tasks_done``.
         """
         found: dict[str, Any] = self._connection.ask("status").result()
         return found

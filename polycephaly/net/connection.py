@@ -37,24 +37,29 @@ from ..launch import safepoint
 from ..output import Line
 from ..plan import Terms
 from ..promises import CANCELLED, FINISHED, Milestone, Promise, callbacks, settlers
-from ..wire.definitions import Book, Definition
+from ..wire.definitions import Book, Defined, Definition
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
 from .bell import Bell
 from .dealer import Dealer
 from .frames import (
+    AHEAD,
     ASK,
+    ASKS,
+    BYTES_AHEAD,
     CANCEL,
     GIVE_UP,
     HELLO,
     LINE,
+    LIVES,
     OUTPUT,
-    PING,
     RECALL,
     REFUSED,
     RESULTS,
+    RUNNING,
     SEEN,
     SHARES,
+    SIGN_EVERY,
     TELL,
     Item,
     hello,
@@ -67,21 +72,18 @@ from .frames import (
     read_hello,
     read_lines,
     read_note,
+    read_numbers,
     read_results,
 )
 from .keys import Card
 from .shared import Lease, here
 
-__all__ = ["AHEAD", "Connection"]
+__all__ = ["Connection"]
 
 log = logging.getLogger(__name__)
 
-AHEAD = 2048  # calls that are sent and unanswered
-BYTES_AHEAD = 64 << 20
 PACKET = 256 * 1024  # bytes after which a message is full
-PING_EVERY = 2.0  # seconds
 AS_THE_POOL_SAYS = -1  # retries
-_DEFINITIONS_KEPT = 256
 
 _NO_LEASES: list[Lease] = []
 _ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
@@ -104,6 +106,8 @@ class Connection:
         self.ended: Milestone[None] = Milestone()
         self._queue: deque[Work] = deque()
         self._asked: dict[int, Promise[Any]] = {}
+        self._questions: deque[list[Any]] = deque()  # those not sent yet
+        self._unanswered = 0  # questions that are sent
         self._told: list[Callable[[], object]] = []
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._ask_numbers = itertools.count(1)
@@ -111,11 +115,12 @@ class Connection:
         self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
         self._bytes = 0
         self._waiting: set[Work] = set()
-        self._defined: dict[int, None] = {}
+        self._defined = Defined()  # at the server
         self._bell = Bell()
         self._stopping = self._lost = self._left_behind = False
         self._cancels = ""
-        self._pinged = 0.0
+        self._recalled = False
+        self._signed = 0.0
         self._turn = safepoint.Turn()
         try:
             self._dealer = Dealer(card)
@@ -186,17 +191,27 @@ class Connection:
         number, promise = next(self._ask_numbers), Promise[Any]()
         self._asked[number] = promise
         note = {"id": number, "what": what, **more}
-        self.post(lambda: self._dealer.send(pack_note(ASK, note)))
+        self.post(lambda: self._question(pack_note(ASK, note)))
         if self._lost:
             self._reject_all()
         return promise
+
+    def _question(self, frames: list[Any]) -> None:
+        """In the thread: `ASKS` at once, for the server takes more for an attack."""
+        self._questions.append(frames)
+        self._send_questions()
+
+    def _send_questions(self) -> None:
+        while self._questions and self._unanswered < ASKS:
+            self._unanswered += 1
+            self._dealer.send(self._questions.popleft())
 
     def share(self, runs: Sequence[Any]) -> int:
         """Has the server hold it: its number."""
         self.check_open()
         number, asked, promise = next(self._ask_numbers), next(self._ask_numbers), Promise[Any]()
         self._asked[asked] = promise
-        self.post(lambda: self._dealer.send(pack_share(number, asked, runs)))
+        self.post(lambda: self._question(pack_share(number, asked, runs)))
         if self._lost:
             self._reject_all()
         promise.result()
@@ -270,8 +285,8 @@ class Connection:
             while not self._is_over():
                 self._bell.asleep = True
                 if not (self._acts or self._cancels or self._could_send() or self._is_over()):
-                    left = self._timers[0][0] - monotonic() if self._timers else PING_EVERY
-                    poller.poll(max(0, math.ceil(min(left, PING_EVERY) * 1000)))
+                    left = self._timers[0][0] - monotonic() if self._timers else SIGN_EVERY
+                    poller.poll(max(0, math.ceil(min(left, SIGN_EVERY) * 1000)))
                 self._bell.asleep = False
                 self._once()
         except Exception as error:
@@ -291,7 +306,7 @@ class Connection:
             while self._timers and self._timers[0][0] <= monotonic():
                 heapq.heappop(self._timers)[2]()
             self._send_what_waits()
-            self._ping()
+            self._sign()
             told, self._told = self._told, []
         for tell in told:  # what work has printed is out before its promise settles
             tell()
@@ -354,13 +369,17 @@ class Connection:
                     self.name = str(who.get("name"))
                     self._dealer.welcomed = True
                     self.welcome._settle(FINISHED, None, None)
+                elif frames[0] == RUNNING:
+                    for number in read_numbers(frames):
+                        if (known := self._flight.get(number)) is not None:
+                            known[0].runs_elsewhere = True
                 elif frames[0] == OUTPUT:
                     self._told.append(partial(self._print, [Line(*each) for each in read_lines(frames, 3)]))
                 elif frames[0] == TELL:
                     self._hear_answer(read_note(frames))
                 elif frames[0] == REFUSED:
                     self._lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
-                elif frames[0] != PING:
+                else:
                     raise Malformed(f"a message of type {frames[0][:8]!r}")
             except Malformed as wrong:
                 self._lose(str(wrong))
@@ -377,6 +396,8 @@ class Connection:
         self.post(partial(self._dealer.send, pack_numbers(SEEN, [sum(len(line.text) + LINE for line in lines)])))
 
     def _hear_answer(self, note: dict[str, Any]) -> None:
+        self._unanswered -= 1
+        self._send_questions()
         promise = self._asked.pop(note.get("id", 0), None)
         if promise is not None:
             error = _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"])) if "error" in note else None
@@ -394,8 +415,8 @@ class Connection:
         return self.welcome.done() and len(self._flight) < AHEAD and (not self._flight or self._bytes < BYTES_AHEAD)
 
     def _send_what_waits(self) -> None:
-        while not self._lost and self._could_send():
-            items: list[Item] = []
+        while not self._lost and (self._defined.unused or self._could_send()):
+            items = [Item(number, 0, FORGET) for number in self._defined.take_unused()]
             leased: list[Any] = []  # until they are sent
             size = 0
             while size < PACKET and self._has_credit():
@@ -428,19 +449,16 @@ class Connection:
                 self._dealer.send(pack_work(items))
 
     def _define(self, definition: Definition, items: list[Item]) -> None:
-        if len(self._defined) >= _DEFINITIONS_KEPT:
-            oldest = next(iter(self._defined))
-            del self._defined[oldest]
-            items.append(Item(oldest, 0, FORGET))
-        self._defined[definition.number] = None
+        items += [Item(oldest, 0, FORGET) for oldest in self._defined.add(definition)]
         payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]  # without a store
         items.append(Item(definition.number, 0, definition.kind, payload))
 
-    def _ping(self) -> None:
+    def _sign(self) -> None:
+        """A PING of the server's may lie behind much that is on its way: this tells it that we live."""
         now = monotonic()
-        if now - self._pinged >= PING_EVERY and self.welcome.done():
-            self._pinged = now
-            self._dealer.send([PING])
+        if now - self._signed >= SIGN_EVERY and self.welcome.done():
+            self._signed = now
+            self._dealer.send([LIVES])
 
     def _cancel_all(self, running: bool) -> None:
         """All, or what the server has not begun: of what it has it knows that."""
@@ -450,7 +468,8 @@ class Connection:
                 work.cancel()
             except BaseException:
                 callbacks.exception("a callback of %r failed", work)
-        if not running and not self._lost:
+        if not running and not self._lost and not self._recalled:  # after the first, nothing new was sent
+            self._recalled = True
             with self._turn:
                 self._dealer.send(pack_numbers(RECALL, sent))
 

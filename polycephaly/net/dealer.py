@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..wire.endpoint import has_news
+from ..wire.endpoint import has_news, new_context
 from .forks import Peer, peer_of, reached
-from .frames import BYE, LARGEST
+from .frames import BYE, LARGEST, PART, PIECE, PING
 from .keys import Card, wants_ipv6
 
 __all__ = ["Dealer"]
@@ -38,7 +38,7 @@ class Dealer:
         self.welcomed = False  # the server has said hello
         self._peer: Peer | None = None
         with ExitStack() as undo:
-            context = zmq.Context()
+            context = new_context()
             undo.callback(context.term)
             self.socket = context.socket(zmq.DEALER)
             undo.callback(self.socket.close)
@@ -58,6 +58,11 @@ class Dealer:
     def send(self, frames: Sequence[bytes]) -> None:
         """Never waits: there is room, or else libzmq has given the connection up, after a handshake that failed."""
         try:
+            if sum(map(len, frames)) > PIECE:
+                *parts, last = frames
+                for part in parts:
+                    self.socket.send_multipart([PART, part], zmq.NOBLOCK)
+                frames = [last]
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             self._ended = self._ended or "it was given up"
@@ -66,7 +71,11 @@ class Dealer:
         """The messages that have come; also what had come before the connection was lost."""
         self._look()
         while not self.lost and has_news(self.socket):
-            yield self.socket.recv_multipart(zmq.NOBLOCK)
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            if frames[0] == PING:  # so the server knows that all before it was read
+                self.send(frames)
+            else:
+                yield frames
         self.lost = self.lost or self._ended
 
     def _look(self) -> None:

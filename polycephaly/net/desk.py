@@ -1,6 +1,6 @@
 """A desk: one peer's calls on their way through a pool, as bytes, and the bytes that come of them.
 
-    WORK ── take ──> definitions: label, partial(relayed, bytes)
+    WORK ── take ──> definitions: label, ForwardedFunction(bytes)
                 └──> calls ── run ──> a promise for each ── settled ──> outcome ──> RESULTS
 
 Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is unpickled here: see
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import another
-from ..image.relayed import pack_error, relayed
+from ..image.relayed import ForwardedFunction, pack_error, relayed
 from ..link import Link, State
 from ..plan import Terms
 from ..promises import CANCELLED, Promise
@@ -42,7 +42,7 @@ __all__ = ["Desk", "Given", "find", "outcome", "run"]
 class Given:
     """A definition of a peer's. `number` tells it from all others of this process."""
 
-    __slots__ = ("call", "kind", "label", "number", "payload", "tag")
+    __slots__ = ("__weakref__", "call", "kind", "label", "number", "payload", "tag")
 
     def __init__(self, kind: int, label: str, payload: bytes, tag: str) -> None:
         self.number = next(_numbers)
@@ -50,7 +50,7 @@ class Given:
         self.label = label
         self.payload = payload
         self.tag = tag
-        self.call = partial(relayed, tag, kind, payload)
+        self.call = ForwardedFunction(relayed, tag, kind, payload)
 
 
 _numbers = itertools.count(1)
@@ -71,6 +71,7 @@ class Desk:
         self._tag = tag
         self._definitions: dict[int, Given] = {}
         self.works: dict[int, Promise[Any]] = {}
+        self._told: set[int] = set()  # of these, those that `begun` has given
         self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
 
     def take(self, item: Item) -> None:
@@ -100,6 +101,13 @@ class Desk:
         else:
             raise Malformed(f"an item of kind {item.kind}")
 
+    def begun(self) -> list[int]:
+        """The calls that are running, and were not told of by this."""
+        self._told &= self.works.keys()
+        begun = [number for number, work in self.works.items() if number not in self._told and work.running()]
+        self._told.update(begun)
+        return begun
+
     def cancel(self, numbers: Iterable[int], running: bool) -> None:
         for number in numbers:
             promise = self.works.get(number)
@@ -111,6 +119,7 @@ class Desk:
         works = list(self.works.values())
         self.works.clear()
         self.shared.clear()
+        self._definitions.clear()
         for promise in works:
             promise.cancel()
         return len(works)
@@ -127,6 +136,7 @@ def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()
     work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
         work.definition.label = given.label  # each time: a refresh makes new definitions
+        work.party = given.tag
         work.relays = None if shared else given  # shared memory is for our own drones
     return work
 
@@ -145,6 +155,6 @@ def outcome(number: int, promise: Promise[Any]) -> Result:
     if promise._state == CANCELLED:
         return number, WITHDRAWN, b"", tail
     if error is None:
-        status, payload = promise._result
+        status, payload = promise.result()
         return number, status, payload, tail
     return number, ERROR, pack_error(error), tail

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..doer import Resident
+from ..waiting import Waiting
 
 if TYPE_CHECKING:
     from .client import RemotePool
@@ -73,6 +74,12 @@ class RemoteDrone(Resident):
         """Why nothing is heard of it while it should work, as `Drone.unresponsive` tells."""
         why: str | None = self._ask("drone")["unresponsive"]
         return why
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """In what it has waited without processor time, as `Drone.waiting` tells; `since` is of its machine's clock."""
+        told = self._ask("drone").get("waiting")
+        return None if told is None else Waiting(**told)
 
     def interrupt(self) -> None:
         """Stops what runs, also another client's, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`."""

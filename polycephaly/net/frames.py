@@ -5,6 +5,7 @@
              <──────  HELLO  the same, number of drones, who                     or  REFUSED  why
     WORK     head, a payload for each item  ─────>      definitions, calls, what can be forgotten
              <──────  RESULTS  head, a payload for each
+             <──────  RUNNING  numbers                  now and then: of these calls it is known that they have begun
              <──────  OUTPUT  lines that its work has printed
     SEEN     bytes of OUTPUT dealt with  ─────>         more of it may come
     SHARE    JSON, a pickle and its buffers ─────>      to lie in shared memory; answered by TELL
@@ -13,7 +14,9 @@
     RECALL   numbers  ─────>                            only what has not begun
     ASK      JSON  ─────>                               what is not work: status, stop, drones ...
              <──────  TELL  JSON, with the number of what was asked
-    PING     ─────>   now and then: it lives            PING  <───── is it still there?
+    PING     number  ─────>                             PING  <───── number: is it still there? It sends it back
+    LIVES    ─────>                                     every `SIGN_EVERY` seconds, also while much is on its way to it
+    PART     frames  ─────>                             which stand before those of its next message
     BYE      ─────>   its work that is left is cancelled
 
 A *worker* (join.py) says hello as one, and takes work instead of giving it:
@@ -22,13 +25,15 @@ A *worker* (join.py) says hello as one, and takes work instead of giving it:
     WINDOW   number  ─────>                             so many calls it would hold; 0: it leaves
              <──────  WORK, CANCEL, ASK                 as a client's; definitions bear their client's tag
              <──────  RECALL  number                    give back so many, of what has not begun
-    RESULTS, TELL  ─────>                               as a server's
+    RESULTS, RUNNING, TELL  ─────>                      as a server's
     OUTPUT   ─────>                                     with the tag of whose it is
     RETURNED numbers  ─────>                            these have not begun and shall not
     NEWS     JSON  ─────>                               its drones; it lives
 
 A message is frames: its type, a head of items of one size, and their payloads end to end, cut into pieces of `PIECE`
 bytes at most. So no frame is large, and larger ones are refused by libzmq: a stranger could fill the memory with one.
+What goes to a server and is longer goes as several messages (PART), because libzmq keeps all frames of one in memory
+until the last has come. How much a peer may send is told by flow.py.
 The server looks at shapes and sizes only: payloads are opened in drones and in the client that gave the work. What it
 does read is plain data: numbers, labels, and JSON.
 
@@ -49,19 +54,26 @@ from .. import __version__
 from ..wire.messages import Malformed
 
 __all__ = [
-    "ASK", "BYE", "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "NEWS", "OUTPUT", "PING", "RECALL", "REFUSED",
-    "RESULTS", "RETURNED", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW", "WORK", "Hello", "Item", "Result", "hello",
+    "AHEAD", "ASK", "ASKS", "BYE", "BYTES_AHEAD",
+    "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "LIVES", "NEWS", "OUTPUT",
+    "PART", "PIECE", "PING", "RECALL", "REFUSED",
+    "RESULTS", "RETURNED", "RUNNING", "SEEN", "SHARE", "SHARES", "SIGN_EVERY", "TELL", "WINDOW",
+    "WORK",
+    "Hello", "Item", "Result", "hello",
     "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_share", "pack_shares", "pack_work",
     "read_definition", "read_hello", "read_lines", "read_note", "read_numbers", "read_results", "read_share",
     "read_shares", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = b"H", b"E", b"W", b"R", b"C", b"B", b"P", b"Q"
 OUTPUT, SEEN, ASK, TELL = b"O", b"S", b"A", b"T"
 WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
+PART = b"M"
 SHARE, GIVE_UP = b"D", b"U"
+RUNNING = b"G"
+LIVES = b"L"
 
 SHARES = 0x20
 """Set in an item's kind: before its payload stand the numbers of the shared values that its call is given."""
@@ -69,6 +81,18 @@ SHARES = 0x20
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
 """Bytes of a frame. A head may be as large as this: so many items are not sent at once."""
+
+AHEAD = 2048
+"""Calls of one client that are sent and unanswered."""
+
+BYTES_AHEAD = 64 << 20
+"""Bytes of these: with so many unanswered, no more are sent."""
+
+ASKS = 16
+"""Questions (ASK, SHARE) of one client that are sent and unanswered."""
+
+SIGN_EVERY = 2.0
+"""Seconds between the signs of life (LIVES) of a client."""
 
 LINE = 64
 """Bytes that a line of OUTPUT counts for, beside its text."""

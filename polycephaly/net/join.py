@@ -31,6 +31,7 @@ from ..launch import safepoint
 from ..output import Line
 from ..plan import check_timeout
 from ..promises import FINISHED, Milestone, Promise, settlers
+from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, Malformed
 from ..work import Work
 from . import places
@@ -45,10 +46,10 @@ from .frames import (
     HELLO,
     NEWS,
     OUTPUT,
-    PING,
     RECALL,
     REFUSED,
     RETURNED,
+    RUNNING,
     TELL,
     WINDOW,
     WORK,
@@ -267,7 +268,7 @@ class Joined:
             if not self._leaving:
                 self._dealer.lost = "the server was closed"
             self._dismissed = True
-        elif kind != PING:
+        else:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
     def _take(self, items: list[Item]) -> None:
@@ -345,11 +346,20 @@ class Joined:
         if now - self._news_at >= NEWS_EVERY:
             self._news_at = now
             self._dealer.send(pack_note(NEWS, {"drones": drones_of(self._pool)}))
+            if begun := self._desk.begun():
+                self._dealer.send(pack_numbers(RUNNING, begun))
 
     def _answer(self, note: dict[str, Any]) -> None:
         def tell(**said: Any) -> None:
             self._post(lambda: self._dealer.send(pack_note(TELL, {"id": note["id"], **said})))
 
+        if note["what"] == "timeline":  # it may be long
+
+            def say() -> None:
+                tell(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
+
+            safepoint.OwnThread("polycephaly-aside", say).start()
+            return
         try:
             OF_DRONES[note["what"]](self._pool, note["drone"], tell)
         except RuntimeError as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from ..procfs import birth_of
+from .private import read_private
 
 __all__ = ["Card", "check_address", "check_key", "new_pair", "wants_ipv6"]
 
@@ -95,23 +95,16 @@ class Card:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Card:
         """Raises `OSError`, `PermissionError` where others may have read or written it, `ValueError` if it is none."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with open(fd) as file:
-            status = os.fstat(fd)
-            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise PermissionError(
-                    f"{os.fspath(path)} must be yours and of mode 0600, not {stat.S_IMODE(status.st_mode):04o} of user "
-                    f"{status.st_uid}: whoever reads it can run code as you, and whoever writes it can be your server"
-                )
-            try:
-                found: dict[str, Any] = json.load(file)
-                known = [each.name for each in fields(cls) if each.default is MISSING or each.name in found]
-                card = cls(**{name: found[name] for name in known})
-                check_address(card.address)
-                for key in (card.server, card.public, card.secret):
-                    check_key(key)
-            except (ValueError, KeyError, TypeError, AttributeError) as wrong:
-                raise ValueError(f"{os.fspath(path)} is no connection file: {wrong}") from None
+        text = read_private(path)
+        try:
+            found: dict[str, Any] = json.loads(text)
+            known = [each.name for each in fields(cls) if each.default is MISSING or each.name in found]
+            card = cls(**{name: found[name] for name in known})
+            check_address(card.address)
+            for key in (card.server, card.public, card.secret):
+                check_key(key)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as wrong:
+            raise ValueError(f"{os.fspath(path)} is no connection file: {wrong}") from None
         return card
 
     def __repr__(self) -> str:

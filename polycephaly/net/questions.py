@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..launch import safepoint
 from ..link import State
+from ..promises import Promise
 from ..shared import Shared, hold
 from ..timeline.plain import pack_timeline
+from ..timeline.timeline import Timeline
 from ..wire.messages import Malformed
 from .answers import OF_DRONES, Tell
 from .frames import TELL, pack_note
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Questions"]
 
+SOON = 5.0  # seconds that joined drones have to tell what they have done
 ASIDE = 1.0  # seconds that the server's end waits for an answer that is just being made
 
 
@@ -35,6 +39,7 @@ class Questions:
         self._server = server
         self._pool = server._pool
         self._on_stop = on_stop
+        self._long = threading.Lock()  # one at a time of what takes the processor for long; each client's in turn
         self._asides: set[threading.Thread] = set()
 
     def finish(self) -> None:
@@ -57,12 +62,14 @@ class Questions:
                 else:
                     OF_DRONES[what](self._pool, drone, tell)
             elif what == "status":
-                self._aside(tell, self._server.status)
+                self._aside(tell, partial(self._look, client, self._server.status))
             elif what == "drones":
                 own = [known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING]
                 tell(value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()])
+            elif what == "setup":
+                tell(value=self._server.setup)
             elif what == "timeline":
-                self._aside(tell, lambda: pack_timeline(self._pool.timeline))
+                self._aside(tell, partial(self._timeline, client, workers.timelines()))
             elif what == "refresh":
                 self._aside(tell, self._pool.refresh)
             elif what == "stop":
@@ -71,6 +78,25 @@ class Questions:
                 tell(error=f"this server does not know what {what!r} is")
         except RuntimeError as error:
             tell(error=str(error))
+
+    def _timeline(self, client: Client, joined: list[Promise[Timeline]]) -> dict[str, Any] | None:
+        wait(joined, SOON)
+
+        def look() -> dict[str, Any]:
+            timeline = self._pool.timeline
+            for theirs in joined:
+                if theirs.done() and theirs.exception() is None:
+                    timeline += theirs.result()
+            return pack_timeline(timeline)
+
+        return self._look(client, look)
+
+    def _look(self, client: Client, look: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """One question of each client waits for those of others, so many that one asks delay himself only."""
+        with client.asking, self._long:
+            if client.identity not in self._server._clients:  # it has gone: nobody needs it
+                return None
+            return look()
 
     def _stop(self, tell: Tell, now: bool) -> None:
         if self._on_stop is None:
@@ -94,7 +120,8 @@ class Questions:
     def _tell(self, client: Client, number: int, **said: Any) -> None:
         """In any thread."""
         server = self._server
-        server._post(lambda: server._send(client.identity, pack_note(TELL, {"id": number, **said})))
+        note = pack_note(TELL, {"id": number, **said})  # here, as it may be long: not in the server's turn
+        server._post(lambda: server._say(client, note, questions=1))
 
     def _aside(self, tell: Tell, act: Callable[[], Any]) -> None:
         def go() -> None:

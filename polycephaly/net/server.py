@@ -14,6 +14,13 @@ the greeting that every ZeroMQ socket sends (64 bytes: the protocol's version an
 Each client has a desk (desk.py) with its own definitions and work. A client that leaves, or is not heard of for
 `SILENCE` seconds, has its work cancelled; nobody else's is touched.
 
+A turn reads a bounded number of messages, of which libzmq gives each peer its share. What a peer may send and
+leave unread is bounded (flow.py).
+Who goes beyond, or sends what is no message, is put out: a ROUTER closes no single peer, so
+its TCP connection is shut beneath libzmq (accepted.py). A high-water mark (RCVHWM) must not be set, nor may a peer's
+identity be handed over: libzmq 4.3.5 then stops reading the connection, and where it ends so, with a heartbeat due,
+aborts the process ("Assertion failed: !_io_error").
+
 Forks. The thread works under a turn (safepoint.py), so nothing is half done in a child. What a child has inherited of
 this server's sockets is closed there at once, or a zygote would keep the port, and clients would wait for it.
 """
@@ -40,15 +47,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
 from ..launch import safepoint
+from ..limits import shared_memory_ceiling
 from ..output import Line
 from ..procfs import birth_of
 from ..promises import Promise, settlers
 from ..shared import Shared
-from ..wire.endpoint import has_news
-from ..wire.messages import Malformed
+from ..wire.endpoint import has_news, new_context
+from ..wire.messages import CALL, Malformed
 from . import places
+from .accepted import Accepted
 from .bell import Bell
 from .desk import Desk, Given, outcome, run
+from .flow import UNREAD, ClientFlow, Flow
 from .forks import listening
 from .frames import (
     ASK,
@@ -58,17 +68,21 @@ from .frames import (
     HELLO,
     LARGEST,
     LINE,
+    LIVES,
     OUTPUT,
     PING,
     RECALL,
     REFUSED,
+    RUNNING,
     SEEN,
     SHARE,
+    SHARES,
     WORK,
     Item,
     Result,
     hello,
     pack_note,
+    pack_numbers,
     pack_results,
     read_hello,
     read_note,
@@ -79,7 +93,8 @@ from .frames import (
 from .keys import Card, check_address, check_key, new_pair, wants_ipv6
 from .questions import Questions
 from .state import drones_of, queued_in
-from .workers import Workers
+from .turns import Turns
+from .workers import Worker, Workers
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -91,22 +106,26 @@ log = logging.getLogger(__name__)
 DOMAIN = b"polycephaly"
 SILENCE = 15.0  # seconds
 LOOK = 1.0  # seconds between looks at who is silent
+LOOK_AT_CONNECTIONS = 0.2  # seconds between looks at what they have sent, where there are any
+A_TURN = 100  # messages that are read in one
+DEFINITIONS = 1024  # of one client
 LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
 UNSEEN_MOST = 8 << 20  # bytes of output that a client may have before it
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
 
 
-class Client:
+class Client(ClientFlow):
     desk: Desk
 
     def __init__(self, identity: bytes, key: str) -> None:
+        super().__init__()
         self.identity = identity
         self.key = key
-        self.heard = monotonic()
         self.tag = secrets.token_hex(8)  # of what its work prints
         self.unseen = 0  # bytes of that which it has not dealt with yet
         self.left_out = 0  # lines
+        self.asking = threading.Lock()  # one at a time of what takes the processor for long
 
 
 class Server:
@@ -118,28 +137,40 @@ class Server:
     card: Card | None = None
     """Under which it is found by name, if it is."""
 
+
     def __init__(
-        self, pool: Pool, address: str, allow: Iterable[str], on_stop: Callable[[bool], object] | None = None
+        self,
+        pool: Pool,
+        address: str,
+        allow: Iterable[str],
+        on_stop: Callable[[bool], object] | None = None,
+        setup: dict[str, Any] | None = None,
     ) -> None:
+        self.setup = setup  # what its drones had loaded before they were forked: for those that are to join
         self._pool = pool
         check_address(address)
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
         self._workers = Workers(self)
+        self._turns = Turns(pool._crew)
         self._questions = Questions(self, on_stop)
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
+        self._mute: set[bytes] = set()  # who was put out, and may not be heard
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
         self._turned_away = 0
+        self._accepted = Accepted()
+        self._ceiling = shared_memory_ceiling() // 2
+        self._put_out: dict[str, tuple[int, str]] = {}  # by key: how many, and why the last one
         self._bell = Bell()
-        self._closing = self._over = False
+        self._closing = self._over = self._somebody_left = False
         self.started = time()
         self._turn = safepoint.Turn()
         with ExitStack() as undo:
             undo.callback(self._bell.close)
-            context = zmq.Context()
+            context = new_context()
             undo.callback(context.term)
             self._zap = context.socket(zmq.REP)
             undo.callback(self._zap.close)
@@ -153,7 +184,7 @@ class Server:
                 (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
-            self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
             undo.callback(self._monitor.close)
             undo.callback(self._router.disable_monitor)
             try:
@@ -248,28 +279,40 @@ class Server:
         poller = zmq.Poller()
         for each in (self._router, self._zap, self._monitor, self._bell):
             poller.register(each, zmq.POLLIN)
-        look = monotonic() + LOOK
+        look = look_at_connections = monotonic() + LOOK
         while not self._closing:
             self._bell.asleep = True
             if not (self._outcomes or self._acts or self._gone or self._closing):
-                poller.poll(int((LOOK if not self._workers else LOOK_AT_WORKERS) * 1000))
+                often = LOOK_AT_WORKERS if self._workers else LOOK_AT_CONNECTIONS if self._accepted else LOOK
+                poller.poll(int(often * 1000))
             self._bell.asleep = False
             with self._turn:
                 self._bell.hush()
                 try:
                     self._let_in()
                     gone, self._gone = self._gone, set()
-                    self._hear_all()  # also what those have said who are gone
-                    for identity in gone:
-                        self._let_go(identity, "the connection is gone")
+                    self._hear_all(gone)
                     while self._acts:
                         self._acts.popleft()()
                     self._send_outcomes()
+                    self._turns.look()
                     self._workers.share()
                     late = monotonic() >= look
-                    if self._somebody_left() or late:
-                        self._drop_the_gone()
+                    self._see_connections()
+                    if self._somebody_left or late:
+                        self._somebody_left = False
+                        self._drop_the_gone(late)
                     self._workers.take_back()
+                    if monotonic() >= look_at_connections:
+                        look_at_connections = monotonic() + LOOK_AT_CONNECTIONS
+                        if not has_news(self._router):
+                            self._mute.clear()
+                        for client in self._clients.values():
+                            if begun := client.desk.begun():
+                                self._say(client, pack_numbers(RUNNING, begun))
+                        self._check_ceiling()
+                        for why in self._accepted.look(2 * SILENCE, LOOK_AT_CONNECTIONS):  # clients are told before
+                            self._note_put_out("of no key yet", why)
                     if late:
                         look = monotonic() + LOOK
                         self._tell_of_strangers()
@@ -280,6 +323,7 @@ class Server:
                 while self._acts:
                     self._acts.popleft()()
                 self._send_outcomes()
+                self._tell_of_strangers()
             except Exception:
                 log.exception("a bug in polycephaly: a server's last turn failed")
             for client in list(self._clients.values()):
@@ -295,66 +339,139 @@ class Server:
 
     def _let_in(self) -> None:
         """ZeroMQ's authentication protocol (RFC 27): libzmq asks whether this key may come in."""
-        while has_news(self._zap):
+        for _ in range(A_TURN):
+            if not has_news(self._zap):
+                return
             request = self._zap.recv_multipart(zmq.NOBLOCK)
             version, number, domain, _, _, mechanism = request[:6]
             key = z85.encode(request[6]).decode() if mechanism == b"CURVE" and len(request) == 7 else ""
             # Compared with each in constant time: how long it takes tells nothing of the keys.
             known = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
-            status = (b"200", b"OK", key.encode()) if known and domain == DOMAIN else (b"400", b"", b"")
+            self._see_connections()
+            user = f"{key} {self._accepted.count}".encode()  # whose, and not of a connection accepted later than these
+            status = (b"200", b"OK", user) if known and domain == DOMAIN else (b"400", b"", b"")
             if not known:
                 self._turned_away += 1
             self._zap.send_multipart([version, number, *status, b""])
 
-    def _hear_all(self) -> None:
-        while has_news(self._router):
-            identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+    def _hear_all(self, gone: set[bytes]) -> None:
+        """Also what those have said who are gone, before they are let go."""
+        for _ in range(A_TURN):
+            if not has_news(self._router):
+                for identity in gone:
+                    self._let_go(identity, "the connection is gone")
+                return
+            received: Any = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            identity, *frames = [each.bytes for each in received]
+            if identity in self._mute:
+                continue
+            key, _, known = str(received[-1].get("User-Id")).partition(" ")
+            fd = int(received[-1].get(zmq.SRCFD))
+            self._accepted.hear(fd)
             try:
-                key = frames[0].get("User-Id") if frames else ""
-                self._hear(identity.bytes, str(key), [each.bytes for each in frames])
-            except (Malformed, KeyError, OverflowError) as wrong:
-                log.warning("a malformed message of a client was dropped: %s", wrong)
+                self._hear(identity, key, frames)
+            except (Malformed, LookupError, OverflowError) as wrong:
+                self._put(identity, key, fd, int(known), str(wrong))
+        self._gone |= gone  # when all that they have said was heard
+
+    def _put(self, identity: bytes, key: str, fd: int, known: int, why: str) -> None:
+        """Out: its connection is shut when it has had time to get our last word, and it is heard no more."""
+        self._note_put_out(key[:8], why)
+        self._send(identity, [REFUSED, f"put out: {why}".encode()])
+        self._let_go(identity, f"put out: {why}")
+        self._mute.add(identity)
+        self._accepted.condemn(fd, known)
+
+    def _note_put_out(self, key: str, why: str) -> None:
+        times, _ = self._put_out.get(key, (0, ""))
+        self._put_out[key] = times + 1, why
+
+    def _check_ceiling(self) -> None:
+        """Who has most is put out: what it still sends is of nobody's, and so ends its connection."""
+        peers: list[Client | Worker] = [*self._clients.values(), *self._workers]
+        if sum(each.held for each in peers) > self._ceiling:
+            most = max(peers, key=lambda each: each.held)
+            why = f"the server holds more than {self._ceiling:,} bytes of its clients, {most.held:,} of them yours"
+            self._note_put_out(most.key[:8], why)
+            self._let_go(most.identity, f"put out: {why}")
 
     def _hear(self, identity: bytes, key: str, frames: list[bytes]) -> None:
-        if not frames:
-            raise Malformed("nothing in it")
-        kind, client = frames[0], self._clients.get(identity)
-        worker = self._workers.get(identity)
+        client, worker = self._clients.get(identity), self._workers.get(identity)
+        peer: Flow | None = client or worker
+        if peer is not None:
+            peer.heard, peer.silent = monotonic(), 0
+            whole = peer.whole(frames)
+            if whole is None:
+                return
+            frames = whole
+        kind = frames[0]
         if kind == HELLO:
+            if peer is not None:
+                raise Malformed("a second hello")
             why, _, who = read_hello(frames, "the client", "the server")
             if why is not None:
                 log.warning("a client (%s) was refused: %s", key[:8], why)
                 self._send(identity, [REFUSED, why.encode()])
                 return
-            self._let_go(identity, "you have begun anew")
             self._admit(identity, key, who)
+            return
+        if kind == PING and peer is not None:
+            peer.came_back(frames)
+            if client is not None:
+                self._send_on(client)
             return
         if worker is not None:
             self._workers.hear(worker, frames)
             return
         if client is None:  # it was let go, or has not said hello
             if kind != BYE:
-                self._send(identity, [REFUSED, b"the server does not know it (any more): connect again"])
+                raise Malformed("the server does not know it (any more): connect again")
             return
-        client.heard = monotonic()
         if kind == WORK:
-            for item in read_work(frames):
-                client.desk.take(item)
-        elif kind in (CANCEL, RECALL):
-            client.desk.cancel(read_numbers(frames), running=kind == CANCEL)
+            self._take(client, frames)
+        elif kind == CANCEL:
+            numbers = read_numbers(frames)
+            client.cancels(numbers)
+            client.desk.cancel(numbers, running=True)
+        elif kind == RECALL and not client.recalled:
+            client.recalled = True
+            client.desk.cancel(read_numbers(frames), running=False)
         elif kind == SHARE:
+            client.asks()
             self._questions.hold(client, *read_share(frames))
         elif kind == GIVE_UP:
             for number in read_numbers(frames):
-                client.desk.shared.pop(number, None)
+                del client.desk.shared[number]
         elif kind == ASK:
+            client.asks()
             self._questions.ask(client, read_note(frames))
         elif kind == SEEN:
-            client.unseen -= sum(read_numbers(frames))
+            seen = sum(read_numbers(frames))
+            if not 0 < seen <= client.unseen:
+                raise Malformed("more output dealt with than there was")
+            client.unseen -= seen
+        elif kind == LIVES:
+            client.lives()
         elif kind == BYE:
             self._drop(client, "you have left")
-        elif kind != PING:
+        else:
             raise Malformed(f"a message of type {kind[:8]!r}")
+
+    def _take(self, client: Client, frames: list[bytes]) -> None:
+        """Raises `Malformed`."""
+        defined = False
+        for item in read_work(frames):
+            if item.kind & ~SHARES >= CALL:
+                client.call(item.number, len(item.payload))
+            else:
+                defined = True
+            client.desk.take(item)
+        self._turns.due |= sum(bool(each.desk.works) for each in self._clients.values()) > 1
+        if defined:
+            definitions = client.desk._definitions.values()
+            if len(definitions) > DEFINITIONS:
+                raise Malformed(f"more than {DEFINITIONS} definitions")
+            client.defined = sum(len(each.payload) for each in definitions)
 
     def _admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
         size = self._pool._crew.plan.size
@@ -379,7 +496,7 @@ class Server:
     # -- what goes back -------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
-        results: dict[bytes, list[Result]] = {}
+        results: dict[Client, list[Result]] = {}
         printed: dict[Client, list[Line]] = {}
         for _ in range(len(self._outcomes)):
             client, number, settled = self._outcomes.popleft()
@@ -389,11 +506,11 @@ class Server:
             if client.desk.works.pop(number, None) is None:
                 continue  # nobody waits for it
             self._tasks_done += not settled.cancelled()
-            results.setdefault(client.identity, []).append(outcome(number, settled))
+            results.setdefault(client, []).append(outcome(number, settled))
         for client, lines in printed.items():  # what work has printed is there before what came of it
             self._send_lines(client, lines)
-        for identity, some in results.items():
-            self._send(identity, pack_results(some))
+        for client, some in results.items():
+            self._say(client, pack_results(some), [number for number, *_ in some])
 
     def _send_lines(self, client: Client, lines: list[Line]) -> None:
         """Not to one who does not read them, or they would fill the memory."""
@@ -403,12 +520,14 @@ class Server:
                 client.left_out += 1
                 continue
             if client.left_out:
-                told.append((f"[{client.left_out} lines were left out here]", line.drone, line.stream))
+                gap = f"[{client.left_out} lines were left out here]"
+                told.append((gap, line.drone, line.stream))
+                client.unseen += len(gap) + LINE
                 client.left_out = 0
             told.append((line.text, line.drone, line.stream))
             client.unseen += len(line.text) + LINE
         if told and client.identity in self._clients:
-            self._send(client.identity, pack_note(OUTPUT, {"lines": told}))
+            self._say(client, pack_note(OUTPUT, {"lines": told}))
 
     def tell_lines(self, told: list[tuple[str, str, str, str]]) -> None:
         """In the server's turn: what a worker's drones have printed."""
@@ -418,6 +537,22 @@ class Server:
             if listener is not None:
                 listener(Line(text, drone, stream, tag))
 
+    def _say(self, client: Client, frames: list[bytes], answers: Sequence[int] = (), questions: int = 0) -> None:
+        """As soon as it has read enough of what was said before."""
+        client.outbox.append((frames, answers, questions))
+        client.outbox_bytes += sum(map(len, frames))
+        self._send_on(client)
+
+    def _send_on(self, client: Client) -> None:
+        while client.outbox and client.unread <= UNREAD:
+            frames, answers, questions = client.outbox.popleft()
+            client.outbox_bytes -= sum(map(len, frames))
+            client.answered(answers, questions)
+            client.sends(frames)
+            self._send(client.identity, frames)
+        if client.outbox and not client.is_probed:
+            self._send(client.identity, client.probe())
+
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:
             self._router.send_multipart([identity, *frames])
@@ -426,21 +561,22 @@ class Server:
             return False
         return True
 
-    def _somebody_left(self) -> bool:
-        """Perhaps only a stranger."""
-        left = False
+    def _see_connections(self) -> None:
         while has_news(self._monitor):
-            recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            left = True
-        return left
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted.add(event["value"])
+            else:
+                self._accepted.discard(event["value"])
+                self._somebody_left = True  # perhaps only a stranger
 
-    def _drop_the_gone(self) -> None:
-        now = monotonic()
+    def _drop_the_gone(self, look: bool) -> None:
         for peer in [*self._clients.values(), *self._workers]:
-            if now - peer.heard > SILENCE:
+            peer.silent += look
+            if peer.silent * LOOK > SILENCE:
                 self._let_go(peer.identity, f"not heard of for {SILENCE:g} s")
             else:
-                self._send(peer.identity, [PING])
+                self._send(peer.identity, peer.probe())
 
     def _let_go(self, identity: bytes, why: str) -> None:
         """Whoever that is."""
@@ -453,6 +589,9 @@ class Server:
         if self._turned_away:  # now and then, or they could fill the log
             log.warning("%s: %d times somebody without an allowed key was turned away", self.address, self._turned_away)
             self._turned_away = 0
+        for key, (times, why) in self._put_out.items():
+            log.warning("%s: %d peers (%s) were put out, the last one for: %s", self.address, times, key, why)
+        self._put_out.clear()
 
     def _drop(self, client: Client, why: str) -> None:
         if self._clients.pop(client.identity, None) is None:
@@ -479,6 +618,7 @@ def serve(
     file: str | os.PathLike[str] | None = None,
     allow: Iterable[str] = (),
     on_stop: Callable[[bool], object] | None = None,
+    _setup: dict[str, Any] | None = None,
 ) -> Server:
     """Lets other processes use `pool`, by TCP, encrypted and for known keys only.
 
@@ -505,7 +645,7 @@ def serve(
     pool._crew.check_open()
     if name is not None:
         places.check_free(name)
-    server = Server(pool, address, allow, on_stop)
+    server = Server(pool, address, allow, on_stop, _setup)
     try:
         if name is not None or file is not None:
             public, secret = new_pair()

@@ -56,6 +56,7 @@ def _doing(link: Link) -> dict[str, Any]:
         "state": state,
         "running": label,
         "seconds": None if since is None else max(0.0, now - since),
+        "waiting": None if link.waiting is None else link.waiting.as_dict() | {"seconds": link.waiting.seconds},
         "memory": link.memory(0),
         "tasks_done": link.tasks_done,
     }

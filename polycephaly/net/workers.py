@@ -32,19 +32,23 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DroneDied
 from ..link import State
 from ..promises import CANCELLED, FINISHED, Promise
+from ..timeline.plain import unpack_timeline
+from ..timeline.timeline import Timeline
+from ..wire.definitions import Defined
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
 from .desk import Given
+from .flow import Flow
 from .frames import (
     ASK,
     BYE,
     CANCEL,
     NEWS,
     OUTPUT,
-    PING,
     RECALL,
     RESULTS,
     RETURNED,
+    RUNNING,
     TELL,
     WINDOW,
     Item,
@@ -67,23 +71,23 @@ __all__ = ["Worker", "Workers"]
 
 log = logging.getLogger("polycephaly")
 
-_DEFINITIONS_KEPT = 256
 _INDEX = 32
 """A drone of a worker has the worker's index above so many bits, and its number there below."""
 
 
-class Worker:
+class Worker(Flow):
     def __init__(self, identity: bytes, key: str, index: int, who: dict[str, Any]) -> None:
+        super().__init__()
         self.identity = identity
         self.key = key
-        self.heard = self.told = monotonic()
+        self.told = monotonic()
         self.index = index
         self.name = f"{who.get('name')} on {who.get('host')}"
         self.window = 0
         self.leaves = False
         self.recalled = False
         self.flight: dict[int, Work] = {}
-        self.defined: dict[int, None] = {}
+        self.defined = Defined()
         self.drones: list[dict[str, Any]] = []
         self.asked: dict[int, Callable[..., None]] = {}
 
@@ -119,7 +123,12 @@ class Workers:
     # -- calls ------------------------------------------------------------------------------------------
 
     def share(self) -> None:
-        """Has the hub lend what no drone has got to those who have room."""
+        """Has the hub lend what no drone has got to those who have room; those who have what is not used any more are
+        told."""
+        for each in self:
+            if each.defined.unused:
+                unused = [Item(number, 0, FORGET) for number in each.defined.take_unused()]
+                self._server._send(each.identity, pack_work(unused))
         roomy = [(each, each.room) for each in self if each.room > 0 and each.drones]
         if roomy and self._crew.queue and not self._lending:
             self._lending = True
@@ -170,14 +179,9 @@ class Workers:
             self._post(partial(self._crew.lending.come_back, works))
 
     def _define(self, worker: Worker, given: Given, items: list[Item]) -> None:
-        if given.number in worker.defined:
-            return
-        if len(worker.defined) >= _DEFINITIONS_KEPT:
-            oldest = next(iter(worker.defined))
-            del worker.defined[oldest]
-            items.append(Item(oldest, 0, FORGET))
-        worker.defined[given.number] = None
-        items.append(Item(given.number, 0, given.kind, pack_definition(given.label, given.payload, given.tag)))
+        if given.number not in worker.defined:
+            items += [Item(oldest, 0, FORGET) for oldest in worker.defined.add(given)]
+            items.append(Item(given.number, 0, given.kind, pack_definition(given.label, given.payload, given.tag)))
 
     def _look_if_cancelled(self, worker: Worker, work: Promise[Any]) -> None:
         """In any thread."""
@@ -206,7 +210,6 @@ class Workers:
     def hear(self, worker: Worker, frames: list[bytes]) -> None:
         """Raises `Malformed`."""
         kind = frames[0]
-        worker.heard = monotonic()
         if kind == RESULTS:
             self._settle(worker, list(read_results(frames)))
         elif kind == RETURNED:
@@ -221,6 +224,10 @@ class Workers:
         elif kind == NEWS:
             worker.drones = _checked(read_note(frames).get("drones"))
             worker.told = worker.heard
+        elif kind == RUNNING:
+            for number in read_numbers(frames):
+                if (work := worker.flight.get(number)) is not None:
+                    work.runs_elsewhere = True
         elif kind == OUTPUT:
             self._server.tell_lines(read_lines(frames, 4))
         elif kind == TELL:
@@ -230,7 +237,7 @@ class Workers:
                 tell(**{name: note[name] for name in ("value", "error") if name in note})
         elif kind == BYE:
             self.drop(worker, "it has left")
-        elif kind != PING:
+        else:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
     def _settle(self, worker: Worker, results: list[Result]) -> None:
@@ -304,7 +311,18 @@ class Workers:
 
     def ask(self, what: str, number: int, tell: Callable[..., None]) -> None:
         """Raises `RuntimeError` where its worker is gone."""
-        worker = self._worker_of(number)
+        self._ask(self._worker_of(number), what, number, tell)
+
+    def timelines(self) -> list[Promise[Timeline]]:
+        """Of each worker, a promise of what its drones have done, in times of our clock."""
+        told: list[Promise[Timeline]] = []
+        for worker in self:
+            promise: Promise[Timeline] = Promise()
+            told.append(promise)
+            self._ask(worker, "timeline", 0, partial(_take_timeline, promise))
+        return told
+
+    def _ask(self, worker: Worker, what: str, number: int, tell: Callable[..., None]) -> None:
         asked = next(self._ask_numbers)
         worker.asked[asked] = tell
         note = {"id": asked, "what": what, "drone": number & (1 << _INDEX) - 1}
@@ -312,6 +330,16 @@ class Workers:
 
     def _post(self, act: Callable[[], object]) -> None:
         self._crew.hub.post(act)
+
+
+def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:
+    """In the server's turn. What a worker says may be anything."""
+    try:
+        timeline = unpack_timeline(value["timeline"], value["now"] - monotonic())
+    except (TypeError, ValueError, LookupError, AttributeError) as wrong:
+        promise._settle(FINISHED, None, RuntimeError(error or f"no timeline: {wrong}"))
+    else:
+        promise._settle(FINISHED, timeline, None)
 
 
 def _is_relayed(work: Work) -> bool:

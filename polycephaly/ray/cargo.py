@@ -107,7 +107,8 @@ class Plasma:
         inline, runs, lengths = _runs(pieces, buffers)
         total = sum(lengths)
         sealed = Sealed(self.put(Cargo(runs), total), total, self.session)
-        return Parcel(inline, [(sealed, at, length) for at, length in enumerate(lengths)])  # type: ignore[misc]
+        places = [(sealed, at, length) for at, length in enumerate(lengths)]
+        return Parcel(inline, places, total)  # type: ignore[arg-type]
 
     def put(self, cargo: Cargo, total: int) -> Any:
         """Raises as `parcel` does."""

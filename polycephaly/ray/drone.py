@@ -40,9 +40,9 @@ from ..image.overlap import Overlap
 from ..image.runner import Runner
 from ..procfs import boot_of_this_machine, memory_of
 from ..wire.messages import RETURNED, SHARED, pack_numbers, status_of
+from ..wire.snapshot import Snapshot, enter
 from .cargo import Cargo, Hold, Manifest
 from .diary import ERR, OUT, Diary, Printed, open_folder
-from .snapshot import Snapshot, enter
 
 __all__ = ["Birth", "Born", "Nest", "Report"]
 

@@ -40,18 +40,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..errors import Lost
 from ..link import Link, State
 from ..procfs import boot_of_this_machine
+from ..wire import snapshot
 from ..wire.arena import Full
 from ..wire.capture import MainSnapshot
 from ..wire.definitions import Book
+from ..wire.snapshot import Snapshot
 from ..work import Work
-from . import snapshot
 from .cargo import Cargo, Lying, Plasma, session
 from .cluster import where_in
 from .diary import Remains, kill_owner, read_remains
 from .drone import Birth, Born, Nest, Report
 from .link import RayLink
 from .shared import RayShared, share
-from .snapshot import Snapshot
 from .switch import MOST, Switch
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RayEngine:
         self._open_book()
 
     def _open_book(self) -> None:
-        names = [*self._taken.definitions, *self._taken.data]
+        names = self._taken.names()
         self._ref = ray.put(self._taken)
         store: Any = self._store
         self._roster.book = Book(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)

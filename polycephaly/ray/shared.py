@@ -32,7 +32,7 @@ class RayShared(StandIn, Generic[T]):
     @property
     def value(self) -> T:
         """The value, built anew each time. Raises `ValueError` after `release`, and `Lost`."""
-        value: T = self._held()._result
+        value: T = self._held().result()
         return value
 
     @property
@@ -97,14 +97,9 @@ class _Settled(Promise[Any]):
         self.where = part
         self._settle(FINISHED, None, None)
 
-    @property
-    def _result(self) -> Any:
+    def _bring_here(self) -> Any:
         views = [Lying(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
         return load_beside(self.where.inline, [memoryview(each) for each in views])
-
-    @_result.setter
-    def _result(self, value: Any) -> None:
-        pass
 
     def _part(self, book: Any) -> Parcel | None:
         here = isinstance(book.store, Plasma) and all(

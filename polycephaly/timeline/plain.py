@@ -24,11 +24,19 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def unpack_timeline(plain: dict[str, Any]) -> Timeline:
-    spans = (Span(*span)._replace(needed=tuple(span[-1])) for span in plain["spans"])  # JSON has lists only
+def unpack_timeline(plain: dict[str, Any], ahead: float = 0.0) -> Timeline:
+    """The clock that its times are of is so many seconds `ahead` of ours."""
+    spans = (_ours(Span(*span)._replace(needed=tuple(span[-1])), ahead) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
     timeline.threads_lost = plain["threads_lost"]
     for sums, spans, start, end in plain["folded"]:
         by_key = {(drone, name): Sums(*numbers) for drone, name, *numbers in sums}
-        timeline.add_record(Folded(by_key, spans, start, end), [])
+        timeline.add_record(Folded(by_key, spans, start - ahead, end - ahead), [])
     return timeline
+
+
+def _ours(span: Span, ahead: float) -> Span:
+    names = ("started", "finished", "queued", "sent", "received")
+    times: dict[str, Any] = {name: getattr(span, name) for name in names}
+    shifted: dict[str, Any] = {name: None if at is None else at - ahead for name, at in times.items()}
+    return span._replace(**shifted)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import copyreg
+import functools
 import os
 import pickle
 import sys
@@ -73,10 +74,12 @@ class MainSnapshot:
     but containers that cannot be (list, dict, set): those it keeps, since an `id` alone may be used again.
     """
 
-    def __init__(self, names: Iterable[str] | None = None) -> None:
-        """Of `names` only, where given: what a spawned image found when it imported the main module."""
+    def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
+        """Of `names` only, where given: what a spawned image found when it imported the main module, or was sent. Of
+        what was `left_out` only whether it is still the same is known."""
         self._held: dict[str, Any] = {}
         main = main_namespace()
+        self._left_out = {name: _hold(main[name]) for name in left_out if name in main and not name.startswith("__")}
         for name in list(main) if names is None else names:
             if name in main and not name.startswith("__"):
                 self._held[name] = _hold(main[name])
@@ -89,7 +92,9 @@ class MainSnapshot:
 
     def unchanged(self, name: str, value: object) -> bool:
         """Was `value` bound to `name` then?"""
-        held = self._held.get(name, self)
+        return self._is(self._held.get(name, self), value)
+
+    def _is(self, held: object, value: object) -> bool:
         if isinstance(held, ref):
             held = held()
             return held is not None and held is value
@@ -99,7 +104,8 @@ class MainSnapshot:
         """Does `__main__` hold now what it held then? What lists and the like contain is not looked at."""
         main = main_namespace()
         names = [name for name in list(main) if not name.startswith("__")]
-        return len(names) == len(self._held) and all(self.unchanged(name, main.get(name)) for name in names)
+        held = self._held | self._left_out
+        return len(names) == len(held) and all(self._is(held.get(name, self), main.get(name)) for name in names)
 
     def holds(self, definition: Any) -> bool:
         """May this function or class of `__main__` go by reference, being there under its own name?"""
@@ -284,16 +290,18 @@ def join(head: Any, parts: Sequence[bytes | Parcel], store: Store | None) -> byt
     """Several payloads as one, with something to say of them: plain data. See `load_joined`."""
     inlines: list[tuple[bytes, int]] = []
     places: list[Place] = []
+    written = 0
     for part in parts:
         if isinstance(part, Parcel):
+            written += part.travels - len(part.inline)
             inlines.append((part.inline, len(part.places)))
             places += part.places
         else:
             inlines.append((part, 0))
     together = stored(dumps((head, inlines), 5), store)
     if isinstance(together, Parcel):
-        return Parcel(together.inline, [*together.places, *places])
-    return Parcel(together, places) if places else together
+        return Parcel(together.inline, [*together.places, *places], together.travels - len(together.inline) + written)
+    return Parcel(together, places, written) if places else together
 
 
 def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Parcel:
@@ -328,8 +336,21 @@ def _array(typecode: str, buffer: Any) -> array.array[Any]:
     return made
 
 
+def _reduce_descriptor(it: Any) -> tuple[Any, ...]:
+    return type(it), (it.func,), {name: value for name, value in vars(it).items() if name not in _MADE_BY_INIT}
+
+
+_MADE_BY_INIT = ("lock", "_method_cache")
+"""In CPython 3.11 (cached_property) and 3.13.0 (singledispatchmethod); neither can be pickled."""
+
+
 _NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
-_REDUCERS: dict[Any, Any] = {memoryview: _reduce_memoryview, array.array: _reduce_array}
+_REDUCERS: dict[Any, Any] = {
+    memoryview: _reduce_memoryview,
+    array.array: _reduce_array,
+    functools.cached_property: _reduce_descriptor,
+    functools.singledispatchmethod: _reduce_descriptor,
+}
 
 
 class _Plain(pickle.Pickler):
@@ -347,10 +368,12 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         self._snapshot = snapshot
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (type, FunctionType)):
+        if not isinstance(obj, (type, FunctionType, _CACHED)):
             return super().reducer_override(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the plain way: by reference
+        if isinstance(obj, _CACHED) or (isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHES):
+            return NotImplemented if _is_importable(obj) else _reduce_wrapper(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
             self._leave_shared_globals(reduced)
@@ -367,6 +390,47 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value) and not hasattr(type(value), "is_one_in_all_images"):
                 captured[name] = _ByName(name)
+
+
+# -- functions of functools that go by value --------------------------------------------------------------
+
+_CACHED: Any = type(functools.cache(abs))
+_DISPATCHES = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
+"""The code that all functions by `singledispatch` have in common."""
+_MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
+_NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
+
+
+def _is_importable(obj: Any) -> bool:
+    found = None if obj.__module__ == "__main__" else sys.modules.get(obj.__module__)
+    for step in getattr(obj, "__qualname__", "").split("."):
+        found = getattr(found, step, None)
+    return found is obj
+
+
+def _reduce_wrapper(obj: Any) -> Any:
+    """A cached function arrives with an empty cache.
+
+    Where the wrapped function names its wrapper, the wrapper is reduced again while its arguments are written, and is
+    in the memo when they are: pickle then drops the outer one. In the other image the wrapped function is still without
+    its names at that moment, so the wrapper's own names are in its state, which is set attribute by attribute.
+    """
+    state = {name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)}  # a partial has none
+    state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
+    if isinstance(obj, _CACHED):
+        return _cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
+    return _dispatching, (list(obj.registry.items()),), (None, state)
+
+
+def _cached(wrapped: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(wrapped)
+
+
+def _dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
+    made = functools.singledispatch(dict(registry)[object])
+    for kind, function in registry:
+        made.register(kind, function)
+    return made
 
 
 # -- classes that go by value ---------------------------------------------------------------------------

@@ -5,17 +5,23 @@
 
 When may a function pickled before be reused? A function by reference: always. A function by value: while
 everything that it would capture (closure cells, globals, defaults) is the very same immutable object as it
-was then; those objects are its *witnesses*. Where one of them could have been changed in place, the function
+was then, which its *guards* tell. Where one of them could have been changed in place, the function
 is pickled again at each call, since a call captures the values of its moment.
+
+An entry dies with its function, so nothing in it may lead back to the function: cells, namespaces, other functions and
+modules could. A guard therefore reads them through a weak reference to the function, and holds weakly what was there.
+Only what refers to nothing (numbers, strings, bytes, code, tuples of these) is held as it is.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
+from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -30,10 +36,13 @@ from .tickets import meeting
 if TYPE_CHECKING:
     from ..vault import Deposit, Vault
 
-__all__ = ["Book", "Definition", "by_reference"]
+__all__ = ["Book", "Defined", "Definition", "by_reference"]
 
 _NOT_THERE = object()
+_not_there = itertools.repeat(_NOT_THERE)
 _KEPT_CODE = 1024
+_DEFINITIONS_KEPT = 256
+_DEFINITION_BYTES_KEPT = 8 << 20
 _COLD = 16
 """So many reports of a shorter time are believed as they are: the first calls tell what it takes to warm up."""
 _numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
@@ -43,15 +52,14 @@ class Definition:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
     __slots__ = (
-        "captures", "carries", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
+        "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
         "reports", "seconds",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
         self.number = number
         self.kind = kind
-        self.captures = False  # handles of kept values: then it is for one call
-        self.carries = False  # these, or what wants to know what becomes of the call
+        self.captures = False  # handles of kept values, or what wants to know of the call: then it is for one call
         self.kept: dict[int, Deposit] = {}  # these values, until that call has them
         self.moved: list[Any] = []
         self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
@@ -81,8 +89,52 @@ class Definition:
 
 class _Entry(NamedTuple):
     function: ref[Any]
-    witnesses: tuple[tuple[Any, str, Any], ...]  # (dict, cell or function; name; the object that was there)
+    guards: tuple[_Guard, ...]  # none: the function goes by reference, always
     definition: Definition
+
+
+class Defined:
+    """The definitions that another process has, so that a call of one carries only its number.
+
+    Told to be forgotten there are those that nobody can call any more, and the oldest ones when there are too many. One
+    thread at a time uses it; but a definition may end in any thread, in the middle of anything: then its number is
+    added to `unused`, and `ended` called.
+    """
+
+    def __init__(self, ended: Callable[[], object] | None = None) -> None:
+        self.unused: deque[int] = deque()
+        self._ended = ended
+        self._known: dict[int, tuple[ref[Any], int]] = {}  # number -> definition, bytes; oldest first
+        self._bytes = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._known
+
+    def add(self, definition: Any) -> Iterator[int]:
+        """It goes there now. Gives the numbers of those that have to be forgotten before, for want of room."""
+        known, number, size = self._known, definition.number, len(definition.payload)
+        while known and (len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT):
+            oldest = next(iter(known))
+            self.remove(oldest)
+            yield oldest
+        known[number] = ref(definition, partial(self._end, number)), size
+        self._bytes += size
+
+    def remove(self, number: int) -> None:
+        """It is not there any more."""
+        self._bytes -= self._known.pop(number, (None, 0))[1]
+
+    def take_unused(self) -> Iterator[int]:
+        """The numbers of those that are to be forgotten, as nobody can call them any more."""
+        while self.unused:
+            number = self.unused.popleft()
+            self.remove(number)
+            yield number
+
+    def _end(self, number: int, _: object) -> None:
+        self.unused.append(number)
+        if self._ended is not None:
+            self._ended()
 
 
 class Book:
@@ -96,23 +148,24 @@ class Book:
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
-        self._last: tuple[Any, Any] = (self, None)  # a function without witnesses, and its definition
+        self._last: tuple[ref[Any], Any] = ref(self), None  # a function without guards, and its definition
         self._code: dict[str, Definition] = {}
         self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, work: str | Callable[..., Any]) -> Definition:
         """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
-        if work is self._last[0]:
-            last: Definition = self._last[1]
-            return last
+        same: Definition
+        last, same = self._last
+        if work is last():
+            return same
         if isinstance(work, str):
             return self._define_code(work)
         entry = self._entries.get(id(work))
         if entry is not None:
-            function, witnesses, definition = entry
-            if function() is work and (not witnesses or all(map(_stands, witnesses))):
-                if not witnesses:
-                    self._last = work, definition
+            function, guards, definition = entry
+            if function() is work and (not guards or all(map(_stands, guards))):
+                if not guards:
+                    self._last = function, definition
                 return definition
         try:
             with meeting(self.vault) as pickling:
@@ -123,8 +176,7 @@ class Book:
         kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
         definition = Definition(next(_numbers), kind, payload, label(work))
         definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
-        definition.captures = bool(pickling.met)
-        definition.carries = bool(pickling.met or pickling.moved)
+        definition.captures = bool(pickling.met or pickling.moved)
         if entry is not None:
             definition.seconds = entry.definition.seconds
         if not self._remember(work, definition):
@@ -136,7 +188,7 @@ class Book:
     def forget(self) -> None:
         """Its drones are gone: nothing of it is needed any more, and some may lie in shared memory."""
         self._entries.clear()
-        self._last = self, None
+        self._last = ref(self), None
 
     def _define_code(self, source: str) -> Definition:
         known = self._code.get(source)
@@ -152,15 +204,12 @@ class Book:
         if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
             return False  # an instance or a bound method: its state may change at any time
         try:
-            witnesses = tuple(_witnesses(work, self.snapshot, set()))
+            guards = tuple(_guards(work, self.snapshot, set()))
         except _Mutable:
             return False
         key, entries = id(work), self._entries
-
-        def forget(_: object) -> None:
-            entries.pop(key, None)
-
-        entries[key] = _Entry(ref(work, forget), witnesses, definition)
+        # Called as pop(key, reference) before the memory of `work`, and so its id, can be used again.
+        entries[key] = _Entry(ref(work, partial(entries.pop, key)), guards, definition)
         return True
 
 
@@ -176,75 +225,109 @@ def label(work: object) -> str:
     return str(name) if name else f"a {type(work).__qualname__}"
 
 
-def _stands(witness: tuple[Any, str, Any]) -> bool:
-    place, name, value = witness
-    if type(place) is dict:
-        return place.get(name, _NOT_THERE) is value if name else tuple(place) == value
-    if type(place) is FunctionType or type(place) is partial:
-        return getattr(place, name) is value
-    try:
-        return place.cell_contents is value
-    except ValueError:  # the cell is empty now
+class _Weak(ref[Any]):
+    """Tells our references from one that is itself a value."""
+
+    __slots__ = ()
+
+
+class _Guard(NamedTuple):
+    """What the pickle of one function or partial depends on."""
+
+    work: ref[Any]
+    names: tuple[str, ...]  # of globals
+    state: list[Any]  # when it was pickled: see `_state` and `_held`
+
+
+def _stands(guard: _Guard) -> bool:
+    reference, names, then = guard
+    work = reference()
+    if work is None:
         return False
+    try:
+        now = _state(work, names)
+    except ValueError:  # a cell is empty now
+        return False
+    if len(now) != len(then):  # a keyword came or went
+        return False
+    for held, value in zip(then, now):  # noqa: B905, SIM110 - `strict` and a generator take longer
+        if held is not value and not _is(held, value):
+            return False
+    return True
 
 
-def _witnesses(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    """What the pickle of `work` depends on; raises `_Mutable` where looking again would not show a change."""
+def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
+    """All that can change of it; the values of its globals come last. Raises `ValueError` for an empty cell.
+
+    Asked for at each call: no comprehension, which is a call, and no new tuple within, to be compared in depth.
+    """
+    if type(work) is not FunctionType:
+        keywords, state = work.keywords, [not work.__dict__, work.func, work.args]
+    else:
+        keywords, state = work.__kwdefaults__, [not work.__dict__, work.__code__, work.__defaults__]
+        for cell in work.__closure__ or ():
+            state.append(cell.cell_contents)
+    if keywords:
+        state += *keywords, *keywords.values()
+    if names:
+        state += map(work.__globals__.get, names, _not_there)
+    return state
+
+
+_HELD = frozenset((*ATOMS, CodeType))
+"""These refer to nothing but their like."""
+
+
+def _held(value: Any) -> Any:
+    """What tells later whether another value is this one. Nothing in it leads back to a function."""
+    if type(value) is tuple:
+        held = tuple(map(_held, value))
+        return value if all(map(is_, held, value)) else held
+    if type(value) in _HELD:
+        return value
+    try:
+        return _Weak(value)
+    except TypeError:  # a container of `__main__`, which the snapshot holds too; a subclass of int or bytes
+        return value
+
+
+def _is(held: Any, value: Any) -> bool:
+    if held is value:
+        return True
+    if type(held) is _Weak:
+        return held() is value
+    return type(held) is type(value) is tuple and len(held) == len(value) and all(map(_is, held, value))
+
+
+def _guards(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
+    """Of all that goes with `work`; raises `_Mutable` where looking again would not show a change."""
     if id(work) in seen or by_reference(work, snapshot):
         return
     seen.add(id(work))
     if not isinstance(work, (FunctionType, partial)) or work.__dict__:
         raise _Mutable  # a class by value, or something that has attributes
-    yield work.__dict__, "", ()
-    if isinstance(work, partial):
-        yield from _witnesses_of_partial(work, snapshot, seen)
-        return
-    for name in ("__code__", "__defaults__", "__kwdefaults__"):
-        yield work, name, getattr(work, name)
-    for value in work.__defaults__ or ():
-        yield from _witnesses_of_value(value, snapshot, seen)
-    if work.__kwdefaults__:
-        yield from _witnesses_of_keywords(work.__kwdefaults__, snapshot, seen)
-    for cell in work.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError as empty:
-            raise _Mutable from empty
-        yield from _witnesses_of_value(value, snapshot, seen)
-        yield cell, "", value
-    namespace = work.__globals__
-    of_main = namespace is main_namespace()
-    for name in set(_names(work.__code__)):
-        value = namespace.get(name, _NOT_THERE)
+    names = () if isinstance(work, partial) else tuple(set(_names(work.__code__)))
+    try:
+        state = _state(work, names)
+    except ValueError as empty:
+        raise _Mutable from empty
+    yield _Guard(ref(work), names, list(map(_held, state)))
+    of_main = isinstance(work, FunctionType) and work.__globals__ is main_namespace()
+    own = len(state) - len(names)
+    for name, value in zip(names, state[own:], strict=True):
         if value is not _NOT_THERE and not (of_main and snapshot.unchanged(name, value)):
-            yield from _witnesses_of_value(value, snapshot, seen)
-        yield namespace, name, value
+            yield from _guards_of_value(value, snapshot, seen)
+    yield from _guards_of_value(tuple(state[:own]), snapshot, seen)
 
 
-def _witnesses_of_partial(work: partial[Any], snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    yield from _witnesses_of_keywords(work.keywords, snapshot, seen)
-    for name, value in (("func", work.func), ("args", work.args)):
-        yield from _witnesses_of_value(value, snapshot, seen)
-        yield work, name, value
-
-
-def _witnesses_of_keywords(
-    keywords: dict[str, Any], snapshot: MainSnapshot, seen: set[int]
-) -> Iterator[tuple[Any, str, Any]]:
-    yield keywords, "", tuple(keywords)
-    for name, value in keywords.items():
-        yield from _witnesses_of_value(value, snapshot, seen)
-        yield keywords, name, value
-
-
-def _witnesses_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[tuple[Any, str, Any]]:
-    if isinstance(value, (*ATOMS, ModuleType)):
+def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
+    if isinstance(value, (*ATOMS, ModuleType, CodeType)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
-        yield from _witnesses(value, snapshot, seen)
+        yield from _guards(value, snapshot, seen)
     elif type(value) is tuple:
         for each in value:
-            yield from _witnesses_of_value(each, snapshot, seen)
+            yield from _guards_of_value(each, snapshot, seen)
     else:
         raise _Mutable
 

@@ -25,9 +25,10 @@ from typing import cast
 
 import zmq
 
+from ..limits import ZMQ_THREADS, check_threads
 from . import whereabouts
 
-__all__ = ["Endpoint", "connect", "has_news", "news_fd"]
+__all__ = ["Endpoint", "connect", "has_news", "new_context", "news_fd"]
 
 _PREFIX = "polycephaly-"
 _SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
@@ -52,7 +53,7 @@ class Endpoint:
             lock = os.open(os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            context = zmq.Context()
+            context = new_context()
             undo.callback(context.term)
             router = context.socket(zmq.ROUTER)
             undo.callback(router.close)
@@ -69,13 +70,19 @@ class Endpoint:
         self._made.close()
 
 
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Raises `OSError` where there is no room for its threads, for which libzmq would abort this process."""
+    check_threads(ZMQ_THREADS)
+    return zmq.Context()
+
+
 def address(home: str) -> str:
     return f"ipc://{home}/hub"
 
 
 def connect(home: str, identity: bytes) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """The drone's end: a DEALER that bears the identity the hub gave it."""
-    context = zmq.Context()
+    context = new_context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.LINGER, 5000)  # results on their way are delivered before the drone ends
@@ -117,7 +124,9 @@ def _sweep(place: str) -> None:
 
 def _remove_if_abandoned(home: str) -> None:
     with suppress(OSError):
-        lock = os.open(os.path.join(home, "lock"), os.O_RDWR | os.O_CLOEXEC)
+        # The temporary directory is everybody's: what lies there under our name may be a link, or no file.
+        harmless = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+        lock = os.open(os.path.join(home, "lock"), os.O_RDWR | harmless)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(home, ignore_errors=True)

@@ -101,11 +101,13 @@ class Ledger:
 class Parcel:
     """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the first place."""
 
-    __slots__ = ("inline", "places")
+    __slots__ = ("inline", "places", "travels")
 
-    def __init__(self, inline: bytes, places: Sequence[Place]) -> None:
+    def __init__(self, inline: bytes, places: Sequence[Place], written: int = 0) -> None:
+        """`written`: bytes of the places that were copied for it. The others were there, and are only referred to."""
         self.inline = inline
         self.places = places
+        self.travels = len(inline) + written
 
     def __len__(self) -> int:
         return len(self.inline) + sum(length for _, _, length in self.places)

@@ -15,6 +15,8 @@
     RECALL    -> drone   give back what you have not started
     RETURNED  drone ->   numbers: this I have not started and shall not start
     OPEN      -> drone   connect your DEALER: something waits that the lane cannot carry
+    FRAMES    -> drone   numbers: (request,): in which frames are your threads, and what do your tasks wait in?
+    FRAMES    drone ->   the same request, and the answer as JSON (image/frames.py)
     STOP      -> drone   finish what you have, then end
 
 A batch carries one pickle per piece of work, opaque here: what is wrong with one harms no neighbour.
@@ -23,23 +25,26 @@ Frames are checked for shape and size before anything in them is used; `Malforme
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pickle import dumps, loads
-from struct import Struct, error, unpack
+from struct import Struct, error, unpack, unpack_from
 from struct import pack as struct_pack
 from typing import Any
 
 __all__ = [
-    "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_numbers", "pack_outcome",
-    "pack_outcomes", "pack_values", "status_of", "unpack_outcomes", "unpack_together", "unpack_work",
+    "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_frames", "pack_numbers", "pack_outcome",
+    "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_outcomes", "unpack_together", "unpack_work",
 ]  # fmt: skip
 
 PROTOCOL = 1
 
 HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b"C", b"B", b"Y", b"O", b"S"
+FRAMES = b"F"
 
 # What a WORK item asks for.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
+DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK, BRING, FETCH, DROP = range(5, 14)
 # How a RESULTS item ended.
 VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GIVEN = range(1, 11)
@@ -92,6 +97,22 @@ def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
         raise Malformed(f"{len(frames)} frames: not an array of numbers")
     body = frames[0][1:]
     return unpack(f"<{len(body) // 8}Q", body)
+
+
+def pack_frames(request: int, answer: dict[str, Any]) -> list[bytes]:
+    return [FRAMES + struct_pack("<Q", request) + json.dumps(answer).encode()]
+
+
+def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
+    """The request that is answered, and the answer."""
+    try:
+        (request,) = unpack_from("<Q", frames[0], 1)
+        answer = json.loads(bytes(frames[0][9:]))
+    except (error, ValueError, RecursionError) as wrong:
+        raise Malformed(f"an answer about frames that is none: {wrong}") from wrong
+    if len(frames) != 1 or not isinstance(answer, dict):
+        raise Malformed("an answer about frames that is none")
+    return request, answer
 
 
 class WorkBatch:

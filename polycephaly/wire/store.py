@@ -131,12 +131,13 @@ class Store:
         runs += [[buffer] for buffer, place in zip(buffers, borrowed, strict=True) if place is None]
         places: list[Place] = []
         if runs:
-            segment, written = self.put(runs)
-            places = [(segment, start, length) for start, length in written]
+            segment, extents = self.put(runs)
+            places = [(segment, start, length) for start, length in extents]
+        written = sum(length for _, _, length in places)
         fresh = iter(places)
         ordered = [] if inline else [next(fresh)]
         ordered += [next(fresh) if place is None else place for place in borrowed]
-        return Parcel(inline, ordered)
+        return Parcel(inline, ordered, written)
 
     def warn(self, error: Exception) -> None:
         """Something had to go another way."""

@@ -75,6 +75,12 @@ class Taking:
         return len(self.payload)
 
 
+def travelling(payload: Any) -> int:
+    """Bytes that go with a call: neither what it only refers to, nor what it takes."""
+    payload = untaken(payload)[0]
+    return payload.travels if isinstance(payload, Parcel) else len(payload)
+
+
 def taking(payload: Any, deposits: dict[int, Deposit]) -> Any:
     """`payload`, which takes these too."""
     inner, before = untaken(payload)

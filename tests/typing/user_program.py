@@ -62,6 +62,7 @@ def drones() -> None:
         assert_type(drone.options(timeout=5), poly.Drone)
         assert_type((drone.name, drone.pid, drone.alive), tuple[str, int, bool])
         assert_type(drone.unresponsive, str | None)
+        assert_type(drone.waiting, poly.Waiting | None)
         drone.interrupt()
         drone.release()
         assert_type(drone.exitcode, int | None)

@@ -8,6 +8,11 @@ who else would have sent. An end is known. It is gone when it was closed, or whe
 last end of its kind is gone, the channel is closed, and who waits at the other side is told: with the cause, where an
 image has died. An end that has never left its image is gone only when it was closed.
 
+In a drone an end is gone, too, when nothing there refers to it any more (LET_GO): with the call that brought it, unless
+the call has stored it, in a global, an attribute, a thread. Counting references tells; an end in a cycle of references
+is gone when the collector finds that. One that was pickled there was handed on: only its next holder lets it go. Where
+no drone is, forgetting an end says nothing.
+
     home ──a call's argument──> B: OPENED 7, was 0 ──an item──> C: OPENED 9, was 7      C has it, B no more
          └─ the call comes to nothing, as B is killed before: ASTRAY 0
 
@@ -33,7 +38,7 @@ from struct import Struct
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
 from ...wire import tickets
@@ -69,8 +74,13 @@ class _End(Generic[T]):
         self._number = number
         self._token = token
         self._calls = 0  # with which it is on its way
-        self._closed = False
+        self._closed = self._handed_on = False
         self._generation = channels.generation
+
+    def __del__(self) -> None:
+        """In any thread, in the middle of anything. Not in a fork of the drone, whose copy it is not to let go."""
+        if self._token and not (self._closed or self._handed_on) and _lets_go() and self._generation >= channels.oldest:
+            scheduler.post(partial(_let_go, self.channel, self._number, self._token))
 
     def close(self) -> None:
         """It is gone. From anywhere; a second time it does nothing."""
@@ -100,6 +110,7 @@ class _End(Generic[T]):
 
     def __reduce__(self) -> Any:
         self._open_channel()
+        self._handed_on = True
         if tickets.here.now is not None:
             tickets.here.now.moves(self)
         return _arrived, (type(self), self.channel, self._number, self._token)
@@ -177,10 +188,29 @@ class Receiver(_End[T]):
         return self._open_channel().receiving(when=when)
 
     def __aiter__(self) -> AsyncIterator[T]:
-        return self._open_channel().__aiter__()
+        return _Items(self, self._open_channel())
 
     def __iter__(self) -> Iterator[T]:
-        return self._open_channel().__iter__()
+        return _items(self, self._open_channel())
+
+
+class _Items(Generic[T]):
+    """Of ``async for``: it refers to the end, which is not let go before."""
+
+    def __init__(self, end: Receiver[T], channel: Channel[T]) -> None:
+        self._end = end
+        self._channel = channel
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        return self._channel.__anext__()
+
+
+def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
+    """Of ``for``, in the same way."""
+    yield from channel
 
 
 def _why_astray(work: Any) -> BaseException | None:
@@ -225,8 +255,31 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     return kind(channel, number)
 
 
+_here: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
+"""The ends that have arrived in this drone, by the identity of the channel, which they hold, and number: each is one
+object, so that it is let go with the last reference, however often it came."""
+
+
+some_arrived = False
+"""Since a drone has last looked for cycles of references, in which an end would stay."""
+
+
+def _lets_go() -> bool:
+    """Is this a drone?"""
+    return tickets.shelf is not None
+
+
 def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int) -> _End[T]:
-    return kind(channel, number, _arrives(channel, number, before))
+    global some_arrived
+    token = _arrives(channel, number, before)
+    if not _lets_go():
+        return kind(channel, number, token)
+    some_arrived = True
+    end = _here.get((id(channel), number))
+    if end is None or end._closed or end._handed_on or end._generation < channels.oldest:
+        end = _here[id(channel), number] = kind(channel, number, token)
+    end._token = token  # the home counts this image by the last one
+    return end
 
 
 def _arrives(channel: Channel[Any], number: int, before: int) -> int:
@@ -266,6 +319,24 @@ def _end_closed(channel: Channel[Any], number: int) -> None:
         _say(channel, words.ENDED, number)
     else:
         _gone(channel, number)
+
+
+def _let_go(channel: Channel[Any], number: int, token: int) -> None:
+    if channel.is_remote:
+        _say(channel, words.LET_GO, number, _TOKENS.pack(token, _FIRST))
+    else:
+        _is_let_go(channel, number, token)
+
+
+def _is_let_go(channel: Channel[Any], number: int, token: int) -> None:
+    """Where it lives. A token that holds nothing any more was handed on, or the end has come there once more."""
+    count = _counts.get(channel)
+    holders = None if count is None else count.holders.get(number)
+    if count is None or not holders or token not in holders:
+        return
+    _holds_less(count, channel, holders.pop(token))
+    if not holders:  # and nobody has died, so the channel is closed as if it had been by hand
+        _in_a_moment(partial(_forsaken, channel, number, "", None))
 
 
 def _gone(channel: Any, number: int, how: str = "", cause: BaseException | None = None) -> None:
@@ -365,6 +436,12 @@ def _hear_ended(peer: Peer, channel: int, number: int, _: bytes) -> None:
         _gone(its, number)
 
 
+def _hear_let_go(peer: Peer, channel: int, number: int, payload: bytes) -> None:
+    its = channel_of(peer, channel)
+    if its is not None:
+        _is_let_go(its, number, _TOKENS.unpack(payload)[0])
+
+
 def _hear_astray(peer: Peer, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
@@ -387,5 +464,6 @@ def _lost(peer: Peer) -> None:
 
 OBEYED[words.OPENED] = _hear_opened
 OBEYED[words.ENDED] = _hear_ended
+OBEYED[words.LET_GO] = _hear_let_go
 OBEYED[words.ASTRAY] = _hear_astray
 TOLD_OF_LOSS.append(_lost)

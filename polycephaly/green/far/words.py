@@ -16,6 +16,7 @@
     CLOSE      -> home              close it
     OPENED     -> home     end      I hold this end of it                                      whose it is now, and was
     ENDED      -> home     end      it is closed
+    LET_GO     -> home     end      nothing here refers to it any more                         whose it was
     ASTRAY     -> home     end      I have sent it on, and it has come to nobody               whose it was, and why
     DONE       home ->     op       a receiver has what you sent
     WITHDRAWN  home ->     op       nobody has it, nobody will
@@ -43,11 +44,11 @@ SELECT = Struct("<Q")
 
 NAMES = (
     "HELLO", "OFFER", "DEMAND", "ITEM", "WITHDRAW", "TAKE", "PASS", "RETURN", "HELD", "BACK", "CLOSE", "OPENED",
-    "ENDED", "ASTRAY", "DONE", "WITHDRAWN", "GIVE", "HOLD", "COMMIT", "RELEASE", "REFUSED", "CREDIT", "ALIAS",
-    "RECALL", "BYE",
+    "ENDED", "LET_GO", "ASTRAY", "DONE", "WITHDRAWN", "GIVE", "HOLD", "COMMIT", "RELEASE", "REFUSED", "CREDIT",
+    "ALIAS", "RECALL", "BYE",
 )  # fmt: skip
 
 (
     HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, BACK, CLOSE, OPENED,
-    ENDED, ASTRAY, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
+    ENDED, LET_GO, ASTRAY, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
 ) = range(1, len(NAMES) + 1)  # fmt: skip

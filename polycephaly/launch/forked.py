@@ -1,0 +1,70 @@
+"""Forks by code of users, in a thread of ours.
+
+    our frames ──> code of users ── os.fork() ──> parent: back to our frames
+                                        └───────> child: its copy of our frames must not go on
+
+A frame of ours that calls such code takes `generation` before the call and compares it afterwards. Where the two
+differ, this is a child that was forked meanwhile, and the queue, socket or promise that the frame would go on with is
+the parent's. `leave_if_forked` then ends the child as the main program of an interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+__all__ = ["generation", "leave_if_forked"]
+
+generation = 0
+"""The number of forks between the first process and this one."""
+
+
+def leave_if_forked(since: int, error: BaseException | None = None) -> None:
+    """End this process if it was forked after the generation `since`. Code of users has returned, or raised `error`.
+
+    The exit status is 0 after a return, that of ``sys.exit`` after a `SystemExit`, and 1 after any other error, of
+    which the traceback is printed. Threads that the child has started end first, then its exit handlers run.
+    """
+    if generation != since:
+        _leave(error)
+
+
+def _leave(error: BaseException | None) -> NoReturn:
+    status = 0
+    try:
+        status = _status(error)
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        atexit._run_exitfuncs()
+    except BaseException as worse:
+        status = _status(worse)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # None, or closed
+                stream.flush()
+        os._exit(status)
+
+
+def _status(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _another_process() -> None:
+    global generation
+    generation += 1
+
+
+os.register_at_fork(after_in_child=_another_process)

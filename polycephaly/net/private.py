@@ -1,0 +1,43 @@
+"""Small files that hold secrets: read so that nobody but their owner decides what is read, or how long that takes."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+__all__ = ["read_private"]
+
+MAX_BYTES = 1 << 20
+
+
+def read_private(path: str | os.PathLike[str]) -> bytes:
+    """Return the contents of a small file that belongs to this user, and that no other user may read or write.
+
+    Raises
+    ------
+    PermissionError
+        If the file has another owner, or a mode that lets others in.
+    ValueError
+        If `path` is no regular file (but a named pipe, a device), or if the file is larger than `MAX_BYTES`.
+    OSError
+        If the file cannot be opened or read.
+    """
+    name = os.fspath(path)
+    # O_NONBLOCK: the open of a named pipe would wait for a writer, and that of some devices for a line.
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)  # of what was opened: the name may stand for something else by now
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name} is no regular file ({stat.filemode(status.st_mode)})")
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(
+                f"{name} must be yours and of mode 0600, not {stat.S_IMODE(status.st_mode):04o} of user "
+                f"{status.st_uid}: whoever reads it can run code as you, and whoever writes it can be your server"
+            )
+        with open(fd, "rb", closefd=False) as file:
+            found = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(found) > MAX_BYTES:
+        raise ValueError(f"{name} has more than {MAX_BYTES:,} bytes")
+    return found

@@ -1,0 +1,171 @@
+"""Two operations that meet, with a thread switch forced at every bytecode.
+
+`meet` runs `first` in a thread of its own and stops it before the bytecode number `at` of the traced files. Then
+`second` runs in another thread until it has returned, or until it is about to wait for a lock that is taken; then
+`first` goes on. `every_meeting` does so for every `at`, with new operations each time, until `first` ends unstopped.
+
+CPython itself switches threads at calls, at the ends of loops and where functions begin, so this forces more than an
+interpreter with its global lock does: what holds here does not depend on where that one switches.
+
+That a thread is about to wait is told by the locks (`telling_locks`), not guessed from the time that has passed. If the
+first is before it was stopped, the second begins, and nothing is left to be stopped: the rest comes after the second.
+"""
+
+import _thread
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+
+from polycephaly import promises
+
+PATIENCE = 30
+"""Seconds after which an operation that has not returned is taken to hang. Reached only where a test fails."""
+
+_this_thread = threading.local()
+
+
+class _Telling:
+    """A lock that tells before a thread waits for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._lock.acquire(False):
+            return True
+        if not blocking:
+            return False
+        about_to_wait = getattr(_this_thread, "about_to_wait", None)
+        if about_to_wait is not None:
+            about_to_wait()
+        return bool(self._lock.acquire(True, timeout))
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+@pytest.fixture
+def telling_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks that are made from now on tell, and a waiter relies on being woken: it does not look up now and then."""
+    plain, reentrant = _thread.allocate_lock, _thread.RLock
+    monkeypatch.setattr(promises, "allocate_lock", lambda: _Telling(plain()))
+    for name in ("Lock", "_allocate_lock"):
+        monkeypatch.setattr(threading, name, lambda: _Telling(plain()))
+    monkeypatch.setattr(threading, "RLock", lambda: _Telling(reentrant()))
+    for name in ("LOOK_UP", "LOOK_AGAIN"):
+        monkeypatch.setattr(promises, name, 10 * PATIENCE)
+
+
+class _Operation:
+    """A call in a thread of its own, with what it returned or raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+
+    def begin(self) -> None:
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self.value = self._call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.release()
+
+    def outcome(self, what: str) -> Any:
+        if not self._ended.acquire(timeout=PATIENCE):
+            raise AssertionError(f"{what} has not returned: it was never told")
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def meet(
+    first: Callable[[], Any], second: Callable[[], Any], at: int, files: frozenset[str]
+) -> tuple[Any, Any, str | None]:
+    """The two values, and where `first` was stopped: None if it ended or waited before that."""
+    seen = 0
+    place: str | None = None
+    let_go = _thread.allocate_lock()
+    let_go.acquire()
+
+    begun = False
+
+    def end_of_turn() -> None:
+        if let_go.locked():
+            let_go.release()
+
+    def begin_second() -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            other.begin()
+
+    def run_second() -> Any:
+        _this_thread.about_to_wait = end_of_turn
+        try:
+            return second()
+        finally:
+            end_of_turn()
+
+    other = _Operation(run_second)
+
+    def traced(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen, place
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace = traced  # CPython 3.13 heeds the next line only after this one
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode":
+            if seen == at and not begun:
+                place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, bytecode {frame.f_lasti}"
+                begin_second()
+                if not let_go.acquire(timeout=PATIENCE):
+                    raise AssertionError(f"the second neither ends nor waits for a lock, from {place}")
+            seen += 1
+        return traced
+
+    def run_first() -> Any:
+        _this_thread.about_to_wait = begin_second
+        sys._getframe().f_trace_opcodes = True  # CPython 3.12 looks here whether opcodes are to be traced
+        sys.settrace(traced)
+        try:
+            return first()
+        finally:
+            sys.settrace(None)
+
+    one = _Operation(run_first)
+    one.begin()
+    value = one.outcome(f"the first, stopped at {place},")
+    begin_second()
+    return value, other.outcome(f"the second, begun at {place},"), place
+
+
+def every_meeting(
+    make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], *modules: ModuleType
+) -> Iterator[tuple[Any, Any, str]]:
+    """What both operations of each pair that `make` gives returned, and where the first was stopped."""
+    files = frozenset(str(module.__file__) for module in modules)
+    for at in count():
+        first, second, place = meet(*make(), at, files)
+        if place is None:
+            assert at > 0, f"nothing of {sorted(files)} was run"
+            return
+        yield first, second, place

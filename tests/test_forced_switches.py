@@ -1,0 +1,216 @@
+"""Settling meets whatever else may be done to a promise, at every bytecode of either: nothing is lost or doubled."""
+
+import concurrent.futures
+from concurrent.futures import CancelledError, InvalidStateError, _base
+from pickle import dumps
+from types import SimpleNamespace
+
+import pytest
+from switches import every_meeting, telling_locks
+
+from polycephaly import Promise, hearing, promises, work
+from polycephaly.green import group as groups
+from polycephaly.promises import FINISHED
+from polycephaly.wire.loans import Arrived
+from polycephaly.wire.messages import VALUE
+
+pytestmark = pytest.mark.usefixtures("telling_locks")
+__all__ = ["telling_locks"]
+
+
+class InSharedMemory(Arrived):
+    """What came back of a node, to be opened when somebody asks for it."""
+
+    __slots__ = ()
+
+    def __init__(self):
+        pass
+
+    def __len__(self):
+        return 1
+
+    def content(self):
+        return dumps(7), []
+
+
+def promise():
+    made = Promise()
+    return made, lambda: made._settle(FINISHED, 7, None)
+
+
+def many():
+    """As the hub settles the short answers of one message."""
+    made = work.Work(ALONE)
+    return made, lambda: hearing._settle_values([made], [7], None)
+
+
+def node():
+    """Of a graph: it becomes a `LyingWork` when it is settled."""
+    made = work.Work(ALONE)
+    made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
+    return made, lambda: hearing.settle([made])
+
+
+ALONE = SimpleNamespace(
+    hub=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None), withdraw=lambda work: None
+)
+"""A crew whose hub has nothing to drive: another thread settles its work."""
+
+
+def by_wait(made):
+    return {each.result() for each in concurrent.futures.wait([made]).done}.pop()
+
+
+def by_wait_with_another(made):
+    """`wait` counts what is settled before, and is told of the rest: each once."""
+    other = Promise()
+    other.set_result(None)
+    done, open_ = concurrent.futures.wait([made, other])
+    assert not open_
+    return (done - {other}).pop().result()
+
+
+def by_as_completed(made):
+    (one,) = concurrent.futures.as_completed([made])
+    return one.result()
+
+
+def by_result(made):
+    return made.result()
+
+
+WAITS = [by_wait, by_wait_with_another, by_as_completed, by_result]
+
+
+@pytest.mark.parametrize("first", ["the settling", "the waiting"])
+@pytest.mark.parametrize("waiting", WAITS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("make", [promise, many, node], ids=lambda it: it.__name__)
+def test_who_waits_while_it_is_settled_is_told(make, waiting, first):
+    def pair():
+        made, settle = make()
+        both = settle, lambda: waiting(made)
+        return both if first == "the settling" else both[::-1]
+
+    for *values, place in every_meeting(pair, promises, hearing, work, _base):
+        assert values[first == "the settling"] == 7, place
+
+
+@pytest.mark.parametrize("first", ["the settling", "the adding"])
+@pytest.mark.parametrize("make", [promise, many, node], ids=lambda it: it.__name__)
+def test_a_callback_that_is_added_while_it_is_settled_is_called_once(make, first):
+    calls = []
+
+    def pair():
+        made, settle = make()
+        called = []
+        calls.append(called)
+
+        def add():
+            made.add_done_callback(lambda done: called.append(done.result()))
+
+        return (settle, add) if first == "the settling" else (add, settle)
+
+    for *_, place in every_meeting(pair, promises, hearing, work):
+        assert calls[-1] == [7], place
+
+
+@pytest.mark.parametrize("first", ["the settling", "the cancelling"])
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("make", [promise, many, node], ids=lambda it: it.__name__)
+def test_cancelling_and_settling_agree_on_who_was_first(make, watched, first):
+    made = None
+
+    def pair():
+        nonlocal made
+        made, settle = make()
+        if watched:
+            made._condition  # noqa: B018 - as `wait` asks for it
+        return (settle, made.cancel) if first == "the settling" else (made.cancel, settle)
+
+    for *values, place in every_meeting(pair, promises, hearing, work):
+        cancelled = values[first == "the settling"]
+        assert made.done() and made.cancelled() is cancelled, place
+        if cancelled:
+            with pytest.raises(CancelledError):
+                made.result()
+        else:
+            assert made.result() == 7, place
+
+
+@pytest.mark.parametrize("first", ["the cancelling", "the running"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_cancelling_and_running_never_both_succeed(watched, first):
+    def pair():
+        made = Promise()
+        if watched:
+            made._condition  # noqa: B018
+        both = made.cancel, made.set_running_or_notify_cancel
+        return both if first == "the cancelling" else both[::-1]
+
+    for *values, place in every_meeting(pair, promises):
+        assert sorted(values) == [False, True], place
+
+
+@pytest.mark.parametrize("first", ["the settling", "the running"])
+def test_what_is_settled_is_never_said_to_run(first):
+    made = None
+
+    def pair():
+        nonlocal made
+        made = Promise()
+
+        def run():
+            try:
+                return made.set_running_or_notify_cancel()
+            except InvalidStateError:
+                return None
+
+        def settle():
+            made.set_result(7)
+
+        return (settle, run) if first == "the settling" else (run, settle)
+
+    for *_, place in every_meeting(pair, promises):
+        assert made.done() and not made.running() and made.result() == 7, place
+
+
+def subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def test_no_promise_makes_a_call_of_the_stores_that_settle_it():
+    """A property is a call, where another thread, or Ctrl-C, may come between the claim and the state."""
+    for kind in subclasses(Promise):
+        for name in ("_result", "_exception", "_state", "_hooks"):
+            assert not hasattr(type(getattr(kind, name)), "__set__"), (kind, name)
+
+
+class Owner:
+    """The green thread that is in the block of a group."""
+
+    def __init__(self):
+        self.interruptions = []
+
+    def _interrupt(self, error):
+        self.interruptions.append(error)
+
+
+def test_what_cancels_a_group_as_its_block_ends_hits_nothing_after_the_block():
+    owner = Owner()
+
+    def pair():
+        owner.__init__()
+        group = groups.Group()
+        group._owner = owner
+        leaving = group.__aexit__(None, None, None)
+
+        def leave():
+            with pytest.raises(StopIteration):  # it has nobody to wait for
+                leaving.send(None)
+
+        return group.cancel, leave
+
+    for *_, place in every_meeting(pair, groups):
+        assert all(each.called_off for each in owner.interruptions), place

@@ -1,0 +1,298 @@
+"""Key holders who mean harm: they are put out, the others are answered, and the server's memory stays bounded."""
+
+import socket
+import threading
+from collections import deque
+from unittest.mock import Mock
+
+import hostile
+import pytest
+from faults import append, hold_until, lines, wait_for
+
+import polycephaly as poly
+from polycephaly.net import flow, frames, questions
+from polycephaly.net import server as server_module
+from polycephaly.net.accepted import Accepted
+from polycephaly.net.flow import UNREAD, ClientFlow
+from polycephaly.net.keys import Card
+from polycephaly.net.server import Server
+from polycephaly.net.turns import Turns
+from polycephaly.wire.messages import CALL, Malformed
+
+MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        ("pings", 20_000),
+        ("pings of 50 at once", 20_000),
+        ("garbage", 4000),
+        ("malformed", 4000),
+        ("huge frames", 6),
+        ("long messages", 4),
+        ("questions", 2000),
+        ("forged output", 2000),
+    ],
+)
+def test_who_floods_is_put_out_and_the_others_are_answered(kind, messages):
+    row, log = hostile.run([kind], messages, 5)
+    assert not row["error"]
+    assert row["answers"] > 0
+    assert row["said"] >= messages
+    assert row["out"] == row["connections"], log["log"]
+    assert row["memory"] < MOST
+    assert len(log["log"].splitlines()) < 100
+
+
+def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
+    row, log = hostile.run(["never reads"], 3000, 5)
+    assert not row["error"]
+    assert row["out"] == row["connections"] and "unanswered calls" in log["log"]
+
+
+# -- what bounds it, without processes ----------------------------------------------------------------------------
+
+
+def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
+    flow = ClientFlow()
+    assert flow.whole([frames.PART, b"a"]) is None
+    assert flow.whole([frames.PART, b"b" * 1000]) is None
+    assert flow.held > 1000
+    assert flow.whole([b"c"]) == [b"a", b"b" * 1000, b"c"]
+    assert flow.held == 0
+    assert flow.whole([b"d"]) == [b"d"]
+
+
+def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
+    flow = ClientFlow()
+    flow.sends([bytes(UNREAD)])
+    assert flow.unread > UNREAD and not flow.is_probed
+    ping = flow.probe()
+    assert flow.is_probed
+    flow.sends([b"more"])
+    assert not flow.is_probed
+    flow.came_back(ping)
+    assert 0 < flow.unread < 1000
+    for wrong in (ping, [frames.PING], [frames.PING, bytes(8)]):
+        with pytest.raises(Malformed):
+            flow.came_back(wrong)
+
+
+def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
+    flow = ClientFlow()
+    for number in range(frames.AHEAD):
+        flow.call(number, 10)
+    with pytest.raises(Malformed, match="unanswered calls"):
+        flow.call(frames.AHEAD, 10)
+    flow.answered([0])
+    flow.cancels([1])
+    flow.call(frames.AHEAD, frames.BYTES_AHEAD)  # one more may pass the limit of bytes
+    with pytest.raises(Malformed, match="bytes of unanswered calls"):
+        flow.call(frames.AHEAD + 1, 0)
+    flow.answered(list(flow.owed))
+    assert not flow.owed
+    flow.call(1, 0)
+    flow.cancels(list(range(frames.AHEAD + 1)))
+    with pytest.raises(Malformed, match="cancelled"):
+        flow.cancels([1])
+    for _ in range(frames.ASKS):
+        flow.asks()
+    with pytest.raises(Malformed, match="questions"):
+        flow.asks()
+
+
+def test_signs_of_life_come_no_faster_than_the_time(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(flow, "monotonic", lambda: now)
+    client = ClientFlow()
+    client.lives()
+    now += 10 * frames.SIGN_EVERY  # the server stood still: all of these are heard at once
+    for _ in range(20):
+        client.lives()
+    with pytest.raises(Malformed, match="signs of life"):
+        client.lives()
+
+
+def test_who_was_not_listened_to_is_not_shut():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    with near, far:
+        accepted = Accepted()
+        accepted.add(far.fileno())
+        assert [accepted.look(1.0, 0.5) for _ in range(2)] == [[], []]
+        accepted.hear(far.fileno())
+        assert [len(accepted.look(1.0, 0.5)) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descriptor():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    with near, far:
+        accepted = Accepted()
+        accepted.add(far.fileno())
+        accepted.condemn(far.fileno(), known=0)  # a message of one that had that number before
+        accepted.look(60, 1)
+        near.sendall(b"x")
+        assert far.recv(1) == b"x"
+        accepted.condemn(far.fileno(), known=1)
+        accepted.look(60, 1)
+        assert near.recv(1) == b""
+
+
+def test_a_client_may_ask_more_at_once_than_the_server_takes(tmp_path):
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:
+        asked = [remote._connection.ask("status") for _ in range(20 * frames.ASKS)]
+        assert {each.result(60)["name"] for each in asked} == {server.name}
+
+
+def test_a_long_message_goes_in_parts_and_arrives_whole(tmp_path):
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert remote.doit(len, bytes(20 * frames.PIECE + 7)) == 20 * frames.PIECE + 7
+        with remote.share(bytes(5 * frames.PIECE)) as shared:
+            assert remote.doit(len, shared) == 5 * frames.PIECE
+
+
+def test_a_call_before_a_hello_ends_the_connection(tmp_path):
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server:
+        import zmq
+
+        context = zmq.Context()
+        found = Card.read(card)
+        with context.socket(zmq.DEALER) as end:
+            end.linger, end.reconnect_ivl = 0, -1
+            end.curve_serverkey, end.curve_publickey, end.curve_secretkey = (
+                key.encode() for key in (found.server, found.public, found.secret)
+            )
+            monitor = end.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            end.connect(found.address)
+            end.send_multipart(frames.pack_work([frames.Item(1, 1, CALL)]))
+            assert end.recv_multipart()[0] == frames.REFUSED
+            assert monitor.poll(60_000)
+            end.disable_monitor()
+            monitor.close()
+        context.term()
+        wait_for(lambda: not len(server._accepted))
+
+
+def test_who_holds_most_of_what_all_may_hold_is_put_out(tmp_path):
+    card, gate = str(tmp_path / "card"), str(tmp_path / "gate")
+    with (
+        poly.Pool(1) as pool,
+        poly.serve(pool, file=card) as server,
+        poly.connect(card) as large,
+        poly.connect(card) as good,
+    ):
+        server._ceiling = 10 * frames.PIECE
+        held = large.promise(hold_until, gate)
+        wait_for(held.running)
+        calls = [large.promise(len, bytes(4 * frames.PIECE)) for _ in range(2)]
+        wait_for(lambda: max(client.owed_bytes for client in server._clients.values()) > 8 * frames.PIECE)
+        mine = good.promise(len, bytes(3 * frames.PIECE))
+        with pytest.raises(ConnectionError, match="holds more than 10,485,760 bytes of its clients"):
+            calls[0].result(60)
+        append(gate, "open")
+        assert mine.result(60) == 3 * frames.PIECE
+        assert server.clients == 1
+
+
+def test_answers_that_wait_for_a_client_to_read_count(tmp_path, monkeypatch):
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:
+        (client,) = server._clients.values()
+        monkeypatch.setattr(server_module, "UNREAD", -1)
+        promise = remote.promise(bytes, 1000)
+        wait_for(lambda: client.held > 1000)
+        monkeypatch.undo()
+        assert promise.result(60) == bytes(1000)
+        assert client.held < 1000 and client.outbox_bytes == 0
+
+
+# -- clients take turns -------------------------------------------------------------------------------------------
+
+
+def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
+    card, gate, told = str(tmp_path / "card"), str(tmp_path / "gate"), str(tmp_path / "told")
+    with (
+        poly.Pool(1) as pool,
+        poly.serve(pool, file=card) as server,
+        poly.connect(card) as one,
+        poly.connect(card) as many,
+    ):
+        held = many.promise(hold_until, gate)
+        wait_for(held.running)
+        others = [many.promise(append, told, "many") for _ in range(500)]
+        wait_for(lambda: len(pool._crew.queue) > 400)
+        mine = [one.promise(append, told, "one") for _ in range(2)]
+        clients = server._clients.values()
+        tag = wait_for(lambda: next((client.tag for client in clients if len(client.desk.works) == 2), ""))
+        queued = wait_for(lambda: (found := [work.party for work in [*pool._crew.queue]][:4]).count(tag) == 2 and found)
+        assert queued[0] == queued[2] != queued[1] == queued[3]
+        append(gate, "open")
+        for promise in [*others, *mine]:
+            promise.result(60)
+        assert lines(told).count("many") == 500 and lines(told)[100:].count("one") == 0
+
+
+def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
+    crew = Mock(over=False, queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)))
+    crew.hub.post.side_effect = lambda act: (crew.queue.append(Mock(party="late", number=-1)), act())
+    works, turns = [*crew.queue], Turns(crew)
+    turns.look()  # nothing is due
+    assert [*crew.queue] == works
+    turns.due = True
+    turns.look()
+    assert "".join(work.party for work in crew.queue).startswith("abclateabcacacac")
+    assert {id(work) for work in works} < {id(work) for work in crew.queue} and len(crew.queue) == len(works) + 1
+    for party in "abc":
+        numbers = [work.number for work in crew.queue if work.party == party]
+        assert numbers == sorted(numbers)
+    turns.due = turns._asked = True  # the hub has not come to it yet
+    turns.look()
+    assert turns.due
+
+
+# -- questions ----------------------------------------------------------------------------------------------------
+
+
+def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
+    """Of one client, no more than one is being answered, or waits for those of others."""
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server:
+        going, gate, real = [], threading.Event(), Server.status
+
+        def status(self):
+            going.append(1)
+            assert gate.wait(60)
+            return real(self)
+
+        monkeypatch.setattr(Server, "status", status)
+        with poly.connect(card) as many, poly.connect(card) as one:
+            asked = [many._connection.ask("status") for _ in range(10)]
+            wait_for(lambda: going)
+            mine = one._connection.ask("status")
+            wait_for(lambda: len(server._questions._asides) == 11)
+            wait_for(lambda: all(client.asking.locked() for client in server._clients.values()))
+            assert len(going) == 1
+            gate.set()
+            assert {each.result(60)["name"] for each in [*asked, mine]} == {server.name}
+
+
+def test_a_long_answer_is_packed_outside_of_the_servers_turn(tmp_path, monkeypatch):
+    card, threads = str(tmp_path / "card"), []
+    real = questions.pack_note
+
+    def pack_note(kind, note):
+        threads.append(threading.current_thread().name)
+        return real(kind, note)
+
+    monkeypatch.setattr(questions, "pack_note", pack_note)
+    with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert remote.timeline.spans == []
+        remote.status()
+    assert threads == ["polycephaly-aside"] * 2

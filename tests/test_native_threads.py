@@ -1,0 +1,460 @@
+"""Where native threads make a fork unsafe: drones are fresh interpreters with `__main__` by value, and it is said."""
+
+import _thread
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+from scripts import output_of, run_script
+
+import polycephaly as poly
+from polycephaly.launch import native
+
+NATIVE = """
+import ctypes, warnings
+libc = ctypes.CDLL(None)
+def start_a_native_thread():
+    thread = ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
+"""
+"""For scripts: a thread of the C library's own, which Python knows nothing of."""
+
+QUIET = ("-W", "ignore::RuntimeWarning")
+
+
+def script(text: str) -> str:
+    """With `NATIVE` before it, so that both are indented alike."""
+    return NATIVE + "\n".join(line[8:] for line in text.split("\n"))
+
+
+# -- the decision -----------------------------------------------------------------------------------------
+
+
+def test_after_openmp_was_used_a_pool_does_not_hang_and_says_why():
+    done = run_script("""
+        import numpy as np
+        import polycephaly as poly
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        X = np.random.default_rng(0).random((500, 4))
+        y = (X[:, 0] > 0.5).astype(int)
+        def fit(rounds):
+            return HistGradientBoostingClassifier(max_iter=rounds).fit(X, y).n_iter_
+        fit(2)
+        with poly.Pool(2) as pool:
+            print(list(pool.map(fit, [1, 2, 3])))
+    """, timeout=100)  # fmt: skip
+    assert done.stdout == "[1, 2, 3]\n", done.stderr
+    assert done.stderr.count("RuntimeWarning") == 1 and "libgomp" in done.stderr
+    assert "start='fork'" in done.stderr and "start='spawn'" in done.stderr
+
+
+def test_numpy_that_has_computed_is_forked():
+    assert (
+        output_of("""
+        import numpy as np
+        import polycephaly as poly
+        try:
+            import pandas
+        except ImportError:
+            pass
+        a = np.ones((600, 600))
+        a @ a
+        only_forks_have = (_ for _ in ())
+        with poly.Pool(2) as pool:
+            a @ a
+            pool.refresh()
+            print(pool.doit("type(only_forks_have).__name__, float((a @ a)[0, 0])"))
+    """)
+        == "('generator', 600.0)\n"
+    )
+
+
+def test_one_warning_for_each_cause_and_none_where_fork_is_insisted_on():
+    text = script("""
+        import polycephaly as poly
+        only_forks_have = (_ for _ in ())
+        with poly.Pool(1) as pool:
+            start_a_native_thread()
+            print(pool.doit("only_forks_have is None"))
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                pool.refresh()
+                with poly.Pool(1) as other, poly.Drone() as drone:
+                    kinds = [type(each.promise("only_forks_have").exception()) for each in (pool, other, drone)]
+                kinds.append(type(poly.promise("only_forks_have").exception()))
+                with poly.Pool(1, start="fork") as forked:
+                    print(forked.doit("only_forks_have is None"))
+            print([kind.__name__ for kind in kinds])
+            text = str(told[0].message)
+            print(len(told), told[0].category.__name__, "1 of libc.so" in text, "named python" in text)
+            print(told[0].filename == __file__)
+    """)
+    assert output_of(text) == (
+        "False\nFalse\n['NameError', 'NameError', 'NameError', 'NameError']\n1 RuntimeWarning True True\nTrue\n"
+    )
+
+
+def test_a_warning_that_is_made_an_error_leaves_nothing_behind():
+    text = script("""
+        import polycephaly as poly
+        start_a_native_thread()
+        for _ in range(2):
+            try:
+                poly.Pool(1)
+            except RuntimeWarning as error:
+                print(str(error).partition(",")[0])
+    """)
+    done = run_script(text, python_args=("-W", "error::RuntimeWarning"))
+    assert done.stdout == "pool-1 does not fork this process\npool-2 does not fork this process\n", done.stderr
+
+
+def test_threads_of_python_are_known_for_such():
+    end = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def live():
+        begun.release()
+        end.wait()
+
+    threading.Thread(target=live).start()
+    _thread.start_new_thread(live, ())
+    faulthandler.dump_traceback_later(1000)
+    begun.acquire()
+    begun.acquire()
+    try:
+        native.check_before_fork()
+        native.check_after_fork()
+        with warnings.catch_warnings(), poly.Pool(1) as pool:
+            warnings.simplefilter("error", RuntimeWarning)
+            pool.refresh()  # ZeroMQ's threads are there by now
+            assert pool.doit(abs, -1) == 1
+    finally:
+        end.set()
+
+
+def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
+    """Of a thread that runs the kernel does not tell where its stack is."""
+    others = len(native._raw_threads())
+    monkeypatch.setattr(native, "_owner", lambda thread: (None, 0))
+    monkeypatch.setattr(native, "_others", lambda: dict.fromkeys(range(others + 1), "python"))
+    monkeypatch.setattr(native, "SETTLES", 0.0)
+    with pytest.raises(native.UnsafeFork, match="of an unknown library"):
+        native.check_after_fork()
+    end, begun = threading.Event(), threading.Event()
+
+    def live():
+        begun.set()
+        end.wait()
+
+    _thread.start_new_thread(live, ())
+    begun.wait()
+    try:
+        native.check_after_fork()
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize(
+    "owner, name, before, after",
+    [
+        ("libopenblasp-r0.so", "other", False, True),  # its handler ends it: if not, it is no such thread
+        ("libiomp5.so", "other", False, False),
+        ("libomp.so.5", "python", False, False),
+        ("_polars_runtime.abi3.so", "polars-0", True, True),
+        ("libgomp.so.1", "python", False, True),
+    ],
+)
+def test_what_makes_a_fork_unsafe(monkeypatch, owner, name, before, after):
+    monkeypatch.setattr(native, "_owner", lambda thread: (owner, 0))
+    monkeypatch.setattr(native, "_others", lambda: {1: name})
+    monkeypatch.setattr(native, "_usual_names", lambda: {"python"})
+    for check, refuses in ((native.check_before_fork, before), (native.check_after_fork, after)):
+        if refuses:
+            with pytest.raises(native.UnsafeFork, match="1 of "):
+                check()
+        else:
+            check()
+
+
+def test_the_owner_of_a_native_thread():
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    fd = os.eventfd(0)
+    before = {int(each) for each in os.listdir("/proc/self/task")}
+    libc.pthread_create(ctypes.byref(thread), None, libc.eventfd_read, ctypes.c_void_p(fd))
+    (its,) = {int(each) for each in os.listdir("/proc/self/task")} - before
+    while (owner := native._owner(its)[0]) is None:  # it has not come to its wait yet
+        pass
+    assert owner.startswith("libc.so")
+    libc.pthread_cancel(thread)
+    libc.pthread_join(thread, None)
+    os.close(fd)
+
+
+def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch):
+    """With an interpreter at a low address, the size of a stack looks like an address in it."""
+    libraries = {1: "libinner.so", 2: "libouter.so", 3: "libc.so.6", 4: native._PYTHON, 5: "libstdc++.so.6"}
+    monkeypatch.setattr(native, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000")
+    monkeypatch.setattr(native, "_library", libraries.get)
+    monkeypatch.setattr(native, "_up_to_the_description", lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5))
+    assert native._owner(7)[0] == "libouter.so"
+
+
+# -- what fresh drones have -------------------------------------------------------------------------------
+
+
+def test_fresh_drones_have_what_main_holds_by_value():
+    text = script("""
+        import os.path
+        import array
+        import polycephaly as poly
+        large = array.array("d", bytes(40 << 20))
+        large[-1] = 7.0
+        small = {"a": [1, 2]}
+        class Point:
+            def __init__(self, x): self.x = x
+            def moved(self): return Point(self.x + offset)
+        class Far(Point):
+            pass
+        offset = 10
+        origin = Point(1)
+        def look(): return large[-1], small, os.path.basename(__file__), type(origin) is Point
+        def change():
+            large[0] += 1
+            return large[0]
+        start_a_native_thread()
+        with poly.Pool(2) as pool:
+            print(pool.doit(look), pool.doit("offset + 1"))
+            moved = pool.doit(Far.moved, Far(5))
+            print(type(moved) is Point, moved.x, pool.doit(lambda: origin.moved().x))
+            print({p.value for p in pool.everywhere(change)}, large[0])
+            pool.drones[0].kill()
+            print(len([p.value for p in pool.everywhere(look)]))
+            offset = 20
+            pool.refresh()
+            print(pool.doit("offset"))
+    """)
+    assert output_of(text, python_args=QUIET) == (
+        "(7.0, {'a': [1, 2]}, 'script.py', True) 11\nTrue 15 11\n{1.0} 0.0\n2\n20\n"
+    )
+
+
+def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
+    text = script("""
+        import threading
+        import polycephaly as poly
+        lock = threading.Lock()
+        def use(): return lock.locked()
+        start_a_native_thread()
+        with poly.Pool(1) as pool:
+            error = pool.promise(use).exception()
+            print(type(error).__name__, error)
+            late = 1
+            print(pool.promise("late").exception())
+    """)
+    first, second = output_of(text, python_args=QUIET).splitlines()
+    assert first.startswith("NameError name 'lock' is not defined: the drones have it not, as they are no forks")
+    assert "cannot pickle '_thread.lock' object" in first and "initializer" in first and "start='fork'" in first
+    assert "pool.refresh() takes a new one" in second
+
+
+def test_names_that_begin_with_two_underscores_are_there_too():
+    text = script("""
+        import polycephaly as poly
+        __version__ = "1.0"
+        def __twice(x): return 2 * x
+        def work(x): return __twice(x), __version__, __name__
+        start_a_native_thread()
+        with poly.Pool(1) as pool:
+            print(pool.doit(work, 3))
+    """)
+    assert output_of(text, python_args=QUIET) == "(6, '1.0', '__main__')\n"
+
+
+def test_a_name_that_was_left_out_counts_as_changed_only_when_it_is():
+    """Or joblib's backend would start all drones anew for each call of `Parallel`."""
+    text = script("""
+        import threading
+        import polycephaly as poly
+        lock = threading.Lock()
+        def look():
+            global lock
+            with poly.Pool(1) as pool:
+                taken = pool._crew.book.snapshot
+                print(taken.has("lock"), taken.is_current())
+                lock = threading.Lock()
+                print(taken.is_current())
+        start_a_native_thread()
+        look()
+    """)
+    assert output_of(text, python_args=QUIET) == "False True\nFalse\n"
+
+
+def test_a_fork_is_given_up_where_the_kernel_reaps_children():
+    text = """
+        import signal
+        import polycephaly as poly
+        from polycephaly.launch import launcher, native
+        def refuse(): raise native.UnsafeFork([("libx.so", "x")])
+        launcher.check_after_fork = refuse
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        with poly.Pool(1) as pool:
+            print(pool.doit(abs, -1))
+    """
+    assert output_of(text, python_args=QUIET) == "1\n"
+
+
+def test_drones_of_fresh_drones_decide_for_themselves():
+    text = script("""
+        import polycephaly as poly
+        class Point:
+            def __init__(self, x): self.x = x
+        def inner(x): return Point(x)
+        def outer(x):
+            only_forks_have.append(x)
+            with poly.Pool(1) as pool:
+                point = pool.doit(inner, x)
+                return type(point) is Point, point, pool.doit("only_forks_have")
+        only_forks_have = []
+        start_a_native_thread()
+        with poly.Pool(1) as pool:
+            same, point, seen = pool.doit(outer, 3)
+            print(same, type(point) is Point, point.x, seen)
+    """)
+    assert output_of(text, python_args=QUIET) == "True True 3 [3]\n"
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", None])
+def test_queues_and_locks_in_initargs_reach_every_drone(start):
+    text = script(f"""
+        import multiprocessing, os, sys
+        import polycephaly as poly
+        context = multiprocessing.get_context("spawn")
+        def begin(queue, lock):
+            with lock:
+                queue.put(os.getpid())
+        if __name__ == "__main__":
+            queue, lock = context.Queue(), context.Lock()
+            start_a_native_thread()
+            with poly.Pool(2, start={start!r}, initializer=begin, initargs=(queue, lock)) as pool:
+                pids = {{p.value for p in pool.everywhere(os.getpid)}}
+                print({{queue.get(), queue.get()}} == pids, len(pids))
+    """)
+    assert output_of(text, python_args=QUIET) == "True 2\n"
+
+
+def test_a_lock_that_only_forks_can_have_is_refused_with_the_cure():
+    lock = multiprocessing.get_context("fork").Lock()
+    with pytest.raises(RuntimeError) as refused:
+        poly.Pool(1, start="spawn", initializer=str, initargs=(lock,))
+    assert "get_context('spawn')" in "".join(refused.value.__notes__)
+
+
+# -- one fresh interpreter a drone ------------------------------------------------------------------------
+
+
+def test_spawned_drones_import_the_main_module_each_for_itself():
+    """So a main module may use such a library when it is imported, and `env` is there before."""
+    done = run_script("""
+        import os
+        import numpy as np
+        import polycephaly as poly
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        X = np.random.default_rng(0).random((500, 4))
+        y = (X[:, 0] > 0.5).astype(int)
+        def fit(rounds):
+            return HistGradientBoostingClassifier(max_iter=rounds).fit(X, y).n_iter_
+        fit(2)
+        importer, seen = os.getpid(), os.environ.get("SEEN_AT_IMPORT")
+        def who(): return importer == os.getpid(), seen
+        if __name__ == "__main__":
+            with poly.Pool(2, start="spawn", env={"SEEN_AT_IMPORT": "yes"}) as pool:
+                print([p.value for p in pool.everywhere(who)], list(pool.map(fit, [1, 2])))
+    """, timeout=100)  # fmt: skip
+    assert done.stdout == "[(True, 'yes'), (True, 'yes')] [1, 2]\n", done.stderr
+    assert "RuntimeWarning" not in done.stderr
+
+
+def test_a_main_module_that_can_no_longer_be_imported_breaks_the_pool(tmp_path):
+    done = run_script("""
+        import os, sys
+        import polycephaly as poly
+        if os.path.exists(sys.argv[1]):
+            raise ValueError("not any more")
+        if __name__ == "__main__":
+            with poly.Pool(1, start="spawn", output="discard") as pool:
+                print(pool.doit(abs, -1))
+                open(sys.argv[1], "w").close()
+                pool.drones[0].kill()
+                error = pool.promise(abs, -2).exception()
+                print(type(error).__name__, "not any more" in str(error))
+    """, str(tmp_path / "flag"))  # fmt: skip
+    assert done.stdout == "1\nBrokenProcessPool True\n", done.stderr
+
+
+def run_code(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_name_that_spawned_drones_cannot_have_is_told_with_a_cure_that_helps():
+    told = run_code(
+        "import polycephaly as poly\nx = 1\n"
+        "with poly.Pool(1, start='spawn') as pool:\n    print(pool.promise('x').exception())"
+    )
+    assert "python -c" in told and "push it" in told and "start='fork'" in told and "refresh" not in told
+    told = output_of("""
+        import polycephaly as poly
+        if __name__ == "__main__":
+            x = 1
+            with poly.Pool(1, start="spawn") as pool:
+                print(pool.promise("x").exception())
+    """)
+    assert "if __name__ == '__main__':" in told and "push it" in told and "refresh" not in told
+
+
+def test_a_package_that_is_run_is_no_module_to_be_imported(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(
+        "import polycephaly as poly\nx = 1\n"
+        "with poly.Pool(1, start='spawn') as pool:\n    print(pool.promise('x').exception())"
+    )
+    done = subprocess.run([sys.executable, "-m", "package"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "python -m" in done.stdout and "push it" in done.stdout, done.stderr
+
+
+class Thread:
+    """One of which nothing is told, as it runs; after so many `looks` it has ended."""
+
+    def __init__(self, monkeypatch, state, uses, looks=10**9):
+        self.looks, self.left = 0, looks
+        for name, stand_in in {
+            "_others": self.others, "_owner": lambda thread: (None, 0), "_raw_threads": set,
+            "state_of": lambda pid, thread: state, "processor_times": lambda pid, thread: (uses * self.looks, 0.0),
+            "sleep": lambda seconds: None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(native, name, stand_in)
+
+    def others(self):
+        self.looks += 1
+        return {7: "python"} if self.looks <= self.left else {}
+
+
+def test_a_thread_that_is_about_to_end_is_waited_for_however_busy_the_machine_is(monkeypatch):
+    thread = Thread(monkeypatch, "R", uses=0.0, looks=100_000)
+    native.check_after_fork()
+    assert thread.looks == 100_001
+
+
+@pytest.mark.parametrize(("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native.LOOKS)])
+def test_a_thread_that_neither_ends_nor_tells_its_library_makes_a_fork_unsafe(monkeypatch, state, uses, looks):
+    thread = Thread(monkeypatch, state, uses)
+    with pytest.raises(native.UnsafeFork, match="1 of an unknown library, named python"):
+        native.check_after_fork()
+    assert abs(thread.looks - looks) <= 1  # of sums of floats
