@@ -6,15 +6,15 @@ Names are loaded when first used, so that ``import polycephaly`` costs next to n
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if sysconfig.get_config_var("Py_GIL_DISABLED"):  # much here is atomic only while one thread runs at a time
+if "t" in sys.abiflags:  # much here is atomic only while one thread runs at a time
     raise ImportError(
         "polycephaly needs a CPython with the global interpreter lock, and this is a free-threaded build of it "
-        "(Py_GIL_DISABLED): use the usual build, python3.x instead of python3.xt"
+        "(sys.abiflags says so): use the usual build, python3.x instead of python3.xt"
     )
 
 __all__ = [

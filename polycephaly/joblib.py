@@ -176,22 +176,22 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         self._under_way.add(promise)
         promise.add_done_callback(self._under_way.discard)
         if callback is not None:
-            promise.add_done_callback(partial(_go_on, callback))
+            promise.add_done_callback(partial(self._go_on, callback))
         return promise
+
+    def _go_on(self, callback: Any, promise: Promise[Any]) -> None:
+        """Call joblib's callback, which dispatches the next calls. The caller of `Parallel` waits for these, so if the
+        callback fails, the caller must be told: joblib raises there what a source of calls raises in any thread."""
+        try:
+            callback(promise)
+        except Exception as error:
+            self._newest = lambda: None  # because reporting may be what fails, and a dispatch reports as well
+            source = _raising(error)
+            while callback.parallel.dispatch_one_batch(source):  # batches that were read before come first
+                pass
 
     def retrieve_result_callback(self, out: Promise[Any]) -> Any:
         return out.result()
-
-
-def _go_on(callback: Any, promise: Promise[Any]) -> None:
-    """Call joblib's callback, which dispatches the next calls. The caller of `Parallel` waits for these, so if the
-    callback fails, the caller must be told: joblib raises there what a source of calls raises in any thread."""
-    try:
-        callback(promise)
-    except Exception as error:
-        source = _raising(error)
-        while callback.parallel.dispatch_one_batch(source):  # batches that were read before come first
-            pass
 
 
 def _raising(error: Exception) -> Iterator[Call]:

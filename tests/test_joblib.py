@@ -263,6 +263,22 @@ def test_an_error_in_the_callback_that_dispatches_the_next_calls_is_raised(monke
         assert Parallel()(numbers()) == [0, 2, 4]
 
 
+def test_an_error_of_each_report_of_the_batch_size_is_raised(monkeypatch):
+    """joblib reports a new size of its batches from within each dispatch, that which tells of the error included."""
+
+    def reported(backend):
+        if backend.parallel.verbose:
+            backend.parallel._print("a new size")
+        return 1
+
+    monkeypatch.setattr(poly.joblib.PolycephalyBackend, "compute_batch_size", reported)
+    with parallel_config("polycephaly", n_jobs=2):
+        with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match="nobody reads this"):
+            patch.setattr(sys, "stderr", Torn())
+            Parallel(verbose=49)(numbers(2000))
+        assert Parallel()(numbers()) == [0, 2, 4]
+
+
 def source_that_ends_the_pool(of):
     for i in range(2000):
         if i == 500:
