@@ -852,7 +852,7 @@ async def main():
 green.run(main)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.count("Traceback") == 4 and done.stderr.count("another line") == 1
+    assert done.stderr.count("Traceback") == 4 and done.stderr.count("KeyError: 'another line'") == 1
     alike = "polycephaly.errors.ChannelClosed at <string>:5\n"
     counts = [line for line in done.stderr.splitlines(True) if line.endswith(alike)]
     assert [line.split()[6] for line in counts] == ["10", "100", "250"]
