@@ -28,6 +28,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from polycephaly.launch import native
+
 MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700
 DEADLINE = 2.0  # seconds of a machine that lets us run (`Patience`): DESIGN's bound for everything to be gone
@@ -122,6 +124,15 @@ def shared_memory_is_counted() -> bool:
     return _shared_memory_is_ours and os.path.isdir("/dev/shm")
 
 
+def native_threads() -> set[str]:
+    """The libraries whose threads make a fork of this process unsafe. (OpenBLAS ends its own before each fork.)"""
+    if ray_is_up():
+        return set()
+    owners = {native._owner(thread)[0] for thread in native._others()}
+    harmless = (native._PYTHON, *native._HARMLESS)
+    return {each for each in owners if each and not each.startswith(harmless) and "openblas" not in each}
+
+
 @dataclass
 class Census:
     processes: set[int]
@@ -129,13 +140,14 @@ class Census:
     descriptors: dict[int, str]
     homes: set[str]
     shared_memory: set[str]
+    native_threads: set[str]
 
     @classmethod
     def take(cls) -> Census:
         everyone = (marked(os.environ[MARKER]) | holding_our_file() | children()) - {os.getpid()}
         if ray_is_up():
             everyone = {pid for pid in everyone if not of_ray(pid)}
-        return cls(everyone, set(threading.enumerate()), descriptors(), homes(), shared_memory())
+        return cls(everyone, set(threading.enumerate()), descriptors(), homes(), shared_memory(), native_threads())
 
     def left_since(self, before: Census) -> list[str]:
         left = [f"process {describe(pid)}" for pid in sorted(self.processes - before.processes)]
@@ -147,6 +159,10 @@ class Census:
         ]
         left += [f"directory {path}" for path in sorted(self.homes - before.homes)]
         left += [f"/dev/shm/{name}" for name in sorted(self.shared_memory - before.shared_memory)]
+        left += [
+            f"a thread of {library}, so that no test after this one can fork its drones: use a script"
+            for library in sorted(self.native_threads - before.native_threads)
+        ]
         return left
 
 

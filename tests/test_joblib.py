@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 from faults import append, hold_until, lines, wait_for
-from scripts import Script, output_of
+from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 
@@ -433,17 +433,27 @@ def test_a_grid_search_gives_what_it_gives_sequentially():
 
 
 def test_openmp_that_was_used_before_does_not_hang_in_drones():
-    """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads."""
-    ensemble = pytest.importorskip("sklearn.ensemble")
+    """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads. In a script, as its
+    threads stay: no test after it could fork its drones."""
+    pytest.importorskip("sklearn")
     pytest.importorskip("threadpoolctl")
-    from sklearn.model_selection import cross_val_score
+    code = """
+        import numpy
+        import polycephaly as poly
+        from joblib import parallel_config
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.model_selection import cross_val_score
 
-    x = numpy.random.default_rng(0).normal(size=(300, 5))
-    y = x[:, 0] > 0
-    model = ensemble.HistGradientBoostingClassifier(max_iter=3)
-    model.fit(x, y)
-    with parallel_config("polycephaly", n_jobs=2, inner_max_num_threads=2):
-        assert cross_val_score(model, x, y, cv=2).mean() > 0.5
+        poly.joblib.register()
+        x = numpy.random.default_rng(0).normal(size=(300, 5))
+        y = x[:, 0] > 0
+        model = HistGradientBoostingClassifier(max_iter=3)
+        model.fit(x, y)
+        with parallel_config("polycephaly", n_jobs=2, inner_max_num_threads=2):
+            print(cross_val_score(model, x, y, cv=2).mean() > 0.5)
+    """
+    done = run_script(code)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_without_joblib_the_error_says_what_to_install():
