@@ -13,11 +13,12 @@ import polycephaly as poly
 from polycephaly.net import flow, frames, questions
 from polycephaly.net import server as server_module
 from polycephaly.net.accepted import Accepted
+from polycephaly.net.desk import Desk
 from polycephaly.net.flow import UNREAD, ClientFlow
 from polycephaly.net.keys import Card
 from polycephaly.net.server import Server
 from polycephaly.net.turns import Turns
-from polycephaly.wire.messages import CALL, Malformed
+from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
 
@@ -100,6 +101,39 @@ def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
         flow.asks()
     with pytest.raises(Malformed, match="questions"):
         flow.asks()
+
+
+def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unread():
+    flow = ClientFlow()
+    assert flow.room == 256
+    flow.gave(100)
+    assert flow.room == frames.AHEAD
+    flow.gave(UNREAD // 4)
+    assert flow.room == 3
+    flow.gave(2 * UNREAD)
+    assert flow.room == 0  # the server begins as many as it has drones
+
+
+def test_calls_begin_in_their_order_as_far_as_there_is_room():
+    begun, settled = [], []
+    desk = Desk(lambda _, item, __: begun.append(item.number) or poly.Promise(), lambda *of: settled.append(of), "")
+    desk.take(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    for number in range(5):
+        desk.take(frames.Item(number, 7, CALL))
+    desk.begin(2)
+    desk.begin(2)
+    assert begun == [0, 1] and [*desk.waiting] == [2, 3, 4]
+    with pytest.raises(Malformed):
+        desk.take(frames.Item(3, 7, CALL))
+    desk.cancel([0, 3], running=True)
+    assert [(number, promise.cancelled()) for number, promise in settled] == [(0, True), (3, True)]
+    del desk.works[0], desk.works[3]  # their client was told
+    desk.take(frames.Item(7, 0, FORGET))
+    desk.begin()
+    assert begun == [0, 1, 2, 4]
+    desk.take(frames.Item(8, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    desk.take(frames.Item(9, 8, CALL))
+    assert desk.drop() == 4 and not desk.waiting and not desk.works
 
 
 def test_signs_of_life_come_no_faster_than_the_time(monkeypatch):
@@ -227,7 +261,7 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         held = many.promise(hold_until, gate)
         wait_for(held.running)
         others = [many.promise(append, told, "many") for _ in range(500)]
-        wait_for(lambda: len(pool._crew.queue) > 400)
+        wait_for(lambda: len(pool._crew.queue) > 200)
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
         tag = wait_for(lambda: next((client.tag for client in clients if len(client.desk.works) == 2), ""))

@@ -1,7 +1,7 @@
 """A desk: one peer's calls on their way through a pool, as bytes, and the bytes that come of them.
 
     WORK ── take ──> definitions: label, ForwardedFunction(bytes)
-                └──> calls ── run ──> a promise for each ── settled ──> outcome ──> RESULTS
+                └──> calls that wait ── begin ──> a promise for each ── settled ──> outcome ──> RESULTS
 
 Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is unpickled here: see
 image/relayed.py.
@@ -10,6 +10,7 @@ image/relayed.py.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ class Desk:
         self._settled = settled
         self._tag = tag
         self._definitions: dict[int, Given] = {}
+        self.waiting: dict[int, tuple[Given, Item, list[Shared[Any]]]] = {}
         self.works: dict[int, Promise[Any]] = {}
         self._told: set[int] = set()  # of these, those that `begun` has given
         self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
@@ -87,19 +89,29 @@ class Desk:
                 numbers, payload = read_shares(item.payload)
                 item = item._replace(kind=item.kind & ~SHARES, payload=payload)
             given = self._definitions.get(item.definition)
-            if given is None or item.number in self.works:
+            if given is None or item.number in self.works or item.number in self.waiting:
                 raise Malformed(
                     f"a call of definition {item.definition}, which is not there, or with a number that is in use"
                 )
+            self.waiting[item.number] = given, item, [self.shared[number] for number in numbers]
+        else:
+            raise Malformed(f"an item of kind {item.kind}")
+
+    def begin(self, room: int = sys.maxsize) -> None:
+        """Give waiting calls to the pool, in their order, until it has `room` calls of this desk."""
+        while self.waiting and len(self.works) < room:
+            number = next(iter(self.waiting))
+            given, item, shared = self.waiting.pop(number)
             try:
-                promise = self._run(given, item, [self.shared[number] for number in numbers])
+                promise = self._run(given, item, shared)
             except Exception as error:  # it takes no more
                 promise = Promise()
                 promise.set_exception(another(error))
-            self.works[item.number] = promise
-            promise._hook(partial(self._settled, item.number))
-        else:
-            raise Malformed(f"an item of kind {item.kind}")
+            self._add(number, promise)
+
+    def _add(self, number: int, promise: Promise[Any]) -> None:
+        self.works[number] = promise
+        promise._hook(partial(self._settled, number))
 
     def begun(self) -> list[int]:
         """The calls that are running, and were not told of by this."""
@@ -110,6 +122,8 @@ class Desk:
 
     def cancel(self, numbers: Iterable[int], running: bool) -> None:
         for number in numbers:
+            if self.waiting.pop(number, None) is not None:
+                self._add(number, Promise())
             promise = self.works.get(number)
             if promise is not None and (running or not getattr(promise, "lent", False)):
                 promise.cancel(running=running)
@@ -117,12 +131,14 @@ class Desk:
     def drop(self) -> int:
         """Cancels all; nobody is told what comes of it. How many there were."""
         works = list(self.works.values())
+        count = len(works) + len(self.waiting)
         self.works.clear()
+        self.waiting.clear()
         self.shared.clear()
         self._definitions.clear()
         for promise in works:
             promise.cancel()
-        return len(works)
+        return count
 
 
 def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()) -> Promise[Any]:

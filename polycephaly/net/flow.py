@@ -10,7 +10,8 @@
     a message longer than `PIECE`   comes as PARTs, each a message of its own; what all clients have
                                     unfinished, unanswered and unread has a ceiling, at which the largest is put out
     what it does not read           `UNREAD` bytes lie ready at once; the answers after these stay with their calls,
-                                    which count as unanswered
+                                    which count as unanswered. Meanwhile no call of it is begun; nor are ever more
+                                    than give as much, if each gives what the largest of its newest results had
 
 A peer of ours keeps to all of this, so one that does not is no peer of ours: it is put out at the first such message.
 Nothing depends on how fast either side is, or the way between them. Silence is counted in the server's own looks, so
@@ -29,6 +30,7 @@ from .frames import AHEAD, ASKS, BYTES_AHEAD, PART, PING, SIGN_EVERY, pack_numbe
 __all__ = ["ClientFlow", "Flow"]
 
 UNREAD = 64 << 20  # bytes that lie ready in libzmq for a client, beside the message that passes this
+RESULT = 256 << 10  # bytes that a client's first results are taken to have
 MESSAGE = 128  # bytes that each message counts for, beside its frames: libzmq's share
 
 
@@ -97,6 +99,7 @@ class ClientFlow(Flow):
         self._asked = 0
         self._since = monotonic()
         self._signs = 0
+        self._result = RESULT
         self.outbox_bytes = 0
         self.outbox: deque[tuple[list[bytes], Sequence[int], int]] = deque()
         """What is to be sent when it has read more: with the calls that it answers, and how many questions."""
@@ -104,6 +107,15 @@ class ClientFlow(Flow):
     @property
     def held(self) -> int:
         return self.unfinished + self.defined + self.owed_bytes + self.outbox_bytes
+
+    @property
+    def room(self) -> int:
+        """How many of its calls the pool may have at once."""
+        return min(AHEAD, UNREAD // self._result)
+
+    def gave(self, largest: int) -> None:
+        """Of its newest results, the largest had so many bytes."""
+        self._result = largest + MESSAGE
 
     def call(self, number: int, size: int) -> None:
         """Raises `Malformed`."""

@@ -279,6 +279,7 @@ class Joined:
                 back.append(item.number)
                 continue
             self._desk.take(item)
+            self._desk.begin()
             if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Work):
                 del self._desk.works[item.number]  # our pool was shut down just now, and did not take it
                 back.append(item.number)

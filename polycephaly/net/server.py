@@ -267,7 +267,7 @@ class Server:
             "started": self.started,
             "width": crew.plan.width,
             "clients": self.clients,
-            "queued": queued_in(self._pool),
+            "queued": queued_in(self._pool) + sum(len(each.desk.waiting) for each in list(self._clients.values())),
             "tasks_done": self._tasks_done,
             "drones": drones_of(self._pool) + self._workers.drones(),
         }
@@ -419,6 +419,7 @@ class Server:
             peer.came_back(frames)
             if client is not None:
                 self._send_on(client)
+                self._begin(client)
             return
         if worker is not None:
             self._workers.hear(worker, frames)
@@ -466,12 +467,16 @@ class Server:
             else:
                 defined = True
             client.desk.take(item)
+        self._begin(client)
         self._turns.due |= sum(bool(each.desk.works) for each in self._clients.values()) > 1
         if defined:
             definitions = client.desk._definitions.values()
             if len(definitions) > DEFINITIONS:
                 raise Malformed(f"more than {DEFINITIONS} definitions")
             client.defined = sum(len(each.payload) for each in definitions)
+
+    def _begin(self, client: Client) -> None:
+        client.desk.begin(max(client.room, self._pool._crew.plan.size) if not client.outbox else 0)
 
     def _admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
         size = self._pool._crew.plan.size
@@ -510,7 +515,9 @@ class Server:
         for client, lines in printed.items():  # what work has printed is there before what came of it
             self._send_lines(client, lines)
         for client, some in results.items():
+            client.gave(max(len(payload) for _, _, payload, _ in some))
             self._say(client, pack_results(some), [number for number, *_ in some])
+            self._begin(client)
 
     def _send_lines(self, client: Client, lines: list[Line]) -> None:
         """Not to one who does not read them, or they would fill the memory."""
