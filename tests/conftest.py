@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -92,6 +93,7 @@ def _has_workers(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     global _folder, _real_stderr
     _real_stderr = os.fdopen(os.dup(2), "w")
+    _let_signals_come()
     config.addinivalue_line("markers", "local_only(reason): not on other engines; with a reason, skipped")
     config.addinivalue_line("markers", "ray: needs a Ray, which is started for them")
     config.addinivalue_line("markers", "xdist_group(name): all run by one worker")
@@ -113,6 +115,15 @@ def pytest_configure(config: pytest.Config) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # The standard library keeps this process once anything is spawned: it is there before every census.
     multiprocessing.resource_tracker.ensure_running()
+
+
+def _let_signals_come() -> None:
+    """Under `nohup`, and in a background job of a script, SIGHUP or SIGINT is ignored, also by all that is started. Tests
+    send both. The suite itself survives SIGHUP, as whoever started it so wants."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)  # a handler is not inherited by what is started
 
 
 def _compile_all() -> None:
