@@ -118,8 +118,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _let_signals_come() -> None:
-    """Under `nohup`, and in a background job of a script, SIGHUP or SIGINT is ignored, also by all that is started. Tests
-    send both. The suite itself survives SIGHUP, as whoever started it so wants."""
+    """Under `nohup`, and in a background job of a script, SIGHUP or SIGINT is ignored, also by all that is started.
+    Tests send both. The suite itself survives SIGHUP, as whoever started it so wants."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

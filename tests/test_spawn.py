@@ -1,7 +1,10 @@
 """`start="spawn"`: a fresh interpreter that imports the main module, as the standard library's does."""
 
 import os
+import sys
+from subprocess import run
 
+import pytest
 from scripts import output_of, run_script
 
 import polycephaly as poly
@@ -67,6 +70,42 @@ def test_work_finds_the_globals_that_an_initializer_of_the_main_module_has_set()
     """)
         == "(3, {'given': 3})\n(4, {'given': 4})\n"
     )
+
+
+def test_functions_of_the_main_module_see_what_is_set_in_its_namespace():
+    assert (
+        output_of("""
+        import polycephaly as poly
+        x = 1
+        def look(): return x, __name__
+        if __name__ == "__main__":
+            with poly.Drone(start="spawn") as drone:
+                drone["x"] = 2
+                print(drone.doit(look), drone.doit("x"))
+    """)
+        == "(2, '__mp_main__') 2\n"
+    )
+
+
+@pytest.mark.parametrize("way", ["-m package.part", "folder"])
+def test_a_main_module_is_imported_from_wherever_it_was_run(way, tmp_path):
+    code = """
+import polycephaly as poly
+from {}other import y
+x = 1
+def look(): return x, y, __package__
+if __name__ == "__main__":
+    with poly.Drone(start="spawn") as drone:
+        print(drone.doit(look))
+"""
+    folder = tmp_path / way.split()[-1].partition(".")[0]
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "other.py").write_text("y = 2")
+    (folder / "part.py").write_text(code.format("."))
+    (folder / "__main__.py").write_text(code.format(""))
+    done = run([sys.executable, *way.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"(1, 2, {'package' if way[0] == '-' else ''!r})\n", done.stderr
 
 
 def test_a_script_that_cannot_be_imported_again_gets_an_error_that_says_how():

@@ -19,8 +19,12 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from io import open_code
 from multiprocessing import process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
+from pkgutil import get_importer
+from runpy import run_path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,7 +58,7 @@ class MainMaker:
         current: Any = process.current_process()
         current._inheriting = True  # a script that starts processes as it is imported is refused, with the reason
         try:
-            spawn.prepare(self.module)
+            _import_main(**self.module)
         finally:
             del current._inheriting
         for stream in (sys.stdout, sys.stderr):
@@ -64,6 +68,28 @@ class MainMaker:
 
 
 _old_main: list[ModuleType] = []
+
+
+def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -> None:
+    """Run the main module's code in `__main__` itself. (`multiprocessing` runs the code elsewhere and copies what comes
+    of it, so that functions of the module do not see what is set in `__main__` later.)"""
+    main = vars(sys.modules["__main__"])
+    main["__name__"] = "__mp_main__"
+    name, path = init_main_from_name, init_main_from_path
+    if name.endswith("__main__") or os.path.basename(path).partition(".")[0] == "ipython":
+        return  # a package's command line, which `multiprocessing` does not import again either
+    if name:
+        spec: Any = find_spec(name)
+        if spec is None:
+            raise ImportError(f"no module named {name!r}, which is the main module", name=name)
+        main.update(__spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin)
+        exec(spec.loader.get_code(name), main)
+    elif path and get_importer(path) is not None:  # a directory, or an archive
+        main.update(run_path(path, run_name="__mp_main__"))
+    elif path:
+        main["__file__"] = path
+        with open_code(path) as file:
+            exec(compile(file.read(), path, "exec", dont_inherit=True), main)
 
 
 class _Zygote:
