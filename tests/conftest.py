@@ -94,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     global _folder, _real_stderr
     _real_stderr = os.fdopen(os.dup(2), "w")
     _let_signals_come()
+    config.addinivalue_line("markers", "guarantee(*ids): shows these rows of docs/guarantees.md")
     config.addinivalue_line("markers", "local_only(reason): not on other engines; with a reason, skipped")
     config.addinivalue_line("markers", "ray: needs a Ray, which is started for them")
     config.addinivalue_line("markers", "xdist_group(name): all run by one worker")

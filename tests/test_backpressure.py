@@ -29,6 +29,7 @@ def open_gate(path):
     append(path, "open")
 
 
+@pytest.mark.guarantee("pool-11")
 def test_a_call_that_is_one_too_many_waits_for_room(paths):
     gate, started, _ = paths
     with poly.Pool(1, max_queued=3) as pool:
@@ -113,6 +114,7 @@ def test_a_drone_of_its_own_has_a_queue_of_its_own(paths):
         assert [p.value for p in (*mine, *late)] == [0, 1, 9]
 
 
+@pytest.mark.guarantee("pool-11")
 def test_a_callback_does_not_wait_for_itself(paths):
     gate, started, _ = paths
     with poly.Pool(1, max_queued=1) as pool:
@@ -199,6 +201,7 @@ def large(i):
     return bytes([i % 256]) * (20 * MIB)
 
 
+@pytest.mark.guarantee("pool-12")
 @local_only
 def test_a_slow_consumer_of_results_larger_than_memory_needs_little(tmp_path):
     """2 GB of results, of which no more than a third may ever be here."""

@@ -15,6 +15,7 @@ def nonsense():
     return [5, None, [abs], {"a": 1}, b"1 + 1", 1.5, object()]
 
 
+@pytest.mark.guarantee("work-19")
 def test_work_that_is_neither_code_nor_callable_is_a_type_error_at_the_call(nonsense):
     with poly.Pool(1) as pool, poly.Drone() as drone:
         for work in nonsense:
@@ -28,6 +29,7 @@ def test_work_that_is_neither_code_nor_callable_is_a_type_error_at_the_call(nons
         assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("work-19")
 @pytest.mark.parametrize("number", [0, -1, -100])
 def test_a_pool_of_no_drones_is_a_value_error_with_the_value(number):
     with pytest.raises(ValueError, match=str(number)):
@@ -40,6 +42,7 @@ def test_a_number_of_drones_that_is_no_number_is_a_type_error(number):
         poly.Pool(number)
 
 
+@pytest.mark.guarantee("work-19")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -105,6 +108,7 @@ def test_an_env_callable_that_fails_raises_its_error_and_leaves_nothing():
         poly.Pool(3, env=env)
 
 
+@pytest.mark.guarantee("work-19")
 def test_work_on_a_released_drone_or_closed_pool_is_a_runtime_error():
     drone, pool = poly.Drone(), poly.Pool(1)
     kept = pool.drones[0]
@@ -161,6 +165,7 @@ def test_descriptors_that_run_out_while_drones_start_are_named_too():
     assert done.returncode == 0
 
 
+@pytest.mark.guarantee("death-9")
 @local_only
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as a user that the process limit counts")
 def test_a_process_limit_is_named_and_everything_started_ended(tmp_path):
@@ -215,6 +220,7 @@ def test_what_is_of_the_wrong_type_is_named(call):
         call(pool)
 
 
+@pytest.mark.guarantee("death-9")
 @local_only("it is of the local engine")
 @pytest.mark.skipif(os.getuid() != 0, reason="takes the right to become another user, for whom the limit counts")
 @pytest.mark.parametrize("most", [3, 4])

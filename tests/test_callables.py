@@ -110,6 +110,7 @@ def test_a_recursive_closure_works(pool):
     assert pool.doit(factorial, 10) == 3628800
 
 
+@pytest.mark.guarantee("work-12")
 def test_arguments_are_captured_when_the_call_is_made(pool):
     argument = [1, 2]
     promises = []
@@ -120,6 +121,7 @@ def test_arguments_are_captured_when_the_call_is_made(pool):
     assert [p.value for p in promises] == [[1, 2, *range(i)] for i in range(50)]
 
 
+@pytest.mark.guarantee("work-12")
 def test_a_cell_changed_in_place_shows_as_at_the_call(pool):
     seen = []
 
@@ -133,6 +135,7 @@ def test_a_cell_changed_in_place_shows_as_at_the_call(pool):
     assert [p.value for p in promises] == [list(range(i)) for i in range(20)]
 
 
+@pytest.mark.guarantee("work-12")
 def test_a_cell_bound_anew_shows_as_at_the_call(pool):
     n = 0
 
@@ -344,6 +347,7 @@ def test_a_function_is_pickled_once_however_often_it_is_called(book):
     assert len({book.define("1 + 1").number for _ in range(10_000)}) == 1
 
 
+@pytest.mark.guarantee("work-12")
 @local_only
 def test_a_function_that_could_have_changed_in_place_is_pickled_again(book):
     cell = [1]
@@ -354,6 +358,7 @@ def test_a_function_that_could_have_changed_in_place_is_pickled_again(book):
     assert len({book.define(work).number for _ in range(3)}) == 3
 
 
+@pytest.mark.guarantee("work-18")
 def test_a_large_closure_called_often_travels_once_per_drone():
     blob = os.urandom(3_000_000)
 
@@ -378,6 +383,7 @@ def test_an_async_callable_runs_its_awaits(pool):
     assert pool.doit(several, 5) == 10
 
 
+@pytest.mark.guarantee("work-11")
 def test_a_script_uses_functions_classes_and_data_of_its_main_by_reference():
     assert output_of("""
         import sys
@@ -399,6 +405,7 @@ def test_a_script_uses_functions_classes_and_data_of_its_main_by_reference():
     """, poly.engine) == "25 72\nTrue True True\n9\nTrue\n"  # fmt: skip
 
 
+@pytest.mark.guarantee("work-11")
 def test_what_a_script_defines_after_the_pool_goes_by_value():
     assert output_of("""
         import sys
@@ -454,6 +461,7 @@ def test_a_cached_function_of_a_script_goes_by_reference_until_it_is_made_anew()
     )
 
 
+@pytest.mark.guarantee("work-11")
 def test_globals_of_main_changed_in_place_after_the_snapshot():
     """By reference: the drone's own copy, as of the snapshot. Pushed: what was pushed."""
     assert output_of("""

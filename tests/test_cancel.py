@@ -61,6 +61,7 @@ def paths(tmp_path):
     return [str(tmp_path / name) for name in ("one", "two", "three")]
 
 
+@pytest.mark.guarantee("promise-3")
 def test_queued_work_is_withdrawn_and_never_runs(paths):
     gate, started, ran = paths
     with poly.Pool(1) as pool:
@@ -95,6 +96,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
         assert not lines(ran)
 
 
+@pytest.mark.guarantee("promise-3")
 @pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread])
 def test_running_work_is_interrupted_and_the_drone_lives(work, paths, nobody_is_killed_for_being_slow):
     with poly.Pool(1) as pool:
@@ -114,6 +116,7 @@ def test_interrupted_work_cleans_up(paths, nobody_is_killed_for_being_slow):
         wait_for(lambda: lines(cleaned))
 
 
+@pytest.mark.guarantee("promise-3")
 @pytest.mark.parametrize("work", [sleep_holding_the_gil, refuse_to_end])
 def test_what_cannot_be_interrupted_is_killed_and_its_drone_replaced(work, paths):
     with poly.Pool(2, output="discard") as pool:
@@ -129,6 +132,7 @@ def test_what_cannot_be_interrupted_is_killed_and_its_drone_replaced(work, paths
         assert neighbour.value == "held"
 
 
+@pytest.mark.guarantee("promise-3")
 def test_cancelling_one_does_not_touch_its_neighbours(paths):
     started, ran, gate = paths
     with poly.Pool(3) as pool:
@@ -182,6 +186,7 @@ def test_settled_work_cannot_be_cancelled():
         assert not p.cancel() and not p.cancelled() and p.value == 1
 
 
+@pytest.mark.guarantee("promise-4")
 def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(paths, nobody_is_killed_for_being_slow):
     with poly.Pool(1, timeout=0.3) as pool:
         unlimited = pool.options(timeout=1e6)
@@ -198,6 +203,7 @@ def test_a_timeout_kills_what_cannot_be_interrupted(paths):
         wait_for(lambda: not drone.alive)
 
 
+@pytest.mark.guarantee("promise-4")
 def test_time_spent_in_the_queue_does_not_count(paths):
     with poly.Pool(1, timeout=3) as pool:
         holding = pool.options(timeout=1e6).promise(hold_until, paths[0])
@@ -241,6 +247,7 @@ def test_a_cancelled_asyncio_wait_cancels_the_work(paths, nobody_is_killed_for_b
         assert pool.doit(os.getpid) == pid
 
 
+@pytest.mark.guarantee("pool-1")
 def test_an_exception_in_a_with_block_cancels_what_runs_and_what_waits(paths):
     with pytest.raises(ZeroDivisionError), poly.Pool(1) as pool:
         running = pool.promise(sleep_long, paths[0])

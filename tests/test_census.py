@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import pytest
 from census import MARKER, Census, marked, shared_memory_is_counted, wait_until_clean
 from faults import wait_for
 
@@ -41,6 +42,7 @@ def test_what_another_worker_has_is_not_counted():
         os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.guarantee("end-8")
 def test_an_orphan_of_an_executed_program_is_seen():
     before = Census.take()
     orphan = int(subprocess.run([sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE, check=True).stdout)
@@ -50,6 +52,7 @@ def test_an_orphan_of_an_executed_program_is_seen():
         os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.guarantee("end-8")
 def test_an_orphan_of_a_forked_child_is_seen():
     before = Census.take()
     r, w = os.pipe()
@@ -71,6 +74,7 @@ def test_an_orphan_of_a_forked_child_is_seen():
         os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.guarantee("end-8")
 def test_threads_descriptors_and_shared_memory_are_seen():
     before = Census.take()
     end = threading.Event()

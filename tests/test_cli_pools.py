@@ -116,6 +116,7 @@ def words_of(line: str) -> list[str]:
 # -- start and stop --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("command-1")
 def test_a_pool_in_the_background_outlives_its_shell_and_ends_when_told_to(shell: Shell) -> None:
     said = shell.say("start", "lab", "-n", "1", "-d")
     card = shell.card()
@@ -130,6 +131,7 @@ def test_a_pool_in_the_background_outlives_its_shell_and_ends_when_told_to(shell
         end(card)
 
 
+@pytest.mark.guarantee("command-1")
 def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descriptor(shell: Shell) -> None:
     with shell.pool("-n", "1") as card:
         pid = card.pid
@@ -300,6 +302,7 @@ def test_a_pool_that_can_keep_no_drone_ends_and_its_log_says_why(shell: Shell) -
 # -- doit -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("command-2")
 @pytest.mark.parametrize(
     ("code", "status", "printed"),
     [
@@ -323,6 +326,7 @@ def test_code_has_the_status_and_prints_the_value_that_a_prompt_would(
     assert (done.returncode, done.stdout, done.stderr) == (status, printed, "")
 
 
+@pytest.mark.guarantee("command-2")
 def test_an_error_shows_its_own_traceback_and_has_status_1(lab: Shell) -> None:
     done = lab.run("doit", "lab", "def f():\n    return [][1]\nf()")
     assert (done.returncode, done.stdout) == (1, "")
@@ -466,6 +470,7 @@ def test_json_tells_what_is_running(lab: Shell) -> None:
         assert client.communicate() == ("''\n", "")
 
 
+@pytest.mark.guarantee("death-11")
 def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
     with shell.pool("-n", 1, "--report-waiting", 0.3):
         os.mkfifo(shell.folder / "door")
@@ -617,6 +622,7 @@ def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> No
         assert shell.say("doit", "lab", "1 + 1") == "2\n"
 
 
+@pytest.mark.guarantee("remote-5")
 def test_drones_that_join_have_loaded_what_the_pool_was_started_with(shell: Shell) -> None:
     """Though neither the file nor its directory is where they are."""
     (shell.folder / "setup.py").write_text("import json\ndef whence():\n    return where\nwhere = json.dumps('pool')\n")
@@ -651,6 +657,7 @@ def test_a_joined_process_ends_with_the_pool(shell: Shell) -> None:
 # -- who may not, and what there is not ------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("command-3")
 @pytest.mark.parametrize(
     "words", [("ps", "x"), ("doit", "x", "1"), ("stop", "x"), ("logs", "x"), ("logs", "x", "-f"), ("join", "x")]
 )
@@ -658,6 +665,7 @@ def test_an_unknown_name_is_one_line_with_the_names_there_are(lab: Shell, words:
     assert lab.complaint(*words) == "Error: no pool named 'x' is running; running: lab"
 
 
+@pytest.mark.guarantee("command-3")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize("words", [("stop", "lab"), ("ps", "lab"), ("doit", "lab", "1")])
 def test_the_pool_of_another_user_is_refused(shell: Shell, words: tuple[str, ...]) -> None:

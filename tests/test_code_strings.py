@@ -47,6 +47,7 @@ def drone(engine):
         yield drone
 
 
+@pytest.mark.guarantee("work-9")
 def test_statements_run_and_a_last_expressions_value_comes_back(drone, code):
     for source, value in code:
         assert drone.doit(source) == value, source
@@ -83,6 +84,7 @@ def test_a_code_string_takes_no_arguments(drone):
         drone.promise("x", a=1)
 
 
+@pytest.mark.guarantee("work-9")
 def test_tracebacks_of_later_calls_show_the_lines_of_the_string_that_defined_the_function(drone):
     drone.doit("def fail():\n    raise ValueError('here')  # line of the first string")
     text = "".join(traceback.format_exception(drone.promise("fail()").exception()))
@@ -90,6 +92,7 @@ def test_tracebacks_of_later_calls_show_the_lines_of_the_string_that_defined_the
     assert not any(name.startswith("<doit") for name in linecache.cache)
 
 
+@pytest.mark.guarantee("work-9")
 def test_an_indented_string_has_the_errors_of_the_same_string_without_its_margin(drone):
     text = "".join(traceback.format_exception(drone.promise("\n    a = 0\n    1 / a  # here\n    ").exception()))
     assert "line 3" in text and "    1 / a  # here\n" in text
@@ -98,6 +101,7 @@ def test_an_indented_string_has_the_errors_of_the_same_string_without_its_margin
         assert type(error) is IndentationError and error.lineno == line and error.__context__ is None
 
 
+@pytest.mark.guarantee("work-9")
 def test_future_statements_hold_for_what_comes_after_as_at_a_prompt():
     asks = "def f(x: nowhere): pass\nf.__annotations__"
     with poly.Drone() as drone:
@@ -115,6 +119,7 @@ def test_the_same_string_many_times_counts_up(drone):
     assert last == 500
 
 
+@pytest.mark.guarantee("work-1")
 def test_a_script_s_drone_is_an_instance_of_the_live_image():
     assert (
         output_of("""

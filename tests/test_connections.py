@@ -34,6 +34,7 @@ def served():
             yield listener, end, client
 
 
+@pytest.mark.guarantee("work-4")
 def test_a_connection_that_is_closed_beside_a_pool_has_ended_and_its_port_is_free(served):
     listener, end, client = served
     with poly.Pool(2) as pool:
@@ -45,6 +46,7 @@ def test_a_connection_that_is_closed_beside_a_pool_has_ended_and_its_port_is_fre
         socket.create_server(address).close()
 
 
+@pytest.mark.guarantee("work-4")
 def test_a_unix_connection_with_a_name_ends_too(tmp_path):
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind(str(tmp_path / "s"))
@@ -58,6 +60,7 @@ def test_a_unix_connection_with_a_name_ends_too(tmp_path):
             assert client.recv(1) == b""
 
 
+@pytest.mark.guarantee("work-4")
 def test_a_drone_finds_an_inherited_connection_closed_and_may_close_it(served):
     _, end, client = served
 
@@ -77,6 +80,7 @@ def test_a_drone_finds_an_inherited_connection_closed_and_may_close_it(served):
     assert client.recv(1) == b"y"
 
 
+@pytest.mark.guarantee("work-4")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_socket_among_the_initargs_is_given(served, start):
     _, end, client = served
@@ -106,6 +110,7 @@ def says(text):
     return kept.send(text)
 
 
+@pytest.mark.guarantee("work-4")
 def test_pairs_of_sockets_and_pipes_of_multiprocessing_cross():
     mine, its = multiprocessing.Pipe()
     reader, writer = multiprocessing.Pipe(duplex=False)
@@ -121,6 +126,7 @@ def test_pairs_of_sockets_and_pipes_of_multiprocessing_cross():
         assert (mine.recv(), reader.recv(), one.recv(1)) == ("a", "b", b"c")
 
 
+@pytest.mark.guarantee("work-4")
 def test_a_program_learns_that_its_pipes_are_closed():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reads, subprocess.Popen(
         ["yes"], stdout=subprocess.PIPE
@@ -132,6 +138,7 @@ def test_a_program_learns_that_its_pipes_are_closed():
         assert writes.wait(30) != 0
 
 
+@pytest.mark.guarantee("work-4")
 def test_a_datagram_socket_is_another_of_its_kind_in_a_drone():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hears, socket.socket(
         socket.AF_INET, socket.SOCK_DGRAM
@@ -152,6 +159,7 @@ def test_a_datagram_socket_is_another_of_its_kind_in_a_drone():
                 again.bind(address)
 
 
+@pytest.mark.guarantee("work-4")
 def test_an_epoll_of_the_main_image_is_not_a_drones():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end, select.epoll() as epoll:
         end.bind(("127.0.0.1", 0))

@@ -63,6 +63,7 @@ def check_in_a_drone(pool, place, how):
     check_neighbours(neighbours)
 
 
+@pytest.mark.guarantee("death-7")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("place", IN_A_DRONE)
@@ -82,6 +83,7 @@ def test_in_a_drone_on_ray(place):
         assert len({drone.pid for drone in pool.drones}) == 2
 
 
+@pytest.mark.guarantee("death-7")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", ERRORS)
 def test_pickling_the_arguments(how, start):
@@ -96,6 +98,7 @@ def test_pickling_the_arguments(how, start):
         check_neighbours(before + [pool.promise(abs, -i) for i in range(50)])
 
 
+@pytest.mark.guarantee("death-7")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", ERRORS)
 def test_unpickling_the_result(how, start):
@@ -107,6 +110,7 @@ def test_unpickling_the_result(how, start):
         check_neighbours(before + after)
 
 
+@pytest.mark.guarantee("death-7")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", ERRORS)
 def test_in_a_done_callback(how, start, caplog, tmp_path):
@@ -135,6 +139,7 @@ def test_in_a_done_callback(how, start, caplog, tmp_path):
         assert "callback" in caplog.text
 
 
+@pytest.mark.guarantee("death-7")
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("how", ERRORS)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -37,6 +37,7 @@ WAITS = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantee("promise-5")
 @pytest.mark.parametrize("wait", WAITS)
 def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_path):
     given, waits, cancelled = WAITS[wait]
@@ -112,6 +113,7 @@ def test_a_promise_that_nobody_works_on_is_not_cancelled():
     assert done.stdout == "5\n", done.stderr
 
 
+@pytest.mark.guarantee("promise-5")
 @pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "an exception in a with block"])
 def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path):
     up = str(tmp_path / "up")
@@ -133,6 +135,7 @@ def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path)
         assert not script.left()
 
 
+@pytest.mark.guarantee("promise-5")
 @pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "drone.release()"])
 def test_a_second_one_ends_everything_at_once(ends, tmp_path):
     up = str(tmp_path / "up")

@@ -54,6 +54,7 @@ def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args)
     assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("death-1")
 @local_only(NO_STATUS)
 def test_an_exit_rejects_with_its_status_and_what_was_running(pool):
     error = pool.promise(exit_hard, 7).exception()
@@ -62,6 +63,7 @@ def test_an_exit_rejects_with_its_status_and_what_was_running(pool):
     assert "exit status 7" in str(error) and "exit_hard" in str(error) and error.drone in str(error)
 
 
+@pytest.mark.guarantee("death-1")
 @local_only(NO_STATUS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_a_signal_is_told_by_its_name(pool, number):
@@ -77,6 +79,7 @@ def test_a_signal_without_a_name_is_told_by_its_number(pool):
     assert error.exitcode == -(signal.SIGRTMIN + 3) and str(signal.SIGRTMIN + 3) in str(error)
 
 
+@pytest.mark.guarantee("death-1")
 def test_a_segfault_shows_the_python_stack_that_faulthandler_left(pool):
     error = pool.promise(segfault).exception()
     assert error.exitcode == told(-signal.SIGSEGV)
@@ -113,6 +116,7 @@ def test_what_a_program_says_after_the_crash_of_another_is_no_stack(pool):
     assert error.stderr == "the program goes on" and "Fatal Python error: Aborted" in error.stack
 
 
+@pytest.mark.guarantee("death-1")
 def test_the_last_lines_of_stderr_are_told(pool):
     error = pool.promise(say_and_die, "\n".join(f"line {i}" for i in range(100)), 3).exception()
     assert "line 99" in error.stderr and "line 99" in str(error)
@@ -130,6 +134,7 @@ def test_sys_exit_is_an_error_of_the_work_and_no_death(pool):
     assert {d.pid for d in pool.drones} == before
 
 
+@pytest.mark.guarantee("death-5")
 def test_a_dead_drone_is_replaced_and_the_pool_goes_on(pool):
     before = {d.pid for d in pool.drones}
     names = {d.name for d in pool.drones}
@@ -149,6 +154,7 @@ def test_a_listed_drone_has_its_pid_even_while_it_is_being_replaced(pool):
         assert all(isinstance(d.pid, int) for d in pool.drones)
 
 
+@pytest.mark.guarantee("death-2")
 def test_work_queued_on_a_dead_drone_runs_exactly_once(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(2, output="discard") as pool:
@@ -164,6 +170,7 @@ def test_work_queued_on_a_dead_drone_runs_exactly_once(tmp_path):
             assert sorted(map(int, lines(path))) == list(range(600))
 
 
+@pytest.mark.guarantee("death-3")
 def test_work_pinned_to_a_drone_that_dies_is_rejected_not_moved(tmp_path):
     path, gate = str(tmp_path / "ran"), str(tmp_path / "gate")
     with poly.Pool(2, output="discard") as pool:
@@ -218,6 +225,7 @@ def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path)
     assert len(done) + lost == 1500
 
 
+@pytest.mark.guarantee("death-6")
 def test_lost_work_is_run_again_where_retries_say_so(tmp_path):
     path = str(tmp_path / "tries")
     with poly.Pool(1, retries=1, output="discard") as pool:
@@ -225,6 +233,7 @@ def test_lost_work_is_run_again_where_retries_say_so(tmp_path):
         assert isinstance(pool.promise(exit_hard, 5).exception(), poly.DroneDied)
 
 
+@pytest.mark.guarantee("death-5")
 def test_a_pool_that_breaks_on_death_rejects_all_and_takes_no_more(tmp_path):
     gate = str(tmp_path / "gate")
     with poly.Pool(2, on_death="break", output="discard") as pool:
@@ -280,6 +289,7 @@ def test_a_fresh_drone_for_one_promise_tells_its_death():
     assert poly.promise(exit_hard, 9).exception(10).exitcode == 9
 
 
+@pytest.mark.guarantee("death-4")
 def test_results_sent_before_the_death_arrive(tmp_path):
     with poly.Pool(1, output="discard") as pool:
         for _ in rounds(10):
@@ -289,6 +299,7 @@ def test_results_sent_before_the_death_arrive(tmp_path):
             assert isinstance(killer.exception(), poly.DroneDied)
 
 
+@pytest.mark.guarantee("death-4")
 def test_work_that_had_finished_is_not_lost_with_a_neighbour_that_kills_its_drone(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(1, output="discard") as pool:

@@ -125,6 +125,7 @@ def test_what_more_heads_wait_for_overlaps() -> None:
     assert min(overlaps["II"], overlaps["III"], overlaps["combined"]) >= 3
 
 
+@pytest.mark.guarantee("green-25")
 def test_threads_of_one_image_download_each_page_once(counted: tuple[str, list[str]]) -> None:
     url, asked = counted
     threads_drain(13, Site(url))
@@ -172,6 +173,7 @@ def test_threads_that_share_a_download_that_fails_all_have_its_error(monkeypatch
     assert attempts == [FUNDS]
 
 
+@pytest.mark.guarantee("green-16")
 def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) -> None:
     url, _ = counted
     inside, most = 0, 0

@@ -21,7 +21,12 @@ SPAWNED = [*((ending, "all") for ending in OF_SPAWN), ("SIGKILL", "idle"), ("SIG
 def case(ending, load):
     """Where both are killed at once, nobody is left to see to programs and the directory: see docs/guarantees.md."""
     both = ending == "zygote and controller"
-    return pytest.param(ending, load, marks=[pytest.mark.xfail(strict=False)] if both else [])
+    marks = [pytest.mark.xfail(strict=False)] if both else []
+    if load == "busy" and ending in ("return", "exception", "os._exit", "segfault", "SIGKILL", "SIGINT"):
+        marks.append(pytest.mark.guarantee("end-1"))
+    elif load == "busy" and ending in ("SIGTERM to all", "hang-up"):
+        marks.append(pytest.mark.guarantee("end-3"))
+    return pytest.param(ending, load, marks=marks)
 
 
 def check_ending(ending, load, start):
@@ -39,6 +44,7 @@ def test_nothing_is_left_after_a_controller_of_spawned_drones_ends(ending, load)
     check_ending(ending, load, "spawn")
 
 
+@pytest.mark.guarantee("end-3")
 def test_ctrl_c_to_the_whole_foreground_group_ends_the_controller_by_keyboard_interrupt():
     with Script("""
         import polycephaly as poly, time
@@ -74,6 +80,7 @@ def test_ctrl_c_in_a_doit_cancels_its_work(tmp_path):
         assert not script.left()
 
 
+@pytest.mark.guarantee("end-4")
 @pytest.mark.parametrize("how", ["pool.drones[0].kill()", "pool.shutdown()", "del pool", "drone = None"])
 def test_what_a_drone_started_ends_with_the_drone(how, tmp_path):
     up = tmp_path / "up"
@@ -98,6 +105,7 @@ def test_what_a_drone_started_ends_with_the_drone(how, tmp_path):
         wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in programs))
 
 
+@pytest.mark.guarantee("end-2")
 def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
     done = run_script(
         """
@@ -119,6 +127,7 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
     assert done.stdout == "DroneDied 2\n", done.stderr
 
 
+@pytest.mark.guarantee("end-1")
 def test_a_script_that_ends_at_once_after_starting_leaves_nothing():
     for how in ("", "os._exit(0)", "os.kill(os.getpid(), 9)", "del pool", "pool.shutdown(wait=False)"):
         done = run_script(f"import os, polycephaly as poly\npool = poly.Pool(3)\n{how}\n")

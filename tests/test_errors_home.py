@@ -155,6 +155,7 @@ def remote_traceback(error):
     return str(error)
 
 
+@pytest.mark.guarantee("error-1")
 def test_the_original_type_args_and_attributes_come_back(pool):
     error = pool.promise(raise_several, 5, "broken", hint="fix it").exception()
     assert type(error) is Several
@@ -168,11 +169,13 @@ def test_it_is_raised_at_the_wait(pool):
         _ = pool.promise(raise_several, 5, "broken").value
 
 
+@pytest.mark.guarantee("error-1")
 def test_notes_come_back(pool):
     error = pool.promise(raise_, ValueError("x"), "first note", "second note").exception()
     assert error.__notes__ == ["first note", "second note"]
 
 
+@pytest.mark.guarantee("error-1")
 def test_the_cause_chain_comes_back(pool):
     error = pool.promise(raise_chain).exception()
     assert type(error) is Several and type(error.__cause__) is ValueError
@@ -180,6 +183,7 @@ def test_the_cause_chain_comes_back(pool):
     assert "raise_chain" in remote_traceback(error)
 
 
+@pytest.mark.guarantee("error-1")
 def test_the_context_comes_back(pool):
     error = pool.promise(raise_in_context).exception()
     assert type(error) is LookupError and type(error.__context__) is ZeroDivisionError
@@ -201,6 +205,7 @@ def test_a_circular_chain_comes_back(pool):
     assert type(error) is ValueError and type(error.__cause__) is KeyError
 
 
+@pytest.mark.guarantee("error-1")
 def test_exception_groups_come_back_with_their_members(pool):
     error = pool.promise(raise_group).exception()
     assert type(error) is ExceptionGroup and error.message == "several"
@@ -223,6 +228,7 @@ def test_os_errors_keep_number_text_and_file(pool):
     assert type(error).__name__ == "JSONDecodeError" and error.pos == 1 and error.doc == "{"
 
 
+@pytest.mark.guarantee("error-3")
 def test_what_cannot_be_pickled_comes_as_a_remote_error(pool):
     error = pool.promise(raise_locked).exception()
     assert type(error) is poly.RemoteError
@@ -230,12 +236,14 @@ def test_what_cannot_be_pickled_comes_as_a_remote_error(pool):
     assert "raise_locked" in error.traceback and "holding a socket" in str(error)
 
 
+@pytest.mark.guarantee("error-3")
 def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
     error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()
     assert type(error).__name__ == "Odd" or type(error) is poly.RemoteError
     assert "local" in str(error)
 
 
+@pytest.mark.guarantee("error-3")
 @pytest.mark.parametrize("kind", ["Treacherous", "Unwilling"])
 def test_a_class_that_says_how_it_is_pickled_is_believed_when_that_fails(pool, kind):
     error = pool.promise(raise_in_code_of, kind).exception()
@@ -273,6 +281,7 @@ def test_a_recursion_error_comes_home(pool):
     assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("error-2")
 def test_the_remote_traceback_shows_file_line_and_source(pool):
     text = remote_traceback(pool.promise(raise_chain).exception())
     assert __file__ in text and 'raise ValueError("middle") from error' in text
@@ -294,6 +303,7 @@ def test_a_syntax_error_in_a_code_string_shows_the_place(pool):
     assert "y = = 2" in "".join(traceback.format_exception(error))
 
 
+@pytest.mark.guarantee("error-4")
 def test_arguments_that_do_not_pickle_reject_that_promise_and_say_which(pool):
     good = pool.promise(abs, -1)
     bad = pool.promise(print, 1, threading.Lock())
@@ -306,6 +316,7 @@ def test_arguments_that_do_not_pickle_reject_that_promise_and_say_which(pool):
     assert "stays where it is" in str(error) and any("end" in n for n in error.__notes__)
 
 
+@pytest.mark.guarantee("error-4")
 def test_arguments_that_do_not_unpickle_reject_that_promise_alone(pool):
     work = [pool.promise(str, ExplodesThere() if i == 50 else i) for i in range(100)]
     for i, p in enumerate(work):
@@ -320,6 +331,7 @@ def result_of(i):
     return {10: UnpicklableResult, 20: ExplodesAtHome}.get(i, lambda: i)()
 
 
+@pytest.mark.guarantee("error-4")
 def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
     work = [pool.promise(result_of, i) for i in range(30)]
     assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [i for i in range(30) if i not in (10, 20)]
@@ -331,6 +343,7 @@ def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
     assert any("result" in n for n in error.__notes__)
 
 
+@pytest.mark.guarantee("error-4")
 def test_work_that_does_not_pickle_rejects_with_what_it_was(pool):
     lock = threading.Lock()
 

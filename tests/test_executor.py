@@ -14,6 +14,7 @@ from faults import append, hold_until, lines, wait_for
 pytestmark = on_each_engine
 
 
+@pytest.mark.guarantee("pool-1")
 def test_it_is_one():
     with poly.Pool(1) as pool:
         assert isinstance(pool, Executor)
@@ -21,6 +22,7 @@ def test_it_is_one():
         assert isinstance(future, concurrent.futures.Future) and future.result() == 256
 
 
+@pytest.mark.guarantee("promise-2")
 def test_wait_and_as_completed_work_on_its_futures():
     with poly.Pool(2) as pool:
         futures = [pool.submit(abs, -i) for i in range(100)]
@@ -52,6 +54,7 @@ def test_promises_are_awaited_in_asyncio():
         assert asyncio.run(main(pool)) == list(range(200))
 
 
+@pytest.mark.guarantee("pool-1")
 def test_a_with_block_finishes_what_was_submitted():
     with poly.Pool(2) as pool:
         work = [pool.submit(time.sleep, 0.01) for _ in range(20)]
@@ -191,12 +194,14 @@ def test_a_drone_does_what_it_was_given_by_name_though_that_is_more_than_max_tas
         assert pool.doit(os.getpid) != drone.pid
 
 
+@pytest.mark.guarantee("work-7")
 def test_a_drone_is_replaced_after_max_tasks():
     with poly.Pool(1, max_tasks=3) as pool:
         pids = [p.value for p in [pool.promise(os.getpid) for _ in range(10)]]
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3, 1]
 
 
+@pytest.mark.guarantee("work-6")
 def test_env_and_cwd_reach_the_drones(tmp_path):
     with poly.Pool(2, env=lambda i: {"GPU": str(i)}, cwd=tmp_path) as pool:
         assert sorted(p.value for p in pool.everywhere("import os; os.environ['GPU']")) == ["0", "1"]

@@ -280,6 +280,7 @@ def test_large_items_and_many_small_ones(pool):
 # -- rendezvous, buffers, credit --------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("channel-1")
 def test_a_send_to_another_image_returns_when_a_receiver_has_the_item(pool):
     async def receiver(ch, begin):
         await begin.receive()
@@ -337,6 +338,7 @@ def test_places_granted_to_who_does_not_use_them_go_to_others(pool):
     assert sorted(ch.get() for _ in range(8)) == list("abcdefgh")
 
 
+@pytest.mark.guarantee("channel-1")
 @pytest.mark.parametrize("closer", ["here", "there"])
 def test_what_was_sent_before_the_close_is_received(pool, closer):
     async def send_until_closed(ch):
@@ -401,6 +403,7 @@ async def choose(outs, ins, n, me):
     return sent, got
 
 
+@pytest.mark.guarantee("channel-1")
 @CAPACITIES
 def test_a_select_over_channels_of_several_images(pool, capacity):
     async def chooser(channels, n):
@@ -420,6 +423,7 @@ def test_a_select_over_channels_of_several_images(pool, capacity):
     run(main)
 
 
+@pytest.mark.guarantee("channel-1")
 def test_both_sides_in_a_select_with_choices_of_both_kinds(pool):
     async def main():
         one, other, third = pool.drones
@@ -701,6 +705,7 @@ def test_asyncio_code_that_gives_up_at_random_loses_nothing(pool, capacity):
 # -- endings -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("channel-2", "channel-3")
 def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
     with poly.Pool(2) as pool:
         a, b = pool.drones
@@ -802,6 +807,7 @@ def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, c
         assert error == f"{name} was closed, or its home has no use for it any more"
 
 
+@pytest.mark.guarantee("channel-2")
 @CAPACITIES
 def test_an_image_that_dies_takes_its_offers_and_demands_along(capacity):
     async def wait_for_ever(ch, ready, way):
@@ -827,6 +833,7 @@ def test_an_image_that_dies_takes_its_offers_and_demands_along(capacity):
         run(main, pool)
 
 
+@pytest.mark.guarantee("channel-3")
 def test_the_last_sender_that_is_closed_closes_the_channel(pool):
     async def count(end, me):
         with end:
@@ -861,6 +868,7 @@ def test_async_for_does_not_take_a_death_for_the_end(pool):
                 receiver.doit(receive_and_kill, ch, home.pid)
 
 
+@pytest.mark.guarantee("channel-3")
 def test_the_death_of_the_last_sender_closes_the_channel_with_the_cause(pool):
     async def die(end):
         await end.send("last")
@@ -1174,6 +1182,7 @@ async def send_three(end, fails=False):
         raise KeyError("after three")
 
 
+@pytest.mark.guarantee("channel-4")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("work", [put_three, send_three])
@@ -1255,6 +1264,7 @@ def in_an_async_iterator(end):
     stored.append(aiter(end))
 
 
+@pytest.mark.guarantee("channel-4")
 @pytest.mark.parametrize(
     "keep", [in_a_global, in_the_namespace, in_a_thread, in_an_iterator, in_an_async_iterator], ids=lambda f: f.__name__
 )
@@ -1290,6 +1300,7 @@ def test_an_end_waits_for_the_other_calls_that_it_was_given_to():
         assert list(ch) == [0, 1, 2] * 3
 
 
+@pytest.mark.guarantee("channel-4")
 def test_an_end_that_a_call_has_handed_on_is_its_next_holders(pool):
     ch = Channel()
     one, other, _ = pool.drones

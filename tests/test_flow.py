@@ -291,6 +291,7 @@ def test_no_node_runs_before_its_inputs_are_there(tmp_path):
 # -- rejection and cancelling -------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-2")
 def test_what_depends_on_a_node_that_fails_is_rejected_with_its_error_and_its_name():
     with poly.Pool(2):
         good = add(1)
@@ -375,6 +376,7 @@ def test_a_drone_that_dies_under_a_node_rejects_the_rest_of_its_path_only(tmp_pa
         assert any("_exit #" in note for note in rest.exception().__notes__)
 
 
+@pytest.mark.guarantee("graph-2")
 def test_cancelling_a_node_cancels_what_only_led_to_it_and_rejects_what_depends_on_it(tmp_path):
     with poly.Pool(2):
         late = Promise()
@@ -428,6 +430,7 @@ def test_what_was_cancelled_is_not_looked_at_again():
         assert nodes[0].cancel() and source.cancelled()
 
 
+@pytest.mark.guarantee("graph-2")
 def test_only_nodes_are_cancelled_with_a_node(pool):
     late = Promise()
     plain = pool.promise(abs, late)

@@ -14,6 +14,7 @@ import polycephaly as poly
 STRICT = ("-W", "error::DeprecationWarning")
 
 
+@pytest.mark.guarantee("wire-3")
 def test_no_warning_of_forks_because_of_our_own_threads():
     assert output_of("""
         import polycephaly as poly
@@ -179,6 +180,7 @@ def test_text_waiting_in_the_controllers_streams_is_written_once():
     assert done.stdout == "waiting in the buffer\n"
 
 
+@pytest.mark.guarantee("work-8")
 def test_exit_handlers_of_the_main_image_run_once_and_only_there():
     done = run_script("""
         import atexit, os, polycephaly as poly
@@ -190,6 +192,7 @@ def test_exit_handlers_of_the_main_image_run_once_and_only_there():
     assert done.stdout == "bye True\n", done.stderr
 
 
+@pytest.mark.guarantee("work-8")
 def test_signal_handlers_of_the_main_image_are_not_the_drones():
     done = run_script("""
         import os, signal, polycephaly as poly
@@ -202,6 +205,7 @@ def test_signal_handlers_of_the_main_image_are_not_the_drones():
     assert done.stdout == "-15\n", done.stderr
 
 
+@pytest.mark.guarantee("wire-3")
 def test_a_lock_held_by_another_thread_at_the_fork_is_the_users_affair_but_ours_are_free():
     """Logging, imports and our own locks work in drones forked while other threads hammer them."""
     done = run_script("""

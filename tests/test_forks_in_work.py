@@ -93,6 +93,7 @@ def pool(request):
         yield pool
 
 
+@pytest.mark.guarantee("work-5")
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("work", WORK)
 def test_a_forked_child_ends_with_the_status_of_its_own_end_and_the_drone_goes_on(pool, work, how):
@@ -180,6 +181,7 @@ def lanes_of_child():
         return lanes(), int(file.read())
 
 
+@pytest.mark.guarantee("work-5")
 def test_a_child_has_no_connection_of_its_drones():
     with poly.Pool(1) as pool:
         assert pool.doit(lanes_of_child) == (1, 0)
@@ -200,6 +202,7 @@ def handlers_run(path):
     status_of(pid)
 
 
+@pytest.mark.guarantee("work-5", "work-8")
 def test_threads_and_exit_handlers_of_a_child_run_and_its_drones_handlers_do_not(tmp_path):
     told = tmp_path / "told"
     with poly.Pool(1) as pool:
@@ -220,6 +223,7 @@ def has_pool():
         return file.read(), status_of(pid)
 
 
+@pytest.mark.guarantee("work-5")
 def test_a_child_may_have_a_pool_of_its_own():
     with poly.Pool(1) as pool:
         assert pool.doit(has_pool) == ("55", 4)

@@ -86,6 +86,7 @@ def test_originals_are_well_formed(decoders):
 # -- decoders
 
 
+@pytest.mark.guarantee("wire-4")
 def test_decoders_return_or_raise_malformed_whatever_was_mutated(decoders):
     before = dict(decoders.counts)
     fuzz_some = partial(fuzz.message, SEED, originals=decoders.originals)
@@ -184,6 +185,7 @@ def answer_myself(status, started=0.0, finished=0.0):
         say(pack_outcomes([pack_outcome(fuzz.this_drone()._current, status, started, finished, b"", b"")]))
 
 
+@pytest.mark.guarantee("wire-4")
 def test_a_pool_goes_on_whatever_its_drones_say():
     counts = fuzz.fuzz_hub(SEED, 0, 6000, lambda number: None)
     assert counts["dropped"] > 2000
@@ -255,6 +257,7 @@ def test_a_call_that_is_withdrawn_though_nobody_asked_is_settled():
 # -- live: a hub that talks nonsense
 
 
+@pytest.mark.guarantee("wire-4")
 def test_drones_go_on_whatever_their_hub_says():
     counts = fuzz.fuzz_drones(SEED, 0, 6000, lambda number: None)
     assert counts["dropped"] > 2000
@@ -389,6 +392,7 @@ def kill_all_drones(pool):
     wait_for(lambda: all(link.state is State.DEAD for link in links))
 
 
+@pytest.mark.guarantee("wire-4")
 @pytest.mark.parametrize("side", ["of the hub", "of drones"])
 @pytest.mark.parametrize("kind", fuzz.Noise.KINDS)
 def test_no_promise_is_left_open_by_messages_that_were(kind, side):
@@ -412,6 +416,7 @@ def test_no_promise_is_left_open_by_messages_that_were(kind, side):
         fuzz.answers(pool, heard)
 
 
+@pytest.mark.guarantee("wire-4")
 def test_answers_that_come_twice_count_once(tmp_path):
     path = str(tmp_path / "run")
     with bad_line(2, "duplicated", "of drones") as (pool, heard, count):

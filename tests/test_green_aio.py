@@ -45,6 +45,7 @@ async def fail(error):
 # -- asyncio in green threads --------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-17")
 def test_a_coroutine_of_asyncio_gives_its_value():
     async def main():
         return await green.aio(double(4)), await green.aio(asyncio.sleep(0.001, "slept"))
@@ -101,6 +102,7 @@ def test_what_cannot_be_awaited_is_a_type_error():
             run(main, wrong)
 
 
+@pytest.mark.guarantee("green-17")
 def test_a_cancelled_thread_cancels_what_it_awaits_there_and_waits_for_its_end():
     told = []
     begun = threading.Event()
@@ -345,6 +347,7 @@ def test_a_program_that_used_asyncio_ends_by_itself():
 # -- green things in asyncio -------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-18")
 def test_a_green_thread_is_awaited_in_asyncio():
     async def main():
         assert await green.spawn(green_double, 4) == 8
@@ -487,6 +490,7 @@ def test_map_that_is_taken_for_a_list_says_what_to_do(where):
     assert where(main()) == ([0, 2, 4], [0, 2, 4])
 
 
+@pytest.mark.guarantee("green-18")
 def test_channels_are_used_by_asyncio_and_green_threads_together():
     async def squares(source, target):
         async for x in source:

@@ -60,6 +60,7 @@ class Ferry:
 # -- who crosses with whom -------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-4")
 def test_all_who_are_ready_cross_together_and_each_has_its_own_result():
     async def main():
         before = doubled.crossings
@@ -69,6 +70,7 @@ def test_all_who_are_ready_cross_together_and_each_has_its_own_result():
     assert run(main) == ([2 * n for n in range(1000)], 1)
 
 
+@pytest.mark.guarantee("graph-4")
 def test_who_comes_while_a_crossing_runs_is_in_the_next_and_nobody_is_stopped():
     async def main():
         ferry = Ferry()
@@ -116,6 +118,7 @@ def test_spawn_and_map_take_a_batch_for_the_coroutine_function_it_is_like():
 # -- errors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-4")
 def test_an_error_in_place_of_a_result_is_that_ones_alone():
     @green.call.batch
     def inverse(numbers):
@@ -269,6 +272,7 @@ def test_a_batch_is_for_green_threads():
 # -- cancelling ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-4")
 def test_who_is_cancelled_before_the_crossing_is_not_in_it():
     async def main():
         ferry = Ferry()

@@ -73,6 +73,7 @@ def test_a_short_call_is_run_in_place():
     assert all(green.run(main))
 
 
+@pytest.mark.guarantee("green-4")
 def test_a_long_call_is_taken_over_when_others_are_ready():
     gate = Gate()
 
@@ -94,6 +95,7 @@ def test_a_long_call_is_taken_over_when_others_are_ready():
     assert watchdog.handovers > handovers
 
 
+@pytest.mark.guarantee("green-4")
 def test_a_long_call_is_taken_over_for_those_who_become_ready_later():
     gate = Gate()
 
@@ -129,6 +131,7 @@ def test_many_long_calls_overlap():
     assert len({gate.ident for gate in gates}) == 100
 
 
+@pytest.mark.guarantee("green-5")
 def test_a_call_that_was_taken_over_goes_to_the_end_of_the_queue_and_loses_nothing():
     async def calls(i):
         told = []
@@ -148,6 +151,7 @@ def _slow_echo(x):
     return x
 
 
+@pytest.mark.guarantee("green-5")
 def test_errors_come_out_of_a_call_in_place_taken_over_and_sent_away():
     async def fails(call, seconds):
         try:
@@ -350,6 +354,7 @@ def _sorted_by(compare, numbers):
     return list(array)
 
 
+@pytest.mark.guarantee("green-5")
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 def test_native_code_that_calls_back_may_spawn_settle_and_send(call, long):
@@ -525,6 +530,7 @@ def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call):
 # -- context variables ----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-5")
 @pytest.mark.parametrize("seconds", [0, 0.02], ids=["short", "long"])
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
 def test_context_variables_are_seen_by_calls_and_set_in_them(call, seconds):
@@ -548,6 +554,7 @@ def test_context_variables_are_seen_by_calls_and_set_in_them(call, seconds):
 # -- bound ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-7")
 def test_a_bound_thread_uses_objects_of_its_native_thread():
     async def uses():
         database = sqlite3.connect(":memory:")  # refuses any other native thread
@@ -629,6 +636,7 @@ def test_errors_and_cancellation_reach_bound_threads():
 # -- how many ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-6")
 def test_no_more_native_threads_than_configured_run_calls_and_plain_functions():
     now = most = 0
     lock = threading.Lock()
@@ -720,6 +728,7 @@ class Reports(logging.Handler):
         logging.getLogger("polycephaly.green").removeHandler(self)
 
 
+@pytest.mark.guarantee("green-22")
 @pytest.mark.parametrize("bound", [False, True], ids=["free", "bound"])
 def test_the_watchdog_reports_who_holds_the_scheduler_where_and_for_how_long(bound):
     def computes():

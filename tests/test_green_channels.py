@@ -113,6 +113,7 @@ def test_a_channel_takes_as_many_items_as_its_capacity_before_a_send_waits(capac
     run(main)
 
 
+@pytest.mark.guarantee("green-8")
 @CAPACITIES
 def test_items_arrive_in_the_order_of_sending(capacity):
     async def main():
@@ -134,6 +135,7 @@ def test_none_and_errors_are_items_like_others():
     run(main)
 
 
+@pytest.mark.guarantee("green-8")
 @CAPACITIES
 def test_who_waits_to_send_is_served_in_the_order_of_coming(capacity):
     async def main():
@@ -146,6 +148,7 @@ def test_who_waits_to_send_is_served_in_the_order_of_coming(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-8")
 @CAPACITIES
 def test_who_waits_to_receive_is_served_in_the_order_of_coming(capacity):
     async def main():
@@ -158,6 +161,7 @@ def test_who_waits_to_receive_is_served_in_the_order_of_coming(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-8")
 @CAPACITIES
 def test_any_number_of_threads_may_hold_either_end(capacity):
     async def main():
@@ -237,6 +241,7 @@ def test_async_for_gives_all_items_until_the_channel_is_closed(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-9")
 def test_closing_ends_everybody_who_waits_to_receive():
     async def main():
         for waiters in (1, 3):
@@ -258,6 +263,7 @@ def test_closing_ends_everybody_who_waits_to_receive():
     run(main)
 
 
+@pytest.mark.guarantee("green-8", "green-9")
 @CAPACITIES
 def test_of_a_closed_channel_each_item_arrives_or_its_sender_is_told(capacity):
     async def main():
@@ -273,6 +279,7 @@ def test_of_a_closed_channel_each_item_arrives_or_its_sender_is_told(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-9")
 @CAPACITIES
 def test_a_closed_channel_can_neither_be_sent_to_nor_received_from(capacity):
     async def main():
@@ -292,6 +299,7 @@ def test_a_closed_channel_can_neither_be_sent_to_nor_received_from(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-9")
 def test_a_second_close_leaves_what_is_in_the_buffer():
     ch = Channel(2)
     ch.put(1)
@@ -316,6 +324,7 @@ def test_a_channel_may_be_closed_from_a_plain_thread():
 # -- claims ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-10")
 @CAPACITIES
 def test_messages_of_who_holds_the_sending_end_are_not_mixed_with_others(capacity):
     async def main():
@@ -341,6 +350,7 @@ def test_messages_of_who_holds_the_sending_end_are_not_mixed_with_others(capacit
     run(main)
 
 
+@pytest.mark.guarantee("green-10")
 @CAPACITIES
 def test_who_holds_the_receiving_end_gets_what_comes_and_others_wait_on(capacity):
     async def main():
@@ -723,6 +733,7 @@ def test_ctrl_c_ends_a_get_and_a_put_and_nothing_is_lost(timeout):
 # -- asyncio -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-18")
 @CAPACITIES
 def test_asyncio_code_sends_and_receives(capacity):
     async def main():
@@ -891,6 +902,7 @@ def test_asyncio_code_inside_a_foreign_call_may_use_channels():
 # -- cancelling --------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-12")
 @CAPACITIES
 def test_a_cancelled_receiver_leaves_the_queue(capacity):
     async def main():
@@ -907,6 +919,7 @@ def test_a_cancelled_receiver_leaves_the_queue(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-12")
 @CAPACITIES
 def test_a_cancelled_sender_takes_its_item_back(capacity):
     async def main():
@@ -923,6 +936,7 @@ def test_a_cancelled_sender_takes_its_item_back(capacity):
     run(main)
 
 
+@pytest.mark.guarantee("green-12")
 def test_who_is_cancelled_with_an_item_on_its_way_gets_the_item_first():
     async def main():
         for waiters in (1, 2):
@@ -939,6 +953,7 @@ def test_who_is_cancelled_with_an_item_on_its_way_gets_the_item_first():
     run(main)
 
 
+@pytest.mark.guarantee("green-12")
 def test_who_is_cancelled_with_its_item_taken_is_told_first():
     async def main():
         ch, sent = Channel(), []

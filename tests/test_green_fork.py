@@ -100,6 +100,7 @@ def state():
     )  # fmt: skip
 
 
+@pytest.mark.guarantee("green-24")
 @forks_itself
 def test_a_forked_child_has_no_green_threads():
     with Busy():
@@ -107,6 +108,7 @@ def test_a_forked_child_has_no_green_threads():
             assert in_child(state) == repr((0,) * 9)
 
 
+@pytest.mark.guarantee("green-24")
 @forks_itself
 def test_a_forked_child_starts_its_own_and_the_parents_go_on():
     async def main():

@@ -51,6 +51,7 @@ def run(main, *args):
     return green.spawn(main, *args).result(30)
 
 
+@pytest.mark.guarantee("green-14")
 def test_a_block_ends_when_all_its_threads_have():
     ended = []
 
@@ -81,6 +82,7 @@ def test_an_empty_group_ends_at_once():
     assert run(main) == "on"
 
 
+@pytest.mark.guarantee("green-14")
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_first_error_cancels_the_siblings_and_the_block(plain):
     ended = Ended()
@@ -101,6 +103,7 @@ def test_the_first_error_cancels_the_siblings_and_the_block(plain):
     assert kinds(caught.value) == [ZeroDivisionError] and sorted(ended.names) == ["body", "forever", "forever"]
 
 
+@pytest.mark.guarantee("green-14")
 def test_errors_are_raised_together():
     async def fails_when_cancelled(error):
         try:

@@ -46,6 +46,7 @@ def test_a_semaphore_lets_in_so_many_at_a_time(n):
     run(main)
 
 
+@pytest.mark.guarantee("green-13")
 @MAKERS
 def test_who_came_first_is_let_in_first(make):
     async def main():
@@ -106,6 +107,7 @@ def test_the_block_may_fail_and_the_lock_is_released(make):
     run(main)
 
 
+@pytest.mark.guarantee("green-13")
 @MAKERS
 def test_a_waiter_that_is_cancelled_leaves_the_line(make):
     async def main():
@@ -342,6 +344,7 @@ def test_a_plain_thread_that_releases_a_lock_twice_is_told():
 # -- Event -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-13")
 def test_all_who_wait_for_an_event_go_on_in_the_order_of_their_coming():
     async def main():
         event, log = Event(), []
@@ -428,6 +431,7 @@ def test_a_plain_thread_may_set_an_event():
     run(main)
 
 
+@pytest.mark.guarantee("green-13")
 def test_who_is_cancelled_waiting_for_an_event_does_not_disturb_the_others():
     async def main():
         event = Event()
@@ -444,6 +448,7 @@ def test_who_is_cancelled_waiting_for_an_event_does_not_disturb_the_others():
 # -- Barrier -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-13")
 def test_a_barrier_holds_all_until_the_last_has_come_and_again():
     async def main():
         barrier, log = Barrier(3), []

@@ -29,6 +29,7 @@ def test_a_plain_function_runs_beside_the_coroutines_on_a_native_thread_of_its_o
     assert green.run(main)
 
 
+@pytest.mark.guarantee("green-6")
 def test_hundreds_of_plain_functions_run_at_once():
     meet = threading.Barrier(200)
     assert sorted(green.par(*[lambda: meet.wait(30)] * 200)) == list(range(200))
@@ -61,6 +62,7 @@ def test_plain_functions_hand_each_other_things_through_channels():
     assert [target.get() for _ in range(11)] == [i * i for i in range(10)] + [None]
 
 
+@pytest.mark.guarantee("green-6")
 def test_what_they_wait_for_stops_nobody_else():
     channel, promise, lock = green.Channel(), poly.Promise(), threading.Lock()
     lock.acquire()

@@ -270,6 +270,7 @@ capacities = st.shared(st.integers(1, 3), key="channels").flatmap(
 )
 
 
+@pytest.mark.guarantee("green-8", "green-11", "green-12")
 @settings(
     max_examples=150,
     deadline=None,

@@ -41,6 +41,7 @@ async def sleeps():
 # -- threads() ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-21")
 def test_threads_lists_everybody_with_state_file_and_line():
     gate = threading.Lock()  # to wait for it adds no frame of Python's
     gate.acquire()
@@ -135,6 +136,7 @@ def test_threads_may_be_asked_at_any_time_from_anywhere():
 # -- deadlocks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-23")
 def test_a_deadlock_is_raised_where_plain_code_waits():
     channel = green.Channel()
     thread = green.spawn(receives, channel)
@@ -155,6 +157,7 @@ async def sleeps_for_nobody():
     await green.Event().wait()
 
 
+@pytest.mark.guarantee("green-23")
 def test_a_deadlock_is_raised_at_the_await_and_finally_clauses_run():
     told = []
 
@@ -243,6 +246,7 @@ def wakes_later(channel, word="woken"):
 LONGER = 0.2  # seconds: longer than the silence after which the scheduler asks, and after which it gives up
 
 
+@pytest.mark.guarantee("green-23")
 def test_who_waits_for_somebody_that_can_still_wake_him_is_woken():
     """Each of these wakes after a silence in which a hasty verdict would have fallen."""
     inside = [green.Channel()]

@@ -243,6 +243,7 @@ def test_what_asyncio_code_is_told_to_do_instead_works_there():
 # -- which one ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-11")
 def test_with_priority_the_first_that_can_happen_is_chosen():
     async def main():
         a, b, c = Channel(1), Channel(1), Channel(1)
@@ -254,6 +255,7 @@ def test_with_priority_the_first_that_can_happen_is_chosen():
     run(main)
 
 
+@pytest.mark.guarantee("green-11")
 @pytest.mark.parametrize("ready", [(0, 1), (0, 2), (0, 1, 2), (1, 2, 4)])
 def test_without_priority_those_that_can_happen_are_chosen_about_equally(ready):
     async def main():
@@ -314,6 +316,7 @@ def test_the_same_program_chooses_the_same_each_time():
 # -- exactly one -------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-11")
 def test_both_sides_may_select():
     async def main():
         a, b = Channel(), Channel()
@@ -368,6 +371,7 @@ def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time():
     run(main)
 
 
+@pytest.mark.guarantee("green-11")
 @CAPACITIES
 def test_when_many_select_against_each_other_each_item_changes_hands_once(capacity):
     async def main(seed):
@@ -450,6 +454,7 @@ def test_a_closed_channel_may_be_left_out_by_its_precondition():
 # -- nothing is left behind --------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-12")
 def test_a_cancelled_select_leaves_no_offer_behind():
     async def main():
         a, b, promise = Channel(), Channel(), Promise()
@@ -464,6 +469,7 @@ def test_a_cancelled_select_leaves_no_offer_behind():
     run(main)
 
 
+@pytest.mark.guarantee("green-12")
 def test_a_select_that_is_cancelled_with_an_item_on_its_way_gets_the_item_first():
     async def main():
         ch, other, got = Channel(), Channel(), []

@@ -61,6 +61,7 @@ def test_the_traceback_of_an_error_begins_in_the_users_code():
     assert "_loop" not in names(green.spawn(fail, ValueError(1)).exception())
 
 
+@pytest.mark.guarantee("green-2")
 def test_a_spawned_thread_is_a_promise():
     thread = green.spawn(double, 4)
     assert isinstance(thread, poly.Promise) and isinstance(thread, green.GreenThread)
@@ -70,6 +71,7 @@ def test_a_spawned_thread_is_a_promise():
     assert poly.gather(green.spawn(double, 1), green.spawn(pow, 3, 2)).value == [2, 9]
 
 
+@pytest.mark.guarantee("green-1")
 def test_threads_run_in_the_order_of_their_start():
     order = []
 
@@ -86,6 +88,7 @@ def test_threads_run_in_the_order_of_their_start():
     assert order == [*range(5), *range(5)]
 
 
+@pytest.mark.guarantee("green-1")
 def test_what_a_thread_does_between_two_awaits_nobody_interrupts():
     counter = 0
 
@@ -104,6 +107,7 @@ def test_what_a_thread_does_between_two_awaits_nobody_interrupts():
     assert counter == 2500
 
 
+@pytest.mark.guarantee("green-2")
 def test_threads_are_started_from_many_native_threads_at_once():
     values = []
 
@@ -378,6 +382,7 @@ def test_a_cancelled_thread_cancels_the_one_it_awaits():
     green.run(main)
 
 
+@pytest.mark.guarantee("green-19")
 def test_the_promise_of_a_drone_that_a_cancelled_thread_awaits_is_cancelled():
     with poly.Pool(1) as pool:
         work = pool.promise("import time; time.sleep(100)")
@@ -432,6 +437,7 @@ def test_sleepers_wake_in_the_order_of_their_times():
     assert order == [1, 2, 3] or spread > 0.01
 
 
+@pytest.mark.guarantee("green-15")
 def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
     async def main():
         with pytest.raises(TimeoutError, match=r"0\.01 s"):
@@ -448,6 +454,7 @@ def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
     assert green.run(main) == "on"
 
 
+@pytest.mark.guarantee("green-15")
 @pytest.mark.parametrize(("outer", "inner", "whose"), [(0.01, 100, "outer"), (100, 0.01, "inner"), (0.01, 0.01, "any")])
 def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
     async def main():
@@ -465,6 +472,7 @@ def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
     assert told == whose or (whose == "any" and told in ("outer", "inner"))
 
 
+@pytest.mark.guarantee("green-15")
 def test_a_timeout_that_comes_at_the_very_end_hits_nothing_after_the_block():
     async def main():
         for _ in range(20):
@@ -547,6 +555,7 @@ def test_par_cancels_the_others_at_the_first_error():
     assert [type(e) for e in caught.value.exceptions] == [ZeroDivisionError] and ended == [1, 1]
 
 
+@pytest.mark.guarantee("green-16")
 def test_map_gives_values_in_order_and_runs_as_many_at_once_as_its_width():
     now = most = 0
 
@@ -716,6 +725,7 @@ def test_run_and_waiting_inside_a_coroutine_are_errors_that_say_what_to_do():
         thread.cancel()
 
 
+@pytest.mark.guarantee("green-17")
 @pytest.mark.parametrize(
     "foreign",
     [lambda: asyncio.sleep(0), lambda: asyncio.sleep(1), lambda: asyncio.Event().wait(), lambda: _yields("odd")],
@@ -766,6 +776,7 @@ def test_green_things_awaited_in_asyncio_say_that_they_are_for_green_threads():
 # -- errors nobody looked at ---------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-2")
 def test_an_error_nobody_looked_at_is_printed_with_the_name(capfd):
     async def main():
         green.spawn(fail, ValueError("lost"), name="the one that fails")
@@ -858,6 +869,7 @@ green.run(main)
     assert [line.split()[6] for line in counts] == ["10", "100", "250"]
 
 
+@pytest.mark.guarantee("green-2")
 def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
     done = run_script("""
         from polycephaly import green
@@ -871,6 +883,7 @@ def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
 # -- the program around them --------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("green-3")
 def test_ctrl_c_in_run_ends_the_thread_first_and_then_is_raised():
     with Script("""
         from polycephaly import green

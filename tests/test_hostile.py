@@ -23,6 +23,7 @@ from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
 
 
+@pytest.mark.guarantee("remote-4")
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [
@@ -46,6 +47,7 @@ def test_who_floods_is_put_out_and_the_others_are_answered(kind, messages):
     assert len(log["log"].splitlines()) < 100
 
 
+@pytest.mark.guarantee("remote-4")
 def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
     row, log = hostile.run(["never reads"], 3000, 5)
     assert not row["error"]
@@ -214,6 +216,7 @@ def test_a_call_before_a_hello_ends_the_connection(tmp_path):
         wait_for(lambda: not len(server._accepted))
 
 
+@pytest.mark.guarantee("remote-4")
 def test_who_holds_most_of_what_all_may_hold_is_put_out(tmp_path):
     card, gate = str(tmp_path / "card"), str(tmp_path / "gate")
     with (
@@ -250,6 +253,7 @@ def test_answers_that_wait_for_a_client_to_read_count(tmp_path, monkeypatch):
 # -- clients take turns -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("remote-4")
 def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
     card, gate, told = str(tmp_path / "card"), str(tmp_path / "gate"), str(tmp_path / "told")
     with (

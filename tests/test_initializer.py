@@ -75,12 +75,14 @@ def error_of(**how):
         return error
 
 
+@pytest.mark.guarantee("death-13", "work-20")
 def test_one_that_fails_breaks_the_pool_and_says_why():
     error = error_of(initializer=fail, initargs=("no database",))
     assert "initializer" in str(error) and "no database" in str(error)
     assert isinstance(error.__cause__, ValueError)
 
 
+@pytest.mark.guarantee("death-13")
 def test_one_that_kills_its_drone_breaks_the_pool():
     assert ("exit status 3" if told(3) else "exit_hard") in str(error_of(initializer=exit_hard, initargs=(3,)))
 

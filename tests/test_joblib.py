@@ -39,6 +39,7 @@ def numbers(n=3):
 # -- calls of Parallel -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("pool-5")
 def test_results_are_those_of_sequential_calls_in_their_order():
     with parallel_config("polycephaly", n_jobs=2):
         assert Parallel()(numbers(1000)) == [2 * i for i in range(1000)]
@@ -104,6 +105,7 @@ def test_calls_that_see_nothing_of_main_that_could_change_share_the_drones():
     )
 
 
+@pytest.mark.guarantee("pool-5")
 def test_outside_of_one_the_pool_ends_with_the_call():
     parallel = Parallel(n_jobs=2, backend="polycephaly")
     assert parallel(numbers()) == [0, 2, 4]
@@ -293,6 +295,7 @@ def test_calls_that_cannot_be_submitted_any_more_are_told():
         assert Parallel()(numbers()) == [0, 2, 4]
 
 
+@pytest.mark.guarantee("pool-5")
 def test_an_error_stops_what_runs_beside_it(tmp_path):
     """Which would go on for ever."""
     gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
@@ -414,6 +417,7 @@ def test_what_is_written_into_a_memory_map_of_a_file_is_in_the_file(tmp_path, ma
 # -- scikit-learn ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("pool-5")
 def test_a_grid_search_gives_what_it_gives_sequentially():
     svm = pytest.importorskip("sklearn.svm")
     from sklearn.datasets import make_classification

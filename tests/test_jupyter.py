@@ -156,6 +156,7 @@ def test_options(notebook):
         assert notebook.run(line).stderr == f"UsageError: {told}\n"
 
 
+@pytest.mark.guarantee("log-4")
 def test_output_appears_under_the_cell_that_ran_it(notebook):
     for i in range(3):
         cell = notebook.run(f"%%doit\nimport sys\nprint('out {i}')\nprint('err {i}', file=sys.stderr)")
@@ -168,6 +169,7 @@ def test_output_appears_under_the_cell_that_ran_it(notebook):
     notebook.listen_until(lambda: "WARNING:root:mind" in cell.stderr)
 
 
+@pytest.mark.guarantee("log-4")
 def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     notebook.run("before = [d.pid for d in pool.drones]")
     notebook.run("from polycephaly import halts\nhalts.GRACE = 60.0")  # nobody is killed for being slow
@@ -203,6 +205,7 @@ def test_cells_may_await(notebook):
     assert notebook.run("p = poly.promise('5'); await p").out == "5"
 
 
+@pytest.mark.guarantee("end-5")
 @pytest.mark.parametrize("awaits", ["", "await asyncio.sleep(0)"])
 def test_what_a_cell_makes_belongs_to_the_kernel(notebook, awaits):
     assert not notebook.run(f"import asyncio\nd = poly.Drone()\n{awaits}").error
@@ -217,6 +220,7 @@ def test_what_a_cell_makes_belongs_to_the_kernel(notebook, awaits):
     notebook.run("os.unlink(go)\nd.release()")
 
 
+@pytest.mark.guarantee("end-5")
 def test_what_a_task_of_the_users_makes_in_a_cell_ends_with_the_task(notebook):
     notebook.run("async def make():\n    global d\n    d = poly.Drone()")
     notebook.run("import asyncio\ntask = asyncio.create_task(make(), name='mine')\nawait task")
@@ -249,6 +253,7 @@ told, asyncio.run(nothing()), type(sys.stdout).__name__
 """
 
 
+@pytest.mark.guarantee("log-4")
 def test_drones_do_not_disturb_the_kernel(notebook):
     cell = notebook.run("%%doit" + IN_A_DRONE)
     assert cell.out == "(['EOF', 'EOF'], 1, 'Console')", vars(cell)
@@ -283,6 +288,7 @@ def test_the_bar_tells_what_a_promise_has_been_through(tmp_path):
     assert "<small>" not in poly.Promise()._repr_html_()
 
 
+@pytest.mark.guarantee("log-4")
 def test_a_kernel_that_is_killed_or_restarted_leaves_no_drones(tmp_path):
     notebook = Notebook(tmp_path)
     try:
@@ -325,6 +331,7 @@ def test_the_magics_work_in_plain_ipython():
     assert said == "42 41\n42\ncollected\nNone\n"
 
 
+@pytest.mark.guarantee("end-5")
 def test_what_an_awaiting_cell_makes_in_plain_ipython_belongs_to_the_image():
     said = output_of("""
         import os

@@ -237,6 +237,7 @@ def test_a_chain_of_kept_results_runs_where_the_first_is(pool):
 # -- who frees it -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-3")
 def test_the_last_handle_frees_it(pool):
     promise = pool.promise(filled, 10, keep=True)
     kept = promise.value
@@ -248,6 +249,7 @@ def test_the_last_handle_frees_it(pool):
     wait_for(lambda: nothing_is_kept(pool))
 
 
+@pytest.mark.guarantee("graph-3")
 def test_it_is_freed_everywhere(pool):
     kept = pool.promise(filled, 100_000, keep=True).value
     for each in pool.drones:
@@ -320,6 +322,7 @@ def test_a_shuffle_between_drones(pool):
     wait_for(lambda: nothing_is_kept(pool))
 
 
+@pytest.mark.guarantee("graph-3")
 def test_handles_are_counted_across_images(pool):
     drone = pool.drones[0]
     drone.doit("import polycephaly as poly; one = poly.Kept([1, 2])")
@@ -398,6 +401,7 @@ def test_a_served_pool_keeps_nothing_and_says_so(pool, tmp_path):
 # -- lost ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-3")
 def test_when_its_drone_dies_the_value_is_lost(pool):
     kept = pool.promise(filled, 10, keep=True).value
     holder = drone_of(pool, kept)

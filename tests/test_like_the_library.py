@@ -261,6 +261,7 @@ def the_librarys(max_workers=None, **options):
     return ProcessPoolExecutor(max_workers, FORK, **options)
 
 
+@pytest.mark.guarantee("pool-3", "pool-4")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library forks beside its own threads
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_sees_the_same(program, tmp_path):
@@ -288,6 +289,7 @@ AT_THE_END = {
 }
 
 
+@pytest.mark.guarantee("end-1", "pool-2")
 @pytest.mark.parametrize("program", AT_THE_END.values(), ids=AT_THE_END)
 def test_what_was_submitted_is_finished_when_the_interpreter_ends(program):
     seen = {}
@@ -313,6 +315,7 @@ def test_what_was_submitted_is_finished_when_the_interpreter_ends(program):
     assert seen["ours"] == seen["library"] and seen["ours"][1]
 
 
+@pytest.mark.guarantee("pool-2")
 def test_an_error_that_ends_the_program_ends_what_was_submitted_too():
     """Here a pool is not as the library's executor, which finishes its work, but as a ``with`` block."""
     done = run_script("""
@@ -325,6 +328,7 @@ def test_an_error_that_ends_the_program_ends_what_was_submitted_too():
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.guarantee("pool-2")
 def test_work_that_was_promised_ends_with_the_program():
     done = run_script("""
         import polycephaly as poly
@@ -378,6 +382,7 @@ def test_a_promise_can_be_run_by_an_executor_of_ones_own():
     assert cancelled.set_running_or_notify_cancel() is False
 
 
+@pytest.mark.guarantee("pool-4")
 def test_a_drone_has_its_name_in_multiprocessing_and_sends_what_is_in_its_queues():
     queue = FORK.Queue()
     queue.put("in use")

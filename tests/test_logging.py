@@ -60,6 +60,7 @@ def log_an_error():
         log.exception("no %s", "key", stack_info=True)
 
 
+@pytest.mark.guarantee("log-1")
 def test_a_record_comes_home_with_all_that_it_says(pool, records):
     pool.doit(log.warning, "%s of %d", "one", 2, extra={"request": 7, "rows": [1, {"a": None}], "odd": {1}})
     (record,) = records.records
@@ -77,6 +78,7 @@ def test_an_exception_comes_home_as_text_with_the_place_of_the_call(pool, record
     assert "KeyError: 'k'" in told and '{}["k"]' in told and "Stack (most recent call last)" in told
 
 
+@pytest.mark.guarantee("log-2")
 @local_only(NO_FORK)
 def test_levels_and_filters_are_those_of_the_snapshot_and_the_controllers_count_too(records):
     def no_secrets(record):
@@ -103,6 +105,7 @@ def test_a_logger_that_does_not_propagate_sends_its_records_home(records):
     assert records.messages == ["of its own"]
 
 
+@pytest.mark.guarantee("log-2")
 @local_only(NO_FORK)
 def test_inherited_handlers_are_not_used_in_drones(tmp_path):
     path = tmp_path / "log"
@@ -119,6 +122,7 @@ def test_inherited_handlers_are_not_used_in_drones(tmp_path):
     assert path.read_text() == "once\ntwice\n"
 
 
+@pytest.mark.guarantee("log-2")
 @local_only(NO_FORK)
 def test_a_lock_that_a_handlers_thread_holds_at_the_fork_does_not_matter(records):
     held, release = threading.Event(), threading.Event()
@@ -142,6 +146,7 @@ def test_a_lock_that_a_handlers_thread_holds_at_the_fork_does_not_matter(records
     assert records.messages == ["free"]
 
 
+@pytest.mark.guarantee("log-1")
 def test_what_was_logged_is_home_before_the_promise_settles(pool, records):
     for i in range(300):
         pool.doit(log.info, "%d", i)
@@ -159,6 +164,7 @@ def interleave(n):
             print(f"err {i}", file=sys.stderr)
 
 
+@pytest.mark.guarantee("log-1")
 def test_records_keep_their_order_with_what_is_printed(records):
     told = []
     records.emit = lambda record: told.append(record.getMessage())
@@ -178,6 +184,7 @@ def test_records_keep_their_order_with_what_is_printed_on_stderr(records):
     assert told == [f"{w} {i}" for i in range(300) for w in ("log", "again", "err") if w == "log" or i % 3 == 0]
 
 
+@pytest.mark.guarantee("log-1")
 @pytest.mark.parametrize("end", [lambda: os._exit(3), kill_myself, segfault], ids=["os._exit", "SIGKILL", "segfault"])
 def test_what_was_logged_last_before_a_crash_arrives_once(end, pool, records):
     def crash():
@@ -353,6 +360,7 @@ def test_a_handler_that_raises_keeps_nothing_from_the_others(pool, records):
     assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("log-3")
 @local_only
 def test_the_library_logs_to_its_own_loggers_and_prints_nothing():
     done = run_script("""

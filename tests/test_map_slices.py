@@ -226,6 +226,7 @@ def a_source(dice, items):
     ])()  # fmt: skip
 
 
+@pytest.mark.guarantee("pool-7")
 def test_map_is_the_builtin_map_for_whatever_items_and_sources(pool, dice):
     for _ in range(25):
         mixed = [a_value(dice) for _ in range(400)] if dice.random() < 0.5 else values_of_one_kind(dice)
@@ -266,6 +267,7 @@ def functions(k):
     ]
 
 
+@pytest.mark.guarantee("pool-7")
 def test_map_is_the_builtin_map_for_whatever_is_called(pool):
     for fn in functions(3):
         for items in (range(700), [*range(300), True, 2.5]):
@@ -329,6 +331,7 @@ def keep_the_last_ones(n):
     return last_ones
 
 
+@pytest.mark.guarantee("pool-7")
 def test_two_results_never_share_an_object(pool):
     results = list(pool.map(wrapped, range(900)))
     assert len({id(each) for each in results}) == 900
@@ -346,6 +349,7 @@ def test_a_result_is_as_it_was_when_it_was_returned():
         assert [p.result(PATIENCE) for p in made[2:]] == said[2:]
 
 
+@pytest.mark.guarantee("pool-7")
 def test_an_item_is_as_it_was_when_it_was_taken(pool):
     def growing():
         box = []
@@ -654,6 +658,7 @@ def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_know
 # -- slices are cut ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("pool-8")
 @pytest.mark.parametrize("fn", [held_at, list_of_held])
 @pytest.mark.parametrize("where", [0, 1, 777, 1999])
 def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where):
@@ -668,6 +673,7 @@ def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where)
     assert ran(paths[0]) == Counter(range(2000))
 
 
+@pytest.mark.guarantee("pool-9")
 def test_what_is_done_of_a_slice_is_given_while_its_next_call_runs(paths):
     known = functools.partial(held_at, *paths, {400})
     with poly.Pool(1) as pool:
@@ -743,6 +749,7 @@ def held_at_last(gate, i):
     return hold_until(gate) if i == 9 else i
 
 
+@pytest.mark.guarantee("pool-8")
 def test_a_call_that_takes_long_does_not_keep_back_what_was_done_before_it(paths):
     known = functools.partial(held_at_last, paths[1])
     with poly.Pool(1) as pool:
@@ -1048,6 +1055,7 @@ def test_with_a_pools_time_limit_each_call_has_its_own(paths):
         assert set(ran(paths[0]).values()) == {1}
 
 
+@pytest.mark.guarantee("work-7")
 def test_with_max_tasks_each_drone_makes_so_many_calls():
     with poly.Pool(2, max_tasks=25) as pool:
         done = Counter(pool.map(lambda n: os.getpid(), range(300)))

@@ -12,6 +12,7 @@ def drone(engine):
         yield drone
 
 
+@pytest.mark.guarantee("work-10")
 def test_what_is_pushed_can_be_used_and_pulled(drone):
     drone.push({"a": 1, "b": [2, 3]})
     assert drone.doit("a + len(b)") == 3
@@ -19,6 +20,7 @@ def test_what_is_pushed_can_be_used_and_pulled(drone):
     assert drone.pull("a") == (1,) and drone.pull() == ()
 
 
+@pytest.mark.guarantee("work-10")
 def test_indexing_pushes_and_pulls(drone):
     drone["x"] = {"k": (1, 2)}
     assert drone["x"] == {"k": (1, 2)}

@@ -36,6 +36,7 @@ def script(text: str) -> str:
 # -- the decision -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("wire-5")
 def test_after_openmp_was_used_a_pool_does_not_hang_and_says_why():
     done = run_script("""
         import numpy as np
@@ -75,6 +76,7 @@ def test_numpy_that_has_computed_is_forked():
     )
 
 
+@pytest.mark.guarantee("wire-5")
 def test_one_warning_for_each_cause_and_none_where_fork_is_insisted_on():
     text = script("""
         import polycephaly as poly
@@ -208,6 +210,7 @@ def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch)
 # -- what fresh drones have -------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("wire-5")
 def test_fresh_drones_have_what_main_holds_by_value():
     text = script("""
         import os.path
@@ -244,6 +247,7 @@ def test_fresh_drones_have_what_main_holds_by_value():
     )
 
 
+@pytest.mark.guarantee("wire-6")
 def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
     text = script("""
         import threading
@@ -358,6 +362,7 @@ def test_a_lock_that_only_forks_can_have_is_refused_with_the_cure():
 # -- one fresh interpreter a drone ------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("wire-7")
 def test_spawned_drones_import_the_main_module_each_for_itself():
     """So a main module may use such a library when it is imported, and `env` is there before."""
     done = run_script("""

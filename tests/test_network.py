@@ -74,6 +74,7 @@ def slow(seconds):
 # -- work -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("remote-10")
 def test_work_of_every_kind_is_done(remote):
     assert remote.doit(pow, 2, 8) == 256
     assert remote.doit("6 * 7") == 42
@@ -169,6 +170,7 @@ def test_map_is_lazy_and_ends_with_its_error(remote):
         next(results)
 
 
+@pytest.mark.guarantee("remote-10")
 def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path, nobody_is_killed_for_being_slow):
     started = str(tmp_path / "started")
     drones = {drone.pid for drone in pool.drones}
@@ -254,6 +256,7 @@ CLIENT = """
 """
 
 
+@pytest.mark.guarantee("remote-3")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_clients_end_cancels_its_own_work_only(number, server, card, pool, tmp_path):
     started = str(tmp_path / "started")
@@ -455,6 +458,7 @@ def test_a_full_queue_does_not_stop_the_server(card):
 # -- who may --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("remote-6")
 def test_the_connection_file_is_for_its_owner_alone(server, card):
     assert stat.S_IMODE(os.stat(card).st_mode) == 0o600
     found = Card.read(card)
@@ -466,6 +470,7 @@ def test_the_connection_file_is_for_its_owner_alone(server, card):
         Card.read(card)
 
 
+@pytest.mark.guarantee("remote-6")
 def test_its_directory_gets_no_other_file_and_an_old_one_is_replaced(pool, card, tmp_path):
     (tmp_path / "pool.json").write_text("old")
     os.chmod(card, 0o666)
@@ -490,6 +495,7 @@ def test_a_key_on_the_allow_list_comes_in_until_it_is_taken_off(pool):
             assert remote.doit(abs, -3) == 3
 
 
+@pytest.mark.guarantee("remote-1", "command-3")
 def test_a_key_that_is_not_on_the_list_is_told_so(server):
     with pytest.raises(ConnectionError, match="does not know our key"):
         poly.connect(server.address, server_key=server.key, keys=new_pair())
@@ -524,6 +530,7 @@ def test_nobody_there_is_told_with_the_address():
             poly.connect(where, server_key=new_pair()[0], keys=new_pair(), timeout=0.3)
 
 
+@pytest.mark.guarantee("remote-12", "command-3")
 @pytest.mark.parametrize("version", [1, 77])
 def test_another_version_is_told_by_which(version, server, card, monkeypatch, caplog):
     monkeypatch.setattr(frames, "PROTOCOL", version)
@@ -539,6 +546,7 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
     assert which in caplog.text
 
 
+@pytest.mark.guarantee("remote-12")
 def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch):
     monkeypatch.setattr(frames, "PROTOCOL", 1)
     hello = frames.hello()
@@ -619,6 +627,7 @@ def note_pid(path):
     return KeyboardInterrupt()
 
 
+@pytest.mark.guarantee("remote-2")
 def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, monkeypatch):
     def interrupt(path):
         class Mine(KeyboardInterrupt):
@@ -677,6 +686,7 @@ def what_it_gets(server, sent):
         return got
 
 
+@pytest.mark.guarantee("remote-1")
 def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(server, remote, tmp_path):
     fuse = str(tmp_path / "exploded")
     bomb = pickle.dumps(Bomb(fuse))
@@ -709,6 +719,7 @@ def test_one_who_says_nothing_is_put_out(pool, monkeypatch):
         assert len(got) <= 64
 
 
+@pytest.mark.guarantee("remote-1")
 def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
@@ -731,6 +742,7 @@ def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
     context.term()
 
 
+@pytest.mark.guarantee("wire-1")
 def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
     """It has a key, so it could do anything; but by mistake it breaks nothing."""
     context = zmq.Context()

@@ -27,6 +27,7 @@ def die_once(path):
     return len(lines(path))
 
 
+@pytest.mark.guarantee("promise-4")
 def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_killed_for_being_slow):
     with poly.Pool(2) as pool:
         drones = {drone.pid for drone in pool.drones}
@@ -39,6 +40,7 @@ def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_kil
         assert {drone.pid for drone in pool.drones} == drones
 
 
+@pytest.mark.guarantee("promise-4")
 def test_time_in_the_queue_or_behind_other_work_does_not_count():
     with poly.Pool(1) as pool:
         for _ in range(100):
@@ -85,6 +87,7 @@ def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp
         assert script.wait() == 0
 
 
+@pytest.mark.guarantee("promise-3")
 @local_only
 def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt():
     """It had no time to heed it."""
@@ -128,6 +131,7 @@ def test_a_drone_has_options_too(nobody_is_killed_for_being_slow):
             pool.options(timeout=0.2).drones[0].doit(slow, 100)
 
 
+@pytest.mark.guarantee("death-6")
 def test_retries_of_one_promise(tmp_path):
     with poly.Pool(1) as pool:
         assert pool.options(retries=1).doit(die_once, str(tmp_path / "a")) == 2

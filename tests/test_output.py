@@ -37,6 +37,7 @@ def speak():
     print("to stderr", file=sys.stderr)
 
 
+@pytest.mark.guarantee("output-1")
 def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
     done = run_script("""
         import sys, polycephaly as poly
@@ -51,18 +52,21 @@ def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
     assert done.stderr.splitlines() == ["[p.0] three", "[d] three"]
 
 
+@pytest.mark.guarantee("output-2")
 def test_a_callable_gets_each_line_with_its_drone_and_stream(pool, lines):
     pool.doit(speak)
     assert lines.of("stdout") == ["to stdout"] and lines.of("stderr") == ["to stderr"]
     assert {line.drone for line in lines} == {"p.0"} and "[p.0] to stdout" in lines
 
 
+@pytest.mark.guarantee("output-1")
 def test_lines_are_out_before_the_promise_settles(pool, lines):
     for i in range(200):
         pool.doit(print, i)
         assert lines[-1].text == str(i)
 
 
+@pytest.mark.guarantee("output-2")
 def test_discarded_output_goes_nowhere_but_the_promise_keeps_its_tail(capfd):
     with poly.Pool(1, output="discard") as pool:
         p = pool.promise(speak)
@@ -72,6 +76,7 @@ def test_discarded_output_goes_nowhere_but_the_promise_keeps_its_tail(capfd):
     assert out == "" and err == ""
 
 
+@pytest.mark.guarantee("output-3")
 def test_each_promise_has_its_own_tail(pool):
     work = [pool.promise(print, i) for i in range(300)]
     assert [(p.value, p.output) for p in work] == [(None, f"{i}\n") for i in range(300)]
@@ -84,6 +89,7 @@ def test_a_rejected_promise_has_its_tail_too(pool):
     assert isinstance(p.exception(), ZeroDivisionError) and p.output == "before\n"
 
 
+@pytest.mark.guarantee("output-3")
 def test_the_tail_is_bounded_and_is_the_end(pool):
     p = pool.promise("for i in range(10000): print('line', i)")
     p.result()
@@ -102,6 +108,7 @@ def test_one_very_long_line_comes_whole(pool, lines):
     assert len(lines[0].text) == 3_000_000
 
 
+@pytest.mark.guarantee("output-1")
 def test_what_subprocesses_and_c_code_print_comes_home_too(pool, lines):
     pool.doit(subprocess.run, ["sh", "-c", "echo from a program; echo its error >&2"])
     pool.doit("import os; os.write(1, b'raw\\n')")
@@ -127,6 +134,7 @@ def test_bytes_that_are_no_text_are_shown_and_harm_nothing(pool, lines):
     assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("output-2")
 def test_an_output_callable_that_raises_harms_nothing():
     def raises(line):
         raise ValueError(line)
@@ -136,6 +144,7 @@ def test_an_output_callable_that_raises_harms_nothing():
         assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("output-4")
 def test_the_standard_input_is_empty_and_there_is_no_terminal(pool):
     assert pool.doit("import sys; sys.stdin.read()") == ""
     assert isinstance(pool.promise(input).exception(), EOFError)
@@ -143,6 +152,7 @@ def test_the_standard_input_is_empty_and_there_is_no_terminal(pool):
     assert pool.doit("os.getpgid(0) == os.getpid()")  # Ctrl-C in a terminal is not for it
 
 
+@pytest.mark.guarantee("output-4")
 @local_only
 def test_a_drone_has_a_session_of_its_own(pool):
     assert pool.doit("import os; os.getsid(0) == os.getpid()")

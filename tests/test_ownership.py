@@ -30,6 +30,7 @@ def in_thread(fn):
     return said[0]
 
 
+@pytest.mark.guarantee("end-5")
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_threads_drone_ends_with_the_thread(busy):
     kept = []
@@ -49,6 +50,7 @@ def test_a_threads_drone_ends_with_the_thread(busy):
         assert kept[1].exception(30) is not None
 
 
+@pytest.mark.guarantee("end-5")
 @pytest.mark.parametrize("owner", ["thread", "asyncio task", "green thread"])
 def test_what_ended_with_its_owner_says_with_whom_and_names_the_cure(owner):
     def make():
@@ -69,6 +71,7 @@ def test_what_ended_with_its_owner_says_with_whom_and_names_the_cure(owner):
         drone.promise(abs, 1)
 
 
+@pytest.mark.guarantee("end-5")
 def test_a_detached_drone_outlives_its_thread():
     drone = in_thread(lambda: poly.Drone(detached=True))
     assert drone.doit(abs, -1) == 1
@@ -81,6 +84,7 @@ def test_a_drone_of_the_main_thread_outlives_other_threads():
         assert drone.doit(abs, -2) == 2
 
 
+@pytest.mark.guarantee("end-5")
 @pytest.mark.parametrize("how", ["return", "exception", "cancel"])
 def test_an_asyncio_tasks_drone_ends_with_the_task(how):
     async def owner(said):
@@ -105,6 +109,7 @@ def test_an_asyncio_tasks_drone_ends_with_the_task(how):
     wait_for(lambda: not drone.alive)  # the hub hears of it a little later
 
 
+@pytest.mark.guarantee("end-5")
 def test_a_detached_drone_outlives_its_task():
     async def owner():
         return poly.Drone(detached=True)
@@ -118,6 +123,7 @@ def test_a_detached_drone_outlives_its_task():
     drone.release()
 
 
+@pytest.mark.guarantee("end-5")
 @local_only
 def test_a_drone_made_by_a_line_that_awaits_at_the_asyncio_prompt_outlives_the_line():
     lines = """
@@ -135,6 +141,7 @@ own.doit("1")
     assert "its owner, asyncio task 'mine', has ended" in run.stderr
 
 
+@pytest.mark.guarantee("end-6")
 def test_a_drone_without_references_is_released():
     drone = poly.Drone()
     pid, known = drone.pid, weakref.ref(drone)
@@ -144,6 +151,7 @@ def test_a_drone_without_references_is_released():
     wait_for(gone(pid))
 
 
+@pytest.mark.guarantee("end-6")
 def test_a_pool_without_references_finishes_its_work_and_ends():
     pool = poly.Pool(2)
     pids = [d.pid for d in pool.drones]
@@ -155,6 +163,7 @@ def test_a_pool_without_references_finishes_its_work_and_ends():
         wait_for(gone(pid))
 
 
+@pytest.mark.guarantee("end-6")
 def test_a_pool_in_a_reference_cycle_is_released():
     class Node:
         pass
@@ -203,6 +212,7 @@ def start_deeper(levels):
     return [os.getpid(), *(nested.doit(start_deeper, levels - 1) if levels else [nested.doit(os.getpid)])]
 
 
+@pytest.mark.guarantee("end-7")
 @pytest.mark.parametrize("how", ["release", "kill", "die", "collect"])
 def test_nested_drones_end_with_their_drone(how):
     drone = poly.Drone()
@@ -221,6 +231,7 @@ def test_nested_drones_end_with_their_drone(how):
         wait_for(gone(pid))
 
 
+@pytest.mark.guarantee("end-7")
 def test_drones_nest_several_levels_deep():
     with poly.Drone() as drone:
         pids = drone.doit(start_deeper, 3)
@@ -229,6 +240,7 @@ def test_drones_nest_several_levels_deep():
         wait_for(gone(pid))
 
 
+@pytest.mark.guarantee("end-7")
 def test_a_nested_pool_computes():
     def inner(n):
         with poly.Pool(2) as pool:

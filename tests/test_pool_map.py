@@ -42,6 +42,7 @@ def hold_zero(n, gate):
     return hold_until(gate) if n == 0 else n
 
 
+@pytest.mark.guarantee("pool-6")
 def test_results_come_in_the_order_of_the_inputs(pool):
     assert list(pool.map(slow_at_start, range(20))) == list(range(20))
     assert list(pool.map(double, range(5000))) == [n * 2 for n in range(5000)]
@@ -110,6 +111,7 @@ def test_results_that_have_come_to_their_end_let_the_pool_go(ending):
     assert list(results) == []
 
 
+@pytest.mark.guarantee("pool-6")
 def test_endless_inputs_are_taken_lazily(pool):
     source = Counting(itertools.count())
     results = pool.map(double, source)
@@ -125,6 +127,7 @@ def test_the_first_calls_go_out_before_the_first_next(pool, tmp_path):
     assert list(results) == [None] * 3
 
 
+@pytest.mark.guarantee("pool-6")
 def test_a_slow_consumer_bounds_what_is_taken_and_held():
     source = Counting(itertools.count())
     with poly.Pool(2) as pool:
@@ -253,6 +256,7 @@ def test_nonsense_is_refused_at_the_call(pool):
         pool.map(double, 5)
 
 
+@pytest.mark.guarantee("pool-10")
 def test_a_short_task_overtakes_long_ones(tmp_path):
     """One long piece of work never holds short ones behind it while another drone is free."""
     gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
@@ -264,6 +268,7 @@ def test_a_short_task_overtakes_long_ones(tmp_path):
         append(gate, "open")
 
 
+@pytest.mark.guarantee("pool-10")
 def test_short_work_stuck_behind_work_that_turned_out_long_moves_to_an_idle_drone(tmp_path):
     gate = str(tmp_path / "gate")
     with poly.Pool(2) as pool:

@@ -166,6 +166,7 @@ def test_the_owner_is_told_who_wrote_how_much_and_where(pool):
         assert bytes(pore.memory[10:13]) == b"abc" and bytes(pore.memory[20:32]) == bytes(np.arange(3, dtype="i4"))
 
 
+@pytest.mark.guarantee("graph-5")
 def test_each_senders_messages_come_in_its_order_and_each_once(pool):
     with poly.Pore(1) as pore:
         done = [pool.promise(tell_all, pore, range(start, start + 5000)) for start in (0, 10_000)]
@@ -365,6 +366,7 @@ def tell_large(pore):
 # -- closing ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-5")
 def test_what_was_told_before_the_close_is_received_and_then_no_more(pool):
     pore = poly.Pore(1, name="short")
     pool.doit(tell_all, pore, range(300))
@@ -443,6 +445,7 @@ def tell_for_ever(pore):
         pore.tell("x" * 1000)
 
 
+@pytest.mark.guarantee("graph-6")
 def test_views_stay_what_they_are_when_the_pore_is_closed(pool):
     pore = poly.Pore((2, 3), "i8")
     mine = pore.array
@@ -489,6 +492,7 @@ def hold_again():
 # -- deaths ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("graph-6")
 @pytest.mark.parametrize("how", [signal.SIGKILL, "os._exit", "release"])
 def test_the_owners_end_is_told_to_all_who_hold_it(how):
     with poly.Drone(name="other") as other:
@@ -519,6 +523,7 @@ def test_the_owners_end_is_told_to_all_who_hold_it(how):
         assert view.sum() == 100  # what was handed out is still there
 
 
+@pytest.mark.guarantee("graph-5")
 def test_a_holders_death_frees_its_place_and_changes_nothing_else(pool):
     with poly.Pore(8) as pore:
         with poly.Pool(2, on_death="replace") as mortal:
@@ -618,6 +623,7 @@ def read_at(pore, offset, size):
     return os.pread(pore.fileno(), size, offset), os.lseek(pore.fileno(), 0, os.SEEK_CUR)
 
 
+@pytest.mark.guarantee("work-4")
 def test_an_open_file_is_the_same_open_file_in_every_image(pool, tmp_path):
     path = tmp_path / "table"
     path.write_bytes(b"0123456789")

@@ -114,6 +114,7 @@ def test_a_wait_that_takes_too_long_times_out():
     assert p.result(0) == 1
 
 
+@pytest.mark.guarantee("promise-1")
 def test_of_many_settlers_exactly_one_wins():
     wins = [[] for _ in range(ROUNDS)]
 
@@ -142,6 +143,7 @@ def test_of_many_settlers_exactly_one_wins():
             assert p.exception().args == (won[0],)
 
 
+@pytest.mark.guarantee("promise-1")
 def test_every_waiter_is_woken_however_settling_and_waiting_meet():
     def waiter(i, p):
         assert p.result(30) == i
@@ -149,6 +151,7 @@ def test_every_waiter_is_woken_however_settling_and_waiting_meet():
     race_threads(waiter, waiter, waiter, lambda i, p: p.set_result(i))
 
 
+@pytest.mark.guarantee("promise-1")
 def test_every_callback_is_called_exactly_once_however_it_is_added():
     calls = [[] for _ in range(ROUNDS)]
 
@@ -170,6 +173,7 @@ def test_the_standard_librarys_wait_misses_no_settling():
     race_threads(waiter, other, lambda i, p: p.set_result(i), rounds=1000)
 
 
+@pytest.mark.guarantee("promise-2")
 def test_the_standard_librarys_wait_sees_every_ending():
     good, bad, gone, never = fulfilled(1), rejected(ValueError()), Promise(), Promise()
     gone.cancel()
@@ -181,6 +185,7 @@ def test_the_standard_librarys_wait_sees_every_ending():
     assert set(concurrent.futures.as_completed([good, bad, gone])) == {good, bad, gone}
 
 
+@pytest.mark.guarantee("promise-2")
 def test_asyncio_wrap_future_works():
     async def main():
         p = Promise()
@@ -276,6 +281,7 @@ def test_ctrl_c_while_many_callbacks_are_called_has_none_called_twice_and_none_o
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.guarantee("promise-7")
 def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
     p, called = Promise(), []
     p.add_done_callback(lambda _: 1 / 0)
@@ -285,6 +291,7 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
     assert called == [p] and "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.guarantee("promise-7")
 def test_a_callback_that_ends_its_thread_takes_no_other_callback_along():
     p, called = Promise(), []
     p.add_done_callback(lambda _: sys.exit(3))
@@ -296,6 +303,7 @@ def test_a_callback_that_ends_its_thread_takes_no_other_callback_along():
     assert called == [p] and after.value == 2 and both.value == [1, 1]
 
 
+@pytest.mark.guarantee("promise-7")
 def test_a_callback_that_ends_the_settling_thread_takes_no_other_promise_along(caplog, tmp_path):
     with poly.Pool(1) as pool:
         for results in ([1] * 300, [[1]] * 300):  # which come together, and one by one
@@ -481,6 +489,7 @@ def test_what_is_no_promise_is_a_type_error():
 # -- asyncio
 
 
+@pytest.mark.guarantee("green-18")
 def test_await_gives_the_value_or_raises_the_error():
     async def main():
         assert await fulfilled(1) == 1
@@ -551,6 +560,7 @@ def test_settling_after_the_loop_was_closed_is_harmless():
 # -- costs and traps
 
 
+@pytest.mark.guarantee("promise-6")
 def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock(tmp_path):
     said = []
     over = threading.Event()
@@ -571,6 +581,7 @@ def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and
     assert isinstance(said[0], RuntimeError) and "then" in str(said[0])
 
 
+@pytest.mark.guarantee("promise-6")
 def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_way():
     """Cyclic garbage is collected in whatever allocates next: also in what sends work and reads answers."""
     said, submitted = [], []

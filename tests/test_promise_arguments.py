@@ -22,6 +22,7 @@ def pool(engine):
         yield pool
 
 
+@pytest.mark.guarantee("promise-8")
 def test_a_promises_value_takes_its_place(pool):
     a, b = pool.promise(pow, 2, 3), pool.promise(pow, 3, 2)
     assert pool.promise(operator.add, a, b).value == 17
@@ -40,6 +41,7 @@ def test_chains_and_trees_of_promises_are_computed(pool):
     assert level[0].value == sum(range(64))
 
 
+@pytest.mark.guarantee("promise-8")
 def test_work_starts_only_when_its_last_input_is_there(pool, tmp_path):
     ran = str(tmp_path / "ran")
     inputs = [Promise() for _ in range(3)]
@@ -60,6 +62,7 @@ def test_waiting_for_inputs_holds_no_drone(tmp_path):
         assert [p.value for p in waiting] == [3] * 20
 
 
+@pytest.mark.guarantee("promise-8")
 def test_a_rejected_input_rejects_with_its_error_and_the_work_never_runs(pool, tmp_path):
     ran = str(tmp_path / "ran")
     bad = pool.promise("1 / 0")

@@ -21,6 +21,7 @@ def echo(*args, **kwargs):
     return args, kwargs
 
 
+@pytest.mark.guarantee("graph-1")
 def test_promises_at_any_depth_arrive_as_values(pool):
     a, b, c = pool.promise(pow, 2, 3), pool.promise(str.upper, "b"), Promise()
     p = pool.promise(echo, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})

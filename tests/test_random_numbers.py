@@ -35,6 +35,7 @@ def seeded():
     np.random.seed()
 
 
+@pytest.mark.guarantee("work-3")
 def test_drones_replacements_and_fresh_drones_draw_numbers_of_their_own(seeded):
     with poly.Pool(2, max_tasks=1) as pool:
         drawn = [each.value for _ in range(3) for each in pool.everywhere(draw)]
@@ -43,6 +44,7 @@ def test_drones_replacements_and_fresh_drones_draw_numbers_of_their_own(seeded):
     assert differ([*drawn, draw()])
 
 
+@pytest.mark.guarantee("work-3")
 def test_drones_of_drones_do_too(seeded):
     with poly.Pool(2) as pool:
         assert differ([each.value for work in (draw, draw_below, draw_below) for each in pool.everywhere(work)])

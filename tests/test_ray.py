@@ -485,6 +485,7 @@ def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
     assert second == "{'it is too large to be copied to every drone '}"
 
 
+@pytest.mark.guarantee("cluster-2")
 def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.ray import diary
@@ -548,6 +549,7 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
     printed._file.close()
 
 
+@pytest.mark.guarantee("cluster-2")
 def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.ray import diary
@@ -562,6 +564,7 @@ def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it
     os.rmdir(own)
 
 
+@pytest.mark.guarantee("cluster-2")
 def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.ray import diary
@@ -687,6 +690,7 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
 # -- the loss of a node -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("cluster-2")
 @pytest.mark.ray
 def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
@@ -724,6 +728,7 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
     assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], done.stdout + done.stderr
 
 
+@pytest.mark.guarantee("cluster-3")
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow_it():

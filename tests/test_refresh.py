@@ -3,6 +3,7 @@
 import os
 import threading
 
+import pytest
 from census import children
 from engines import NO_FORK, local_only, on_each_engine, poly, rounds
 from faults import append, hold_until, lines, wait_for
@@ -11,6 +12,7 @@ from scripts import output_of, run_script
 pytestmark = on_each_engine
 
 
+@pytest.mark.guarantee("work-1", "work-21")
 def test_drones_are_of_the_snapshot_until_refreshed():
     assert (
         output_of("""
@@ -29,6 +31,7 @@ def test_drones_are_of_the_snapshot_until_refreshed():
     )
 
 
+@pytest.mark.guarantee("work-2")
 def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
     assert output_of("""
         import sys
@@ -46,6 +49,7 @@ def test_a_name_of_after_the_snapshot_is_an_error_that_names_the_cure():
     ]  # fmt: skip
 
 
+@pytest.mark.guarantee("work-1")
 @local_only(NO_FORK)
 def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
     assert (
@@ -59,6 +63,7 @@ def test_each_lone_drone_is_of_the_image_as_it_is_at_that_moment():
     )
 
 
+@pytest.mark.guarantee("death-5", "work-1")
 @local_only(NO_FORK)
 def test_replacements_are_of_the_pools_snapshot_not_of_now():
     done = run_script("""
@@ -72,6 +77,7 @@ def test_replacements_are_of_the_pools_snapshot_not_of_now():
     assert done.stdout == "1\n", done.stderr
 
 
+@pytest.mark.guarantee("work-21")
 def test_running_work_is_finished_by_the_old_drones_and_waiting_work_done_by_the_new(tmp_path):
     gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
     with poly.Pool(2) as pool:

@@ -146,6 +146,7 @@ def test_cancelled_calls_are_withdrawn_from_afar(remote, joined, far, server, tm
 # -- leaving -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("remote-11")
 def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, tmp_path):
     gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
     warm_up(remote)
@@ -232,6 +233,7 @@ WORKER = """
 """
 
 
+@pytest.mark.guarantee("remote-11")
 @pytest.mark.parametrize("retries", [0, 1])
 def test_of_a_killed_workers_calls_each_has_run_once_or_is_reported(retries, remote, server, card, tmp_path):
     gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")

@@ -96,6 +96,7 @@ def test_a_name_that_is_none_is_refused(pool, wrong):
         places.path_of(wrong)
 
 
+@pytest.mark.guarantee("remote-7")
 def test_a_second_start_is_refused_while_the_first_lives(pool):
     with Script(SERVER) as script:
         script.read_until("up")
@@ -110,6 +111,7 @@ def test_a_second_start_is_refused_while_the_first_lives(pool):
         assert not script.left()
 
 
+@pytest.mark.guarantee("remote-7")
 def test_what_a_killed_server_has_left_is_dropped(pool):
     with Script(SERVER) as script:
         script.read_until("up")
@@ -123,6 +125,7 @@ def test_what_a_killed_server_has_left_is_dropped(pool):
         assert not script.left()
 
 
+@pytest.mark.guarantee("remote-7")
 def test_a_pid_that_another_process_has_got_since_misleads_nobody():
     stale = replace(a_card("lab"), birth="another boot:12345")
     places.claim(stale)
@@ -170,6 +173,7 @@ RACER = """
 """
 
 
+@pytest.mark.guarantee("remote-7")
 def test_of_those_that_start_at_once_under_one_name_one_wins():
     """On top of a stale file, while somebody else lists them and so cleans up."""
     import textwrap
@@ -229,6 +233,7 @@ def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_
     assert stat.S_IMODE(places.folder().stat().st_mode) == 0o700
 
 
+@pytest.mark.guarantee("remote-8")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch, tmp_path_factory):
     """sudo may leave his in the environment."""
@@ -238,6 +243,7 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
     assert os.listdir(runtime) == []
 
 
+@pytest.mark.guarantee("remote-8")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
     card = a_card("lab")

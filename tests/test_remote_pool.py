@@ -44,6 +44,7 @@ def nap(path):
 # -- single drones ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("remote-10")
 def test_each_drone_has_a_namespace_of_its_own(remote, pool):
     one, two = remote.drones
     assert [each.name for each in remote.drones] == [each.name for each in pool.drones]
@@ -75,6 +76,7 @@ def test_work_for_one_drone_waits_for_that_one(remote, tmp_path):
     assert {p.result(SOON) for p in behind} == {one.pid}
 
 
+@pytest.mark.guarantee("remote-10")
 def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path):
     one, two = remote.drones
     started = str(tmp_path / "started")
@@ -96,6 +98,7 @@ def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path):
     assert sorted(remote.map(abs, range(5), ordered=False)) == list(range(5))
 
 
+@pytest.mark.guarantee("remote-10")
 def test_refresh_takes_a_new_snapshot_of_the_servers_image(remote):
     before = {drone.pid for drone in remote.drones}
     remote.refresh()
@@ -103,6 +106,7 @@ def test_refresh_takes_a_new_snapshot_of_the_servers_image(remote):
     assert remote.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("remote-10")
 def test_results_come_in_order_or_as_they_come(remote, tmp_path):
     gate = str(tmp_path / "gate")
 
@@ -158,6 +162,7 @@ def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
     promise.cancel()
 
 
+@pytest.mark.guarantee("death-11")
 def test_in_what_a_drone_waits_is_told(card):
     with poly.Pool(1, report_waiting=0.3) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
         (drone,) = remote.drones
@@ -231,6 +236,7 @@ CLIENT = """
 """
 
 
+@pytest.mark.guarantee("remote-3")
 def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
     """Also what waited for single drones; the others' work, on the same drones, is done."""
     started = str(tmp_path / "started")

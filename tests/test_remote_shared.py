@@ -83,6 +83,7 @@ def test_small_values_and_classes_of_main_are_shared_too(remote):
             assert got.x == 3 if isinstance(value, Mine) else got == value
 
 
+@pytest.mark.guarantee("remote-9")
 def test_it_goes_once_and_lies_there_once(remote, pool):
     table = np.ones(8_000_000)
     before = used(pool)
@@ -142,6 +143,7 @@ CLIENT = """
 """
 
 
+@pytest.mark.guarantee("remote-9")
 def test_it_goes_with_its_client(server, card, pool):
     before = used(pool)
     with Script(CLIENT, card) as script:

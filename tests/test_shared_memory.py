@@ -341,6 +341,7 @@ def nothing_is_used(pool):
 # -- equal to what was sent ---------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("work-13")
 @pytest.mark.parametrize("size", [400, 300_000], ids=["small", "large"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_arrives_equal_to_what_was_sent(way, name, size):
@@ -635,6 +636,7 @@ def two_drones(**options):
         yield (pool, *pool.drones)
 
 
+@pytest.mark.guarantee("work-13")
 def test_what_a_drone_writes_into_an_argument_is_its_alone():
     a = full(1)
     with two_drones() as (_pool, one, two):
@@ -673,6 +675,7 @@ def test_what_is_written_after_the_call_is_not_in_it(tmp_path):
         assert blocking.value == "held"
 
 
+@pytest.mark.guarantee("work-14")
 def test_what_a_drone_has_stays_while_the_same_memory_is_used_again_and_again():
     a = full(1)
     with poly.Pool(1) as pool:
@@ -685,6 +688,7 @@ def test_what_a_drone_has_stays_while_the_same_memory_is_used_again_and_again():
         assert pool.doit(kept_is_full, "a", 1) and pool.doit(kept_is_full, "b", 2)
 
 
+@pytest.mark.guarantee("work-13")
 @pytest.mark.parametrize("size", [200_000, 3_000_000])
 def test_results_stay_as_they_are_and_can_be_written_into(size):
     with poly.Pool(1) as pool:
@@ -810,6 +814,7 @@ def test_of_many_arrays_in_one_value_one_keeps_all_and_the_last_lets_go(impatien
         nothing_is_used(pool)
 
 
+@pytest.mark.guarantee("work-15")
 def test_results_that_nobody_takes_are_given_back(impatient):
     with poly.Pool(2) as pool:
         promises = [pool.promise(full, i) for i in range(50)]
@@ -846,6 +851,7 @@ def test_what_cannot_be_pickled_leaves_nothing(pool, impatient):
     nothing_is_used(pool)
 
 
+@pytest.mark.guarantee("work-14")
 def test_an_array_outlives_the_pool():
     with poly.Pool(1) as pool:
         a, b = pool.doit(full, 1), pool.doit(full, 2)
@@ -880,6 +886,7 @@ def gone_with(pid):
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"), LONG)
 
 
+@pytest.mark.guarantee("work-14")
 def test_an_array_outlives_the_drone_that_made_it_and_its_successor(pool, impatient):
     results = []
     for i in range(4):
@@ -945,6 +952,7 @@ def test_work_that_is_tried_again_has_its_arguments_still(tmp_path):
         assert is_full(pool.doit(twice_dead, full(1)), 2)
 
 
+@pytest.mark.guarantee("work-15")
 def test_nothing_is_left_of_it_after_a_controller_that_was_killed():
     with Script("""
         import os, numpy as np, polycephaly as poly
@@ -1025,6 +1033,7 @@ def test_anything_can_be_shared(pool, name):
             assert shared.nbytes > 0 and f"{shared.nbytes:,}" in repr(shared)
 
 
+@pytest.mark.guarantee("work-17")
 def test_a_shared_value_is_copied_once_for_all_drones_and_calls():
     with poly.Pool(4) as pool:
         shared = pool.share(full(3, 8_000_000))
@@ -1053,6 +1062,7 @@ def test_what_is_written_into_a_shared_value_nobody_else_sees():
         assert pool.doit(lambda items: float(items[0].value.max()), [shared]) == 1
 
 
+@pytest.mark.guarantee("work-17")
 def test_released_it_is_an_error_that_says_so_and_the_memory_comes_back(impatient):
     with poly.Pool(2) as pool:
         shared = pool.share(full(1, 1_000_000))
@@ -1076,6 +1086,7 @@ def test_released_it_is_an_error_that_says_so_and_the_memory_comes_back(impatien
         assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("work-17")
 def test_the_end_of_its_block_and_the_last_reference_release_it_too(impatient):
     with poly.Pool(1) as pool:
         with pool.share(full(1)) as shared:
@@ -1168,6 +1179,7 @@ def test_a_drone_sends_a_handle_back_and_on():
         assert is_full(shared.value, 4) and two.doit(is_full, shared, 4)
 
 
+@pytest.mark.guarantee("work-16")
 def test_more_than_the_ceiling_is_a_memory_error_and_less_is_not(impatient):
     with pool_with_ceiling(2_000_000) as pool:
         with pytest.raises(MemoryError, match="2,000,000"):
@@ -1207,6 +1219,7 @@ def said():
         yield lambda: [str(each.message) for each in record if each.category is RuntimeWarning]
 
 
+@pytest.mark.guarantee("work-16")
 @pytest.mark.parametrize("ceiling", [0, 300_000])
 def test_without_room_all_of_it_arrives_through_sockets_with_one_warning(ceiling):
     sent = {name: make(name, 400_000) for name in ("float64", "structured", "bytes", "nested", "own class", "str")}
@@ -1495,6 +1508,7 @@ def forked(child):
         assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.guarantee("work-14")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_of_the_user_keeps_what_it_saw_whatever_the_parent_does():
     with poly.Pool(1) as pool:

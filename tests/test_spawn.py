@@ -10,6 +10,7 @@ from scripts import output_of, run_script
 import polycephaly as poly
 
 
+@pytest.mark.guarantee("wire-7")
 def test_a_spawned_pool_works_and_shares_nothing_with_the_live_image():
     assert (
         output_of("""
@@ -34,6 +35,7 @@ def test_a_spawned_pool_works_and_shares_nothing_with_the_live_image():
     )
 
 
+@pytest.mark.guarantee("wire-7")
 def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():
     done = run_script("""
         import os

@@ -154,8 +154,8 @@ for which, tests in BOTH_WAYS.items():
     globals()[f"Fork{which}"] = case(f"Fork{which}", tests, Fork, util.BaseTestCase)
     globals()[f"Spawn{which}"] = case(f"Spawn{which}", tests, Spawn, util.BaseTestCase)
 for which, tests in FORKED.items():
-    globals()[f"Fork{which}"] = case(f"Fork{which}", tests, Fork, util.BaseTestCase)
-PromiseFuture = case("PromiseFuture", OfPromises)
+    globals()[f"Fork{which}"] = pytest.mark.guarantee("pool-3")(case(f"Fork{which}", tests, Fork, util.BaseTestCase))
+PromiseFuture = pytest.mark.guarantee("pool-3")(case("PromiseFuture", OfPromises))
 
 
 @pytest.fixture(autouse=True)

@@ -92,6 +92,7 @@ def test_times_are_in_their_order_and_work_of_one_drone_does_not_overlap():
         assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(mine))
 
 
+@pytest.mark.guarantee("log-5")
 def test_every_call_is_counted_and_short_ones_that_came_together_are_one_span():
     with poly.Pool(2) as pool:
         for promise in [pool.promise(noop, i) for i in range(5000)]:
@@ -195,6 +196,7 @@ def test_a_drone_of_a_pool_has_its_own():
     assert [span.name for span in timeline.spans] == ["double"]
 
 
+@pytest.mark.guarantee("log-5")
 def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
     monkeypatch.setattr(record, "KEPT", 40)
     monkeypatch.setattr(record, "CHAPTERS", 10)
@@ -209,6 +211,7 @@ def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
     assert timeline.start <= min(span.queued for span in timeline.spans)
 
 
+@pytest.mark.guarantee("log-6")
 def test_nothing_of_a_call_is_kept_but_numbers():
     class Large(bytearray):
         pass

@@ -117,6 +117,7 @@ def pulses_of(drone, times):
     return felt
 
 
+@pytest.mark.guarantee("death-8")
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(
     "work",
@@ -144,6 +145,7 @@ def test_one_that_holds_its_interpreter_and_does_nothing_has_none(started):
         promised.result()
 
 
+@pytest.mark.guarantee("death-8")
 def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, started):
     with poly.Pool(2) as pool:
         drone = pool.drones[0]
@@ -237,6 +239,7 @@ def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
         assert promised.value == 2
 
 
+@pytest.mark.guarantee("death-8")
 def test_one_that_holds_its_interpreter_and_does_nothing_is_told(quick, started):
     with poly.Pool(1) as pool:
         (drone,) = pool.drones
@@ -270,6 +273,7 @@ def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_threa
     assert (patient.quiet_for(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)}) == 0) == computes
 
 
+@pytest.mark.guarantee("death-8")
 def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on(quick, started):
     with poly.Pool(1, hang_timeout=2) as pool:
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
@@ -296,6 +300,7 @@ def test_with_retries_the_work_of_a_hung_drone_is_run_again(quick, tmp_path):
         assert pool.doit(hang_once, str(tmp_path / "n")) >= 2
 
 
+@pytest.mark.guarantee("death-13")
 def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
     def hang():
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -306,6 +311,7 @@ def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
             promised.result(30)
 
 
+@pytest.mark.guarantee("death-10")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, caplog):
     with poly.Pool(1, hang_timeout=1, start=start, retries=9) as pool:
@@ -323,6 +329,7 @@ def zygote_is_let_go_on_soon(quick, monkeypatch):
     monkeypatch.setattr(watch, "STOPPED", 1.0)
 
 
+@pytest.mark.guarantee("death-10")
 def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(zygote_is_let_go_on_soon, caplog):
     with poly.Pool(2) as pool:
         other = pool.drones[0].promise(sleep, 3)
@@ -401,6 +408,7 @@ def test_a_hang_timeout_that_makes_no_sense_is_refused(wrong):
 # -- who waits ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("death-11")
 def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
     """A decision about samples and times: of the drone, and of what it has started."""
     asked = []
@@ -475,6 +483,7 @@ def line_here(work):
     return next(first + index for index, line in enumerate(code) if "# here" in line)
 
 
+@pytest.mark.guarantee("death-11")
 @pytest.mark.parametrize(
     ("work", "call"),
     [
@@ -534,6 +543,7 @@ def wait_at_three(path, index):
     return index
 
 
+@pytest.mark.guarantee("death-11")
 @pytest.mark.parametrize("first", [0, 200])
 def test_of_a_map_the_item_is_told(first, started, caplog):
     """Also of one in the middle of a slice, which the short calls before it have made long."""
@@ -556,6 +566,7 @@ def wait_twice(one, other):
     open(other).close()
 
 
+@pytest.mark.guarantee("death-11")
 def test_each_wait_is_logged_once_and_over_when_it_goes_on(caplog, tmp_path):
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     os.mkfifo(one)
@@ -573,6 +584,7 @@ def test_each_wait_is_logged_once_and_over_when_it_goes_on(caplog, tmp_path):
         wait_for(lambda: drone.waiting is None)
 
 
+@pytest.mark.guarantee("death-11")
 def test_a_drone_whose_thread_or_program_computes_does_not_wait():
     """It is looked at for as long as one beside it, which does wait."""
     with poly.Pool(3, report_waiting=0.5) as pool:
@@ -613,6 +625,7 @@ def stage(numbers, out):
         out.put(number + 1)
 
 
+@pytest.mark.guarantee("channel-5")
 def test_a_pipeline_with_more_stages_than_drones_is_told_as_a_deadlock(caplog):
     """And runs to its end when what is queued has drones: its stages let their ends go."""
     from polycephaly import green
@@ -647,6 +660,7 @@ def feed(out):
 # -- memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("death-12")
 def test_who_holds_too_much_is_killed_and_the_rest_is_done(started):
     with poly.Pool(2, max_memory=150 * MIB) as pool:
         large = pool.promise(hold, 300, started, 1000)
@@ -657,6 +671,7 @@ def test_who_holds_too_much_is_killed_and_the_rest_is_done(started):
         assert pool.doit(hold, 10) == 10 * MIB
 
 
+@pytest.mark.guarantee("death-12")
 def test_what_a_drone_has_started_counts(started):
     with poly.Pool(1, max_memory=150 * MIB) as pool:
         script = "import time; held = b'x' * (300 << 20); time.sleep(1000)"
@@ -665,6 +680,7 @@ def test_what_a_drone_has_started_counts(started):
         assert pool.doit(abs, -1) == 1
 
 
+@pytest.mark.guarantee("death-12")
 def test_one_that_comes_near_is_replaced_between_two_pieces_of_work_and_nothing_is_lost():
     with poly.Pool(1, max_memory=ROOMY) as pool:
         first = pool.doit(keep, NEARLY)
@@ -676,6 +692,7 @@ def test_one_that_comes_near_is_replaced_between_two_pieces_of_work_and_nothing_
         wait_for(lambda: pool.doit(os.getpid) != second)
 
 
+@pytest.mark.guarantee("death-12")
 def test_the_main_images_own_memory_does_not_count():
     done = run_script("""
         import os
@@ -712,6 +729,7 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     assert roster.too_large_so_far == 1
 
 
+@pytest.mark.guarantee("death-13")
 def test_a_limit_that_no_drone_keeps_is_one_clear_error():
     def large():
         kept.append(b"x" * (50 * MIB))

@@ -72,6 +72,7 @@ def test_a_lone_drone_has_a_width_too(tmp_path):
         poly.Drone(width=0)
 
 
+@pytest.mark.guarantee("green-20")
 def test_never_more_than_its_width(tmp_path):
     with poly.Pool(1, width=3) as pool:
         assert max(pool.map(count_those_beside_me, [0.02] * 12, [str(tmp_path)] * 12, [3] * 12)) == 3
@@ -87,6 +88,7 @@ def test_without_a_width_they_are_run_one_by_one():
         assert max(pool.map(count_those_beside_me, [0.005] * 4)) == 1
 
 
+@pytest.mark.guarantee("green-20")
 def test_map_gives_values_in_order_and_errors_where_they_belong():
     with poly.Pool(2, width=5) as pool:
         assert list(pool.map(echo, range(50))) == list(range(50))
@@ -143,6 +145,7 @@ def test_interrupting_the_drone_interrupts_all_that_it_overlaps(tmp_path):
                 promise.result()
 
 
+@pytest.mark.guarantee("green-20")
 def test_a_time_limit_is_each_ones_own(tmp_path, nobody_is_killed_for_being_slow):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=3, timeout=1) as pool:
@@ -154,6 +157,7 @@ def test_a_time_limit_is_each_ones_own(tmp_path, nobody_is_killed_for_being_slow
         assert pool.options(timeout=60).doit(os.getpid) == pid
 
 
+@pytest.mark.guarantee("green-20")
 def test_a_death_takes_along_what_was_running_and_nothing_else(tmp_path):
     started, go = str(tmp_path / "started"), str(tmp_path / "go")
     with poly.Pool(1, width=3) as pool:
@@ -233,6 +237,7 @@ def test_a_width_that_makes_no_sense_is_refused(width, error):
         poly.Pool(1, width=width)
 
 
+@pytest.mark.guarantee("end-5")
 @local_only
 def test_a_drone_made_by_a_green_thread_ends_with_it():
     async def owner():
@@ -246,6 +251,7 @@ def test_a_drone_made_by_a_green_thread_ends_with_it():
         wait_for(lambda drone=drone: not drone.alive)
 
 
+@pytest.mark.guarantee("end-5")
 @local_only
 def test_a_detached_drone_outlives_its_green_thread():
     async def owner():
@@ -255,6 +261,7 @@ def test_a_detached_drone_outlives_its_green_thread():
         assert drone.doit("1 + 1") == 2
 
 
+@pytest.mark.guarantee("green-19")
 def test_work_awaited_in_a_cancelled_green_thread_is_cancelled(tmp_path):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=2) as pool:

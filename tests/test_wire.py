@@ -92,6 +92,7 @@ def decode_any(message):
                 return
 
 
+@pytest.mark.guarantee("wire-1")
 @at_any_pace
 @given(frames)
 def test_garbage_raises_malformed_and_nothing_else(message):
@@ -179,6 +180,7 @@ class Bomb:
         return append, (self.path, "exploded")
 
 
+@pytest.mark.guarantee("wire-2")
 def test_the_directory_of_the_socket_is_for_its_owner_alone():
     with poly.Pool(1):
         home = home_of_the_hub()
@@ -186,6 +188,7 @@ def test_the_directory_of_the_socket_is_for_its_owner_alone():
     assert not os.path.exists(home)
 
 
+@pytest.mark.guarantee("wire-2")
 def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path):
     path = str(tmp_path / "exploded")
     bomb = pickle.dumps(Bomb(path))
@@ -235,6 +238,7 @@ def say_nonsense(by):
     return by
 
 
+@pytest.mark.guarantee("wire-1")
 @pytest.mark.parametrize("by", ["bulk", "lane", "results"])
 def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, caplog):
     caplog.set_level("INFO", logger="polycephaly")
