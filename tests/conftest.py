@@ -32,6 +32,7 @@ import census
 import engines
 import pytest
 import pytest_timeout
+import tiers
 
 TESTS = Path(__file__).parent
 
@@ -96,6 +97,10 @@ def pytest_configure(config: pytest.Config) -> None:
     _let_signals_come()
     config.addinivalue_line("markers", "guarantee(*ids): shows these rows of docs/guarantees.md")
     config.addinivalue_line("markers", "local_only(reason): not on other engines; with a reason, skipped")
+    config.addinivalue_line("markers", "unit: starts no process")
+    config.addinivalue_line("markers", "process: forks drones from the process of the tests")
+    config.addinivalue_line("markers", "script: starts fresh interpreters")
+    config.addinivalue_line("markers", "slow: a long program, a build, a whole other suite")
     config.addinivalue_line("markers", "ray: needs a Ray, which is started for them")
     config.addinivalue_line("markers", "xdist_group(name): all run by one worker")
     # A temporary directory of this run alone: what other runs leave or make is not counted here.
@@ -113,6 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(WholeRun())
         return
     census.mark_this_process()
+    tiers.watch_starts()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # The standard library keeps this process once anything is spawned: it is there before every census.
     multiprocessing.resource_tracker.ensure_running()
@@ -190,7 +196,10 @@ def pytest_collection_finish() -> None:
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = census.Census.take()
     _set_hard_deadline(request.node)
+    tiers.started.clear()
     yield
+    if tiers.started and request.node.get_closest_marker("unit"):
+        pytest.fail(f"a unit test that starts a process ({tiers.started[0]}): tests/tiers.py has to know")
     faulthandler.cancel_dump_traceback_later()
     left = census.wait_until_clean(before)
     if left:
@@ -224,10 +233,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on other engines than the local one come last; those that make no sense there are left out or skipped."""
+    """Each test gets the mark of its tier. Tests on other engines than the local one come last; those that make no
+    sense there are left out or skipped."""
     local, other, left_out = [], [], []
     for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("ray") is None:
+            item.add_marker(tiers.tier_of(item))
         if getattr(item, "callspec", None) is None or item.callspec.params.get("engine", "local") == "local":
             local.append(item)
         elif (mark := item.get_closest_marker("local_only")) is None:

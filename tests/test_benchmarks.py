@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 WITH_NUMPY = {"array", "share"}
 OF_A_PEER = {"gather", "main_function", "trip", "map", "mixed", "array", "first", "image"}

@@ -78,10 +78,12 @@ def run_main(module, *args):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_all_is_accounted_for_while_drones_are_killed():
     run_main("chaos", "--minutes", "0.14", "--tasks", "400", "--seed", str(random.randrange(1 << 32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     ["tasks", "arrays --scale 0.005", "pools --scale 0.015", "lambdas shared", "kept maps", "clients --clients 20"],
@@ -431,6 +433,7 @@ def test_a_drone_that_does_not_read_for_a_while_gets_all_when_it_does():
         assert [p.result(SOON) for p in promises] == sizes
 
 
+@pytest.mark.slow
 def test_a_controller_that_does_not_read_for_a_while_gets_all_when_it_does():
     with Script("""
         import os, polycephaly as poly

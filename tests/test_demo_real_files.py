@@ -33,6 +33,7 @@ def funds_2015() -> dict[str, Fund]:
     return {fund.symbol: fund for fund in parse.funds(unpacked(FUNDS_2015))}
 
 
+@pytest.mark.slow
 def test_every_experiment_loads_exactly_the_files_rows() -> None:
     with loopback(SYMDIR) as site:
         outcomes = list(experiments.run(site, experiments.plan([1, 4], [1, 13])))
@@ -40,6 +41,7 @@ def test_every_experiment_loads_exactly_the_files_rows() -> None:
     assert [outcome.astray for outcome in outcomes] == [()] * 7
 
 
+@pytest.mark.slow
 def test_the_talks_gain_is_there_again() -> None:
     """114 s to 35 s for *combined* in 2009: 3.3 times."""
     planned = {experiment.name: experiment for experiment in experiments.plan([], [13])}

@@ -29,11 +29,13 @@ def _run(block: Block) -> Any:
     return pytest.param(block, id=str(block), marks=ON_RAY if "ray" in block.needs else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [_run(block) for block in BLOCKS])
 def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
     run_block(block, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if cells_of(page)])
 def test_a_kernel_shows_what_the_page_says(page: str, tmp_path: Path) -> None:
     codes, said = zip(*cells_of(page), strict=True)
@@ -59,6 +61,7 @@ def test_links_and_named_test_files_lead_somewhere(page: str) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # twenty seconds, where nothing else runs
 def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo", "joblib"):  # its backend is in the reference

@@ -170,6 +170,7 @@ def test_a_controller_killed_while_it_stops_drones_leaves_nothing():
             assert not script.left(), milliseconds
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_is_ended_at_random_moments_from_start_to_stop():
     seed = random.randrange(1 << 30)
     print("seed", seed)
@@ -179,6 +180,7 @@ def test_nothing_is_left_of_what_is_ended_at_random_moments_from_start_to_stop()
         assert not ended.wrong, f"{moment}: {ended.wrong}"
 
 
+@pytest.mark.slow
 def test_the_long_program_tells_its_seed_how_many_it_ran_and_the_slowest_clean_up():
     program = os.path.join(os.path.dirname(__file__), "endings.py")
     chosen = ["--moments", "2", "--seed", "5", "--endings", "SIGKILL", "--loads", "idle"]

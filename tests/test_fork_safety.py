@@ -234,6 +234,7 @@ def test_many_pools_one_after_the_other_leave_nothing_behind():
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
+@pytest.mark.slow
 def test_a_hundred_drones_answer():
     with poly.Pool(100) as pool:
         assert len({p.value for p in pool.everywhere(os.getpid)}) == 100

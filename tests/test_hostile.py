@@ -23,6 +23,7 @@ from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("remote-4")
 @pytest.mark.parametrize(
     ("kind", "messages"),
@@ -47,6 +48,7 @@ def test_who_floods_is_put_out_and_the_others_are_answered(kind, messages):
     assert len(log["log"].splitlines()) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("remote-4")
 def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
     row, log = hostile.run(["never reads"], 3000, 5)

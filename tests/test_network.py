@@ -281,6 +281,7 @@ def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeyp
         script.signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, monkeypatch):
     """The server's PINGs lie behind a large result, on a slow way: none comes back."""
     monkeypatch.setattr(server_module, "LOOK", 0.05)

@@ -27,6 +27,7 @@ def test_it_uses_every_public_name() -> None:
     assert {name for name in green.__all__ if ("green", name) not in used} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)  # mypy without a cache takes all that a busy machine gives it
 def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:

@@ -184,7 +184,8 @@ def _owner(thread: int) -> tuple[str | None, int]:
             os.close(memory)
     except (OSError, ValueError):  # it runs, or ends; or it may not be looked at
         return None, 0
-    elsewhere = (word for word in words[at:] if not start <= word < start + _STACKS[-1])  # no code lies on a stack
+    end = start + len(words) * _WORD  # not further up: a library may lie right above a stack
+    elsewhere = (word for word in words[at:] if not start <= word < end)  # no code lies on a stack
     owner = next(filter(None, map(_library, elsewhere)), None)
     if owner is not None and owner.startswith(_OF_CPP):  # it starts threads for others: whose is the outermost call?
         # Never Python's. (A number on the stack may look like an address in an interpreter that lies at a low one.)
