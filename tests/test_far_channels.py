@@ -1101,7 +1101,8 @@ def test_an_end_is_gone_with_a_drone_that_dies_as_soon_as_the_call_with_it_is_an
 def fail_or_keep(given):
     if given == "die":
         os._exit(3)
-    AT_HAND["end"] = given
+    if given:  # another call of the map, which may come after it, is not to let it go
+        AT_HAND["end"] = given
 
 
 @pytest.mark.parametrize("known", [0, 300])
