@@ -1112,9 +1112,7 @@ def test_an_end_in_a_map_is_gone_with_the_call_that_it_went_with(known):
         ch = Channel()
         with pytest.raises(poly.DroneDied):
             list(pool.map(fail_or_keep, [0] * known + ["die", (ch.sender(),)]))
-        # With the drone that died, with a call that never ran, or let go by another drone, to which that call had come
-        # again when the map's error cancelled it.
-        assert items_and_error(ch)[-1].startswith("ChannelClosed")
+        assert "the last end that could send was" in items_and_error(ch)[-1]  # with a drone, or a call that never ran
 
 
 async def put_and_spin(ch):
