@@ -10,6 +10,7 @@ functions are run on native threads meanwhile (native.py). What they share they 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ChannelClosed, Deadlock, ItemLost
@@ -69,7 +70,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Receiver", "Sender"):  # what only serves several images is loaded when it is used
+    """What only serves several images, or tests, is loaded when it is used."""
+    if name == "testing":
+        return import_module(".testing", __name__)
+    if name not in ("Receiver", "Sender"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .far import ends
 

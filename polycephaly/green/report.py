@@ -155,7 +155,7 @@ def _look_for_deadlock() -> None:
     if not waiting or scheduler.outside or scheduler.away > len(waiting) or scheduler.timers.left() is not None:
         return
     stuck = [p for p, end in waiting.values() if isinstance(p, GreenThread) and end is None and p._value is PARKED]
-    if not stuck or _somebody_else_could_act(waiting) or _a_signal_could_act():
+    if not stuck or somebody_else_could_act(waiting) or _a_signal_could_act():
         return
     listed = "\n".join(f"  {_info(thread, {})}" for thread in islice(list(scheduler.live), SHOWN))
     more = len(scheduler.live) - SHOWN
@@ -166,7 +166,7 @@ def _look_for_deadlock() -> None:
         thread._interrupt(Deadlock(text))
 
 
-def _somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
+def somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
     known = safepoint.own_idents() | scheduler.workers.idle() | {scheduler.owner, watchdog.ident}
     by_ident = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():

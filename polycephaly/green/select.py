@@ -18,7 +18,6 @@ from __future__ import annotations
 from _thread import get_ident
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from time import monotonic
 from types import EllipsisType, coroutine
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
@@ -143,7 +142,7 @@ class _After(Guard[None]):
 
     def leave(self, offer: Offer) -> None:
         offer.at = _Alarm(offer)
-        scheduler.timers.add(monotonic() + self.seconds, offer.at)
+        scheduler.timers.add(scheduler.timers.now() + self.seconds, offer.at)
 
     def strike(self, offer: Offer) -> None:
         scheduler.timers.call_off(offer.at)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Awaitable
-from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +30,7 @@ class _Sleep(Parking):
 
     def enter(self, thread: GreenThread[Any]) -> bool:
         if self.seconds > 0:
-            scheduler.timers.add(monotonic() + self.seconds, self)
+            scheduler.timers.add(scheduler.timers.now() + self.seconds, self)
         else:
             scheduler.timers.fire()  # a time limit that is over counts now
             self.off = True
@@ -103,7 +102,7 @@ class timeout:
         self._thread = scheduler.current
         self._cancels = self._thread._cancels
         if self.seconds is not None:
-            self._timer = scheduler.timers.set(monotonic() + self.seconds, self._expire)
+            self._timer = scheduler.timers.set(scheduler.timers.now() + self.seconds, self._expire)
         return self
 
     def _expire(self) -> None:

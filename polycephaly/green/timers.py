@@ -1,4 +1,4 @@
-"""The scheduler's alarm clock: a heap of things to do at some time.
+"""The scheduler's alarm clock: a heap of things to do at some time. The time is real, or that of a test (testing.py).
 
 Only the scheduler's owner touches it. A timer that is called off stays in the heap, marked, until its time or
 until the marked ones are the majority; then all of those go at once, so that a loop under a long `timeout` costs
@@ -42,9 +42,12 @@ def _nothing() -> None:
 
 
 class Timers:
-    """Times are `time.monotonic` seconds. What is due at the same time goes off in the order of setting."""
+    """Times are seconds of `now`. What is due at the same time goes off in the order of setting."""
 
     def __init__(self) -> None:
+        self.now: Callable[[], float] = monotonic
+        self.jump: Callable[[float], bool] | None = None
+        """In a test's time: make it `when`, and return True, if everybody waits."""
         self.heap: list[tuple[float, int, Alarm]] = []
         self._order = count()
         self._called_off = 0
@@ -71,7 +74,7 @@ class Timers:
 
     def fire(self) -> None:
         """Does what is due."""
-        heap, now = self.heap, monotonic()
+        heap, now = self.heap, self.now()
         while heap and heap[0][0] <= now:
             alarm = heappop(heap)[2]
             if alarm.off:
@@ -81,12 +84,24 @@ class Timers:
                 alarm.go_off()
 
     def left(self) -> float | None:
-        """Seconds until the next one is due, None where there is none."""
+        """Seconds until the next one is due, None if there is none; or if that is not told, because a test's time
+        stands still while somebody runs."""
         heap = self.heap
         while heap and heap[0][2].off:
             heappop(heap)
             self._called_off -= 1
-        return max(0.0, heap[0][0] - monotonic()) if heap else None
+        if not heap:
+            return None
+        left = max(0.0, heap[0][0] - self.now())
+        if left and self.jump is not None:
+            return 0.0 if self.jump(heap[0][0]) else None
+        return left
+
+    def keep_to(self, now: Callable[[], float], jump: Callable[[float], bool] | None) -> None:
+        """From now on, in this time. What was set for later comes when as much of it has passed."""
+        change = now() - self.now()
+        self.heap[:] = [(when + change, order, alarm) for when, order, alarm in self.heap]
+        self.now, self.jump = now, jump
 
     def forget(self) -> None:
         self.heap.clear()

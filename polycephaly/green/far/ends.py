@@ -35,7 +35,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 from struct import Struct
-from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -396,7 +395,7 @@ def _astray(channel: Any, number: int, token: int, why: str, cause: BaseExceptio
 
 def _in_a_moment(act: Callable[[], object], looks: int = LOOKS) -> None:
     then = partial(_in_a_moment, act, looks - 1) if looks > 1 else act
-    scheduler.timers.set(monotonic() + MOMENT / LOOKS, then)
+    scheduler.timers.set(scheduler.timers.now() + MOMENT / LOOKS, then)
 
 
 def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) -> None:

@@ -259,7 +259,7 @@ class Post:
             if error.errno in _EXHAUSTED:  # the caller stays there to be seen: looking at once again would not end
                 log.warning("another image that calls for a channel has to wait: %s", error)
                 self._epoll.modify(self._listener.fileno(), 0)
-                scheduler.timers.set(monotonic() + ACCEPT_AGAIN, self._accept_again)
+                scheduler.timers.set(scheduler.timers.now() + ACCEPT_AGAIN, self._accept_again)
             return
         with suppress(OSError):
             self._connected(end, "")
@@ -305,7 +305,7 @@ class Post:
         is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
         if ending is None and is_there and looks > 0 and self._open:
-            scheduler.timers.set(monotonic() + FIND_OUT_EVERY, partial(self.find_out, peer, looks - 1))
+            scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks - 1))
         else:
             peer.tell_loss(ending or Ending("has ended", None))
 
