@@ -39,6 +39,7 @@ MARKED = {
     "test_hostile": "process",
     "test_joblib": "process",
     "test_jupyter": "script",
+    "test_timeline_page": "script",
 }
 PACKAGES = ("polycephaly", "joblib", "multiprocessing", "concurrent")
 """Names under which this package, joblib and the standard library start processes."""

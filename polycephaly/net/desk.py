@@ -52,6 +52,7 @@ class Given:
         self.payload = payload
         self.tag = tag
         self.call = ForwardedFunction(relayed, tag, kind, payload)
+        self.call.__qualname__ = label  # by which whatever is defined of it is called, from its beginning
 
 
 _numbers = itertools.count(1)
@@ -151,7 +152,6 @@ def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()
         terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
     work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
-        work.definition.label = given.label  # each time: a refresh makes new definitions
         work.party = given.tag
         work.relays = None if shared else given  # shared memory is for our own drones
     return work
