@@ -33,7 +33,6 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
     """`relayed`, with a client's tag, and kind and bytes of its function. The drone opens the function once, and keeps
     it as long as this."""
 
-    __qualname__: str
     relays = True
     _definition: Definition | None = None
 

@@ -52,7 +52,6 @@ class Given:
         self.payload = payload
         self.tag = tag
         self.call = ForwardedFunction(relayed, tag, kind, payload)
-        self.call.__qualname__ = label  # by which whatever is defined of it is called, from its beginning
 
 
 _numbers = itertools.count(1)
@@ -150,6 +149,7 @@ def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()
     if item.timeout is not None or item.retries is not None:
         own = crew.terms
         terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
+    crew.book.define(given.call).label = given.label  # before it is recorded; each time: a refresh makes new ones
     work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
         work.party = given.tag

@@ -302,6 +302,7 @@ class Workers:
         crew.check_open()
         work = Work(crew)
         work.definition = crew.book.define(given.call)
+        work.definition.label = given.label
         work.relays, work.args, work.lent = given, (item.kind, item.payload), True
         work.timeout = item.timeout or crew.terms.timeout
         crew.hold(work)
