@@ -14,12 +14,11 @@ the greeting that every ZeroMQ socket sends (64 bytes: the protocol's version an
 Each client has a desk (desk.py) with its own definitions and work. A client that leaves, or is not heard of for
 `SILENCE` seconds, has its work cancelled; nobody else's is touched.
 
-A turn reads a bounded number of messages, of which libzmq gives each peer its share. What a peer may send and
-leave unread is bounded (flow.py).
-Who goes beyond, or sends what is no message, is put out: a ROUTER closes no single peer, so
-its TCP connection is shut beneath libzmq (accepted.py). A high-water mark (RCVHWM) must not be set, nor may a peer's
-identity be handed over: libzmq 4.3.5 then stops reading the connection, and where it ends so, with a heartbeat due,
-aborts the process ("Assertion failed: !_io_error").
+A turn reads a bounded number of messages, of which libzmq gives each peer its share. A peer may send and leave unread
+only so much (flow.py). A peer that goes beyond, or sends malformed messages, is put out: a ROUTER closes no single
+peer, so its TCP connection is shut beneath libzmq (accepted.py). A high-water mark (RCVHWM) must not be set, nor may a
+peer's identity be handed over: libzmq 4.3.5 then stops reading the connection and, if the connection ends while a
+heartbeat is due, aborts the process ("Assertion failed: !_io_error").
 
 Forks. The thread works under a turn (safepoint.py), so nothing is half done in a child. What a child has inherited of
 this server's sockets is closed there at once, or a zygote would keep the port, and clients would wait for it.
@@ -136,7 +135,6 @@ class Server:
 
     card: Card | None = None
     """Under which it is found by name, if it is."""
-
 
     def __init__(
         self,
