@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections import deque
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import hostile
@@ -152,25 +153,27 @@ def test_signs_of_life_come_no_faster_than_the_time(monkeypatch):
         client.lives()
 
 
-def test_who_was_not_listened_to_is_not_shut():
+@contextmanager
+def accepted_connection():
+    """An `Accepted` that has one connection, and the connection's two ends."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
     with near, far:
         accepted = Accepted()
         accepted.add(far.fileno())
+        yield accepted, near, far
+
+
+def test_who_was_not_listened_to_is_not_shut():
+    with accepted_connection() as (accepted, _, far):
         assert [accepted.look(1.0, 0.5) for _ in range(2)] == [[], []]
         accepted.hear(far.fileno())
         assert [len(accepted.look(1.0, 0.5)) for _ in range(4)] == [0, 0, 0, 1]
 
 
 def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descriptor():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        near = socket.create_connection(listening.getsockname())
-        far, _ = listening.accept()
-    with near, far:
-        accepted = Accepted()
-        accepted.add(far.fileno())
+    with accepted_connection() as (accepted, near, far):
         accepted.condemn(far.fileno(), known=0)  # a message of one that had that number before
         accepted.look(60, 1)
         near.sendall(b"x")
