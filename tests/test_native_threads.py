@@ -25,12 +25,24 @@ def start_a_native_thread():
 """
 """For scripts: a thread of the C library's own, which Python knows nothing of."""
 
+FITTED = """
+import numpy as np
+import polycephaly as poly
+from sklearn.ensemble import HistGradientBoostingClassifier
+X = np.random.default_rng(0).random((500, 4))
+y = (X[:, 0] > 0.5).astype(int)
+def fit(rounds):
+    return HistGradientBoostingClassifier(max_iter=rounds).fit(X, y).n_iter_
+fit(2)
+"""
+"""For scripts: GNU's OpenMP has been used, by scikit-learn."""
+
 QUIET = ("-W", "ignore::RuntimeWarning")
 
 
-def script(text: str) -> str:
-    """With `NATIVE` before it, so that both are indented alike."""
-    return NATIVE + "\n".join(line[8:] for line in text.split("\n"))
+def script(text: str, before: str = NATIVE) -> str:
+    """With `before` in front, so that both are indented alike."""
+    return before + "\n".join(line[8:] for line in text.split("\n"))
 
 
 # -- the decision -----------------------------------------------------------------------------------------
@@ -38,18 +50,10 @@ def script(text: str) -> str:
 
 @pytest.mark.guarantee("wire-5")
 def test_after_openmp_was_used_a_pool_does_not_hang_and_says_why():
-    done = run_script("""
-        import numpy as np
-        import polycephaly as poly
-        from sklearn.ensemble import HistGradientBoostingClassifier
-        X = np.random.default_rng(0).random((500, 4))
-        y = (X[:, 0] > 0.5).astype(int)
-        def fit(rounds):
-            return HistGradientBoostingClassifier(max_iter=rounds).fit(X, y).n_iter_
-        fit(2)
+    done = run_script(script("""
         with poly.Pool(2) as pool:
             print(list(pool.map(fit, [1, 2, 3])))
-    """, timeout=100)  # fmt: skip
+    """, FITTED), timeout=100)  # fmt: skip
     assert done.stdout == "[1, 2, 3]\n", done.stderr
     assert done.stderr.count("RuntimeWarning") == 1 and "libgomp" in done.stderr
     assert "start='fork'" in done.stderr and "start='spawn'" in done.stderr
@@ -365,22 +369,14 @@ def test_a_lock_that_only_forks_can_have_is_refused_with_the_cure():
 @pytest.mark.guarantee("wire-7")
 def test_spawned_drones_import_the_main_module_each_for_itself():
     """So a main module may use such a library when it is imported, and `env` is there before."""
-    done = run_script("""
+    done = run_script(script("""
         import os
-        import numpy as np
-        import polycephaly as poly
-        from sklearn.ensemble import HistGradientBoostingClassifier
-        X = np.random.default_rng(0).random((500, 4))
-        y = (X[:, 0] > 0.5).astype(int)
-        def fit(rounds):
-            return HistGradientBoostingClassifier(max_iter=rounds).fit(X, y).n_iter_
-        fit(2)
         importer, seen = os.getpid(), os.environ.get("SEEN_AT_IMPORT")
         def who(): return importer == os.getpid(), seen
         if __name__ == "__main__":
             with poly.Pool(2, start="spawn", env={"SEEN_AT_IMPORT": "yes"}) as pool:
                 print([p.value for p in pool.everywhere(who)], list(pool.map(fit, [1, 2])))
-    """, timeout=100)  # fmt: skip
+    """, FITTED), timeout=100)  # fmt: skip
     assert done.stdout == "[(True, 'yes'), (True, 'yes')] [1, 2]\n", done.stderr
     assert "RuntimeWarning" not in done.stderr
 
