@@ -193,7 +193,7 @@ class _Gathered(Promise[list[Any]]):
         self._promises = promises
 
     def _withdraw(self) -> None:
-        for each in self._promises:
+        for each in reversed(self._promises):  # a drone whose call ends by this would begin the next one
             each.cancel()
 
     def _waits_for(self) -> Iterable[Future[Any]]:

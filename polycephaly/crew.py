@@ -52,7 +52,7 @@ from .wire.loans import Parcel
 from .wire.messages import CANCEL, FETCH, RECALL, WorkBatch, pack_numbers
 from .wire.slices import FAILED, RUNNING, SMALL
 from .wire.tickets import Taking
-from .work import KeptWork, Slice, Work
+from .work import Slice, Work
 
 __all__ = ["Crew"]
 
@@ -142,17 +142,18 @@ class Crew:
         kwargs: dict[str, Any],
         target: Link | None = None,
         terms: Terms | None = None,
-        keep: bool = False,
+        work: Work | None = None,
     ) -> Work:
-        """Takes one piece of work; with `keep`, its value stays in its drone. Raises `RuntimeError` (or
-        `BrokenProcessPool`) when closed (broken)."""
+        """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or `BrokenProcessPool`) when closed
+        (broken)."""
         if self.careful:
             self._wait_for_room(target)
             self.check_open()
             terms = terms or self._own_terms
         if target is not None and (target.state >= State.RETIRING or target.retires):
             raise target.farewell()
-        work = KeptWork(self) if keep else Work(self)
+        if work is None:
+            work = Work(self)
         if terms is not None:
             work.timeout, work.retries = terms
         inputs: Sequence[Promise[Any]] = ()
@@ -621,14 +622,14 @@ class Crew:
             for link in self.links:
                 for work in [*link.pinned, *link.favoured]:
                     self.hub.deliver(work.cancel)
-                for work in link.flight.values():
+                for work in reversed(link.flight.values()):  # the first may run: it would begin the next one
                     if running or not link.runs(work.number):
                         self.hub.deliver(work.cancel)
         self.look_for_end = True
 
     def cancel_own(self, link: Link) -> None:
         """What only that drone may do."""
-        for work in [*link.pinned, *self._not_queued(), *link.flight.values()]:
+        for work in [*link.pinned, *self._not_queued(), *reversed(link.flight.values())]:
             if work.target is link:
                 self.hub.deliver(work.cancel)
 

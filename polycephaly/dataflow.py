@@ -26,6 +26,7 @@ from .plan import Terms, check_at_least, check_keep, check_timeout
 from .wire.capture import MainSnapshot
 from .wire.definitions import by_reference
 from .within import innermost
+from .work import KeptWork
 
 __all__ = ["flow"]
 
@@ -100,7 +101,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         terms = pool._terms
         if options is not None:
             terms = options.over(terms or crew.terms)
-        work = crew.submit(last.sent, args, kwargs, None, terms, keep)
+        work = crew.submit(last.sent, args, kwargs, None, terms, KeptWork(crew) if keep else None)
         work.is_node = True
         note(work)
         if work._exception is not None or work.cancelled():  # by now, when nobody knew it for a node

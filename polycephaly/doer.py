@@ -15,6 +15,7 @@ from .progress import total_of
 from .promises import Promise
 from .source import OneByOne
 from .stream import Results, results
+from .work import KeptWork
 
 __all__ = ["Doer", "Resident", "Workforce", "wait_for"]
 
@@ -68,7 +69,7 @@ class Doer:
             check_work(work, args, kwargs)
         if keep is not False:
             check_keep(keep)
-            return self._crew.submit(work, args, kwargs, self._link, self._terms, True)
+            return self._crew.submit(work, args, kwargs, self._link, self._terms, KeptWork(self._crew))
         return self._crew.submit(work, args, kwargs, self._link, self._terms)
 
     def _give(self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Promise[Any]:

@@ -89,7 +89,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         super().__init__(**options)
         self._pool: Pool | None = None
         self._shape: dict[str, Any] = {}
-        self._under_way: set[Promise[Any]] = set()
+        self._under_way: dict[Promise[Any], None] = {}  # in their order
         self._arrays = _Arrays(None)
         self._newest: Callable[[], Any] = lambda: None
 
@@ -159,7 +159,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Withdraws what waits, and interrupts what runs. The pool goes on."""
-        for each in list(self._under_way):
+        for each in reversed(list(self._under_way)):  # a drone whose call ends by this would begin the next one
             each.cancel()
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         except Exception as error:  # joblib submits from callbacks too, where raising would tell nobody
             promise = Promise()
             promise.set_exception(error)
-        self._under_way.add(promise)
-        promise.add_done_callback(self._under_way.discard)
+        self._under_way[promise] = None
+        promise.add_done_callback(partial(self._under_way.pop, promise))
         if callback is not None:
             promise.add_done_callback(partial(self._go_on, callback))
         return promise

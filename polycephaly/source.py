@@ -68,6 +68,7 @@ class OneByOne:
         self._item = 0  # the index of the next call that is handed out
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # all was taken, and that was noticed
+        self.latest: Work | None = None  # that was made, until its taker has it: Ctrl-C may come in between
 
     @property
     def label(self) -> str:
@@ -96,9 +97,9 @@ class OneByOne:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
         try:
             for row in self._rows:
-                work = self._crew.submit(self._fn, row, {}, None, self._terms)
+                work = self.latest = Work(self._crew)
                 work.item, self._item = self._item, self._item + 1
-                return work
+                return self._crew.submit(self._fn, row, {}, None, self._terms, work)
         except Exception as error:  # of the input, or the pool takes no more
             self.error, self._rows = error, iter(())
         self.exhausted = True
@@ -108,7 +109,9 @@ class OneByOne:
         """From what came of it."""
 
     def cancel(self) -> None:
-        """Of what was taken and not given."""
+        """What was made, and nobody has."""
+        if self.latest is not None:
+            self.latest.cancel()
 
     def explain(self, error: BaseException) -> None:
         self._crew.explain(error)
@@ -169,7 +172,8 @@ class Source(OneByOne):
             self._calls += work.count - sum(each.count for each in followers)
 
     def take(self, most: int) -> Work | None:
-        work, self._next = self._next, None
+        work = self.latest = self._next
+        self._next = None
         if work is None and not self.exhausted:
             self._definition = self._crew.book.define(self._fn)
             try:
@@ -221,8 +225,9 @@ class Source(OneByOne):
             args = (row,) if self._single else row
             pickled = self._pickled(args) if most > 1 else None
             if pickled is None:
-                self._next = self._crew.submit(self._fn, args, {}, None, self._terms)
-                self._next.item = self._item + len(rows)
+                self.latest = Work(self._crew)
+                self.latest.item = self._item + len(rows)
+                self._next = self._crew.submit(self._fn, args, {}, None, self._terms, self.latest)
                 break
             if form != PICKLED:
                 rows = [dumps((row,) if self._single else row, 5) for row in rows]
@@ -235,7 +240,8 @@ class Source(OneByOne):
             self.exhausted = len(rows) < most
         if rows:
             return self._slice(form, rows)
-        work, self._next = self._next, None
+        work = self.latest = self._next
+        self._next = None
         return work
 
     def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
@@ -270,6 +276,7 @@ class Source(OneByOne):
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 
     def cancel(self) -> None:
+        super().cancel()
         if self._next is not None:
             self._next.cancel()
 
@@ -279,7 +286,7 @@ class Source(OneByOne):
             return None
         calls = pack_calls(form, self._definition.once, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
-        work = Slice(self._crew, self._definition, calls, len(rows))
+        work = self.latest = Slice(self._crew, self._definition, calls, len(rows))
         work.retries = self._given.retries
         work.item, self._item = self._item, self._item + len(rows)
         self._crew.start(work)

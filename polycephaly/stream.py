@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Reversible
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -175,6 +175,7 @@ class _Ordered:
                 return
             self._under_way += work.count
             self._add(work)
+            self.source.latest = None
 
     def take(self) -> list[Work]:
         """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
@@ -207,8 +208,8 @@ class _Ordered:
     def cancel(self) -> None:
         self._closed = True
         self.show(last=True)
-        _cancel(self._works)
         self.source.cancel()
+        _cancel(self._works)
         self.pool = None
 
     def _add(self, work: Work) -> None:
@@ -345,10 +346,12 @@ def _settle(promise: Promise[None], _: object) -> None:
     promise._settle(FINISHED, None, None)
 
 
-def _cancel(works: Iterable[Work]) -> None:
-    """Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said
+def _cancel(works: Reversible[Work]) -> None:
+    """The last first: a drone whose call ends by this would begin the next one, if that was not cancelled yet.
+
+    Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said
     what follows it, and here it is the other way round, so one of the two sees both."""
-    for work in works:
+    for work in reversed(works):
         work.cancel()
         if isinstance(work, Slice):
             _cancel(work.followers)

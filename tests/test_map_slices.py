@@ -23,6 +23,7 @@ from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script, output_of
 
 import polycephaly as poly
+from polycephaly.crew import Crew
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 
@@ -1140,6 +1141,31 @@ def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
             assert script.read_line() == "True True"
             assert script.wait() == 0
             assert not script.left()
+
+
+@pytest.mark.parametrize(
+    "items", [range(10**6), [(i, bytes(20_000)) for i in range(500)], [i % 9 or bytes(20_000) for i in range(500)]]
+)
+def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others(pool, items, monkeypatch):
+    """Between its sending and its entry among those that are under way."""
+    sent = []
+
+    def interrupted(send):
+        def body(crew, *args):
+            made = send(crew, *args) or args[-1]
+            sent.append(made)
+            if len(sent) == 10:
+                raise KeyboardInterrupt
+            return made
+
+        return body
+
+    list(pool.map(type, range(5000)))  # known as short
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        for name in ("start", "submit"):
+            patched.setattr(Crew, name, interrupted(getattr(Crew, name)))
+        list(pool.map(type, items))
+    assert len(sent) == 10 and all(work.done() for work in sent)
 
 
 # -- large results, and consumers that take their time ---------------------------------------------------------

@@ -200,6 +200,24 @@ def test_closing_the_iterator_cancels_what_is_under_way(tmp_path):
         assert len(lines(started)) == 2
 
 
+def test_closing_the_iterator_begins_nothing_however_long_it_takes(tmp_path, monkeypatch):
+    started = str(tmp_path / "started")
+
+    def cancel_and_dawdle(promise, running=True):
+        cancelled = cancel(promise, running)
+        time.sleep(0.1)  # the drones may go on meanwhile
+        return cancelled
+
+    cancel = poly.Promise.cancel
+    with poly.Pool(2) as pool:
+        results = pool.map(block_for_ever, [started] * 8)
+        wait_for(lambda: len(lines(started)) == 2)
+        monkeypatch.setattr(poly.Promise, "cancel", cancel_and_dawdle)
+        results.close()
+        assert pool.doit(abs, -1) == 1
+        assert len(lines(started)) == 2
+
+
 @pytest.mark.filterwarnings("ignore:the results of map")
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_iterator_that_is_dropped_cancels_what_is_under_way(ordered, tmp_path):

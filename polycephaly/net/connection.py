@@ -149,15 +149,15 @@ class Connection:
         kwargs: dict[str, Any],
         target: Any = None,
         terms: Terms | None = None,
-        keep: bool = False,
+        work: Work | None = None,
     ) -> Work:
         self.check_open()
-        if keep:
+        if work is not None and work.keeps:
             raise TypeError(
                 f"{self.name} is served by another process, and keeps no results for its clients: give the work "
                 "without keep=True, or use a Pool of this process"
             )
-        work = Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        work = work or Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
         work.target = target  # a `Berth`
         terms = terms or self.terms
         work.timeout, work.retries = terms
