@@ -1078,6 +1078,20 @@ def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
         assert script.wait() == 0
 
 
+def test_how_an_image_ended_is_told_however_long_its_parent_takes_to_see_it():
+    with poly.Pool(1, output="discard") as pool:
+        (drone,) = pool.drones
+        zygote = pool._crew.roster.engine._launcher.pid
+        ch = Channel()
+        drone.doit(keep, ch.sender())
+        os.kill(zygote, signal.SIGSTOP)
+        os.kill(drone.pid, signal.SIGKILL)
+        with pytest.raises(TimeoutError):
+            ch.get(1)
+        os.kill(zygote, signal.SIGCONT)
+        assert "DroneDied" in items_and_error(ch)[-1]
+
+
 def hold_the_owner():
     async def step():
         time.sleep(0.4)

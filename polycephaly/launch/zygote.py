@@ -271,10 +271,10 @@ class _Zygote:
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
+                leave_word(channels_of(self._nest.home, pid), os.waitstatus_to_exitcode(status))
                 # The kernel's list of children may miss one while others come and go: so look again for a while.
                 self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
-                leave_word(channels_of(self._nest.home, pid), os.waitstatus_to_exitcode(status))
                 shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 

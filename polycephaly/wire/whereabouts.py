@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["address_here", "begin", "channels_of", "end", "how_it_ended", "leave_word", "snapshot_taken"]
+__all__ = ["address_here", "begin", "channels_of", "end", "how_it_ended", "leave_word", "pid_of", "snapshot_taken"]
 
 home_of_parent: str | None = None
 """In a drone: the directory of the hub that started it; its own hub's is made inside."""
@@ -53,6 +53,10 @@ def snapshot_taken() -> None:
 def channels_of(home: str, pid: int) -> str:
     """The socket of an image by which others reach the channels that live there."""
     return f"{home}/{pid}.c"
+
+
+def pid_of(channels: str) -> int:
+    return int(os.path.basename(channels)[:-2])
 
 
 def address_here(home: str | None) -> str | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import socket
 from _thread import allocate_lock
@@ -222,7 +221,7 @@ def ending_of(address: str, name: str) -> Ending | None:
     if code is None:
         return None
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-    pid = os.path.basename(address)[:-2]
+    pid = whereabouts.pid_of(address)
     return Ending(how, DroneDied(f"drone {name} (pid {pid}) {how}", drone=name, exitcode=code))
 
 

@@ -38,6 +38,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from ...launch import lifeline, safepoint
+from ...procfs import state_of
 from ...wire import whereabouts
 from ..scheduler import scheduler
 from .peer import Ending, Peer, ending_of, keep_last
@@ -230,7 +231,7 @@ class Post:
             self._call(end, address)
         except OSError as error:
             end.close()
-            lost = self.peers[address] = Peer(self, end, address, 0)
+            lost = self.peers[address] = Peer(self, end, address, whereabouts.pid_of(address))
             lost.name = name
             lost.lose("does not answer" if isinstance(error, BlockingIOError) else "")
             return self.peers.get(address)  # it has been killed just now, and there is no word of it yet
@@ -305,7 +306,9 @@ class Post:
         is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
         if ending is None and is_there and looks > 0 and self._open:
-            scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks - 1))
+            if state_of(peer.pid) != "Z":  # its parent, which will leave the word, may have to wait for a processor
+                looks -= 1
+            scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks))
         else:
             peer.tell_loss(ending or Ending("has ended", None))
 
