@@ -338,11 +338,10 @@ def start_and_die(pids):
 
 
 def scribble_over_the_running_page():
-    import gc
+    from polycephaly.image import runner
 
-    for each in gc.get_objects():
-        if type(each).__name__ == "_Drone":
-            each._row._cells[2] = 500
+    (drone,) = runner._runners
+    drone._row._cells[2] = 500
     os._exit(1)
 
 
@@ -351,6 +350,30 @@ def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
     with poly.Pool(2, output="discard") as pool:
         assert isinstance(pool.promise(scribble_over_the_running_page).exception(10), poly.DroneDied)
         assert [p.result(10) for p in [pool.promise(abs, -i) for i in range(100)]] == list(range(100))
+
+
+def lose_large_messages():
+    """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread has written them."""
+    from polycephaly.image import main, runner
+
+    sent = main.Drone._send
+    main.Drone._send = lambda drone, frames: sum(map(len, frames)) < 10_000 and sent(drone, frames)
+    runner.FLUSH_AFTER = 60.0  # so that results wait for company
+
+
+@local_only
+def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_could_not_be_kept():
+    def large_then_dead(i):
+        if i == 2:
+            os._exit(3)
+        return i * " " * 20_000
+
+    with poly.Pool(1, output="discard") as pool:
+        list(pool.map(large_then_dead, [0] * 1000))  # known as short, so many go together
+        pool.promise(lose_large_messages).result(10)
+        *done, large, last = [pool.promise(large_then_dead, i) for i in [0] * 300 + [1, 2]]
+        assert {p.exception(10) for p in done} == {None}
+        assert isinstance(large.exception(10), poly.DroneDied) and isinstance(last.exception(10), poly.DroneDied)
 
 
 @local_only

@@ -210,6 +210,12 @@ def test_an_owner_whose_answer_fails_is_told(pool, card):
             remote._connection.ask("nonsense").result(SOON)
 
 
+def test_a_server_ends_while_the_thread_of_an_answer_is_about_to_start(pool, card):
+    server = poly.serve(pool, file=card)
+    server._questions._asides.add(threading.Thread())
+    server.close()
+
+
 def test_what_was_asked_is_rejected_when_the_server_ends(pool, card):
     gate = threading.Event()
     server = poly.serve(pool, file=card, on_stop=lambda now: gate.wait())

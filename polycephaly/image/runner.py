@@ -258,7 +258,9 @@ class Runner:
         outcomes.note(number, status, started, finished, payload, head)
         self._last_done = number
         late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
-        if not outcomes.keep() or (late and self._todo):
+        # The last part of a slice does not outlive this drone where the part before it may not.
+        kept = not self._split_by_bulk and outcomes.keep()
+        if not kept or (late and self._todo):
             self._flush()
             self._listen(wait=False)
 
@@ -281,13 +283,14 @@ class Runner:
         """In the ear, holding the socket's turn: what was done before the task that takes so long."""
         self._send_outcomes()
 
-    def _send_outcomes(self) -> None:
-        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these."""
+    def _send_outcomes(self) -> bool:
+        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these. Whether
+        they will arrive though this drone should die now: bulk is sent by a thread of its own."""
         frames = self._outcomes.take()
         if frames and self._split_by_bulk:
             self._send_by_bulk(frames)
-        elif frames:
-            self._send(frames)
+            return False
+        return bool(frames) and self._send(frames)
 
     def _cut_slice(self) -> None:
         """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
@@ -352,9 +355,9 @@ class Runner:
 
     def _flush(self) -> None:
         with self.socket_turn:
-            self._send_outcomes()
+            arrives = self._send_outcomes()
             self._split_by_bulk = False
-            self._row.sent(self._last_done)  # with overlapped tasks: of those before them
+            self._row.sent(self._last_done, arrives)  # with overlapped tasks: of those before them
         self._flushed = monotonic()
 
     def pack_wanted(self) -> None:

@@ -8,7 +8,8 @@ for the controller to know, when the drone has died, exactly what it took along.
            ≤ sent       its result is in the socket's hands and may still arrive
            ≤ started    it had begun and no result was sent: it is lost, unless its result was
            beyond       never begun: it can run elsewhere without running twice
-           kept         bytes of results that are done and wait to be sent along with others
+           kept         bytes of results that are done, and would be lost with the drone: they wait to be sent along
+                        with others, or are in the hands of ZeroMQ's thread
            beat         counts while a task runs: a sign of life
            ear          the thread that counts there, by the kernel's number: that it runs says nothing of the work
            steps        while the main thread waits for promises, and looks up now and then: one more than how often
@@ -130,7 +131,8 @@ class Row:
         for each in results:
             Row.keep(self, each)
 
-    def sent(self, number: int) -> None:
-        """All results up to this work's have gone to the socket."""
+    def sent(self, number: int, arrive: bool) -> None:
+        """All results up to this work's have gone to the socket; whether they arrive though this drone should die."""
         self._cells[_SENT] = number
-        self._kept = self._cells[_KEPT] = 0
+        if arrive:
+            self._kept = self._cells[_KEPT] = 0

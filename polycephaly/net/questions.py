@@ -45,7 +45,7 @@ class Questions:
     def finish(self) -> None:
         """Who has asked for the server's end is to be told that he was heard, though it comes at once."""
         for aside in list(self._asides):
-            if aside is not threading.current_thread():
+            if aside is not threading.current_thread() and aside.is_alive():  # not if it is just being started
                 aside.join(ASIDE)
 
     def ask(self, client: Client, note: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class Diary(Row):
         """Of what was begun last the result will be sent, and is not here."""
         self.mark_sent(self._begun)
 
-    def sent(self, number: int) -> None:
+    def sent(self, number: int, arrive: bool) -> None:
         """Not before it is acknowledged."""
 
     def entries(self) -> int:
