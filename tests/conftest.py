@@ -18,6 +18,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -135,11 +136,22 @@ def _let_signals_come() -> None:
 
 def _compile_all() -> None:
     """The suite starts some thousand fresh interpreters, and where Python is told to keep no bytecode
-    (PYTHONDONTWRITEBYTECODE), each would compile the package anew: so it is kept, but not beyond this run."""
+    (PYTHONDONTWRITEBYTECODE), each would compile the package anew: so it is kept, but not beyond this run. The tests
+    themselves are compiled by pytest, for ten seconds: here once, and not by each worker."""
     if sys.dont_write_bytecode:
         for folder in {TESTS, *(path.parent for path in (TESTS.parent / "polycephaly").rglob("*.py"))}:
             if not (folder / "__pycache__").exists() and compileall.compile_dir(folder, maxlevels=0, quiet=2):
                 _not_to_be_kept.append(folder / "__pycache__")
+    if not any(TESTS.glob("__pycache__/*-pytest-*.pyc")):
+        files = sorted(map(str, TESTS.glob("test_*.py")))
+        writing = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        collect = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-n0", "-p", "no:cacheprovider"]
+        halves = [
+            subprocess.Popen([*collect, *half], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=writing)
+            for half in (files[::2], files[1::2])
+        ]
+        for half in halves:
+            half.wait()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -186,8 +198,13 @@ def _as_utf8(told: Any) -> Any:
     return told
 
 
+def pytest_collection() -> None:
+    gc.disable()  # a third of the time it takes
+
+
 def pytest_collection_finish() -> None:
     """Some hundred thousand objects that stay: no collection, in a test or between tests, need look at them again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

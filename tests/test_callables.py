@@ -648,6 +648,7 @@ def _opened():
 
 
 @pytest.mark.parametrize("use", [_recursive, _with_a_namespace])
+@pytest.mark.slow
 def test_what_a_function_captures_is_told_from_what_has_the_same_address_later(use):
     book = Book(MainSnapshot(()), None)
     for n in range(100):  # the second function, or value, may lie where the first one lay

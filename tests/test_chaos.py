@@ -97,6 +97,7 @@ def test_nothing_grows(parts):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_each_fault_is_survived(fault):
     seed = random.randrange(1 << 32)
     print("seed", seed)

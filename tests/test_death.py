@@ -186,6 +186,7 @@ def test_work_pinned_to_a_drone_that_dies_is_rejected_not_moved(tmp_path):
             drone.promise(abs, 1)
 
 
+@pytest.mark.slow
 def test_everywhere_while_drones_die_gives_promises_and_never_raises(pool):
     for _ in rounds(30):
         for pid in [d.pid for d in pool.drones]:
@@ -197,6 +198,7 @@ def test_everywhere_while_drones_die_gives_promises_and_never_raises(pool):
 
 
 @pytest.mark.parametrize("round_", range(3))
+@pytest.mark.slow
 def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path):
     seed = random.randrange(1 << 30)
     print("seed", seed)
@@ -377,6 +379,7 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
 
 
 @local_only
+@pytest.mark.slow
 def test_waits_in_threads_while_pools_are_killed_always_end():
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -87,6 +87,7 @@ def test_the_plan_starts_with_the_baseline_and_has_ii_and_iii_once_per_number() 
     ]
 
 
+@pytest.mark.slow
 def test_every_experiment_loads_the_same_lists() -> None:
     with loopback() as site:
         outcomes = list(run(site, plan([1, 3, 20], [1, 13, 26])))
@@ -95,6 +96,7 @@ def test_every_experiment_loads_the_same_lists() -> None:
     assert report.equal(outcomes)
 
 
+@pytest.mark.slow
 def test_what_more_heads_wait_for_overlaps() -> None:
     under_way, most, meeting = 0, 0, 1
     counting = Condition()
@@ -197,6 +199,7 @@ def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) 
     assert most == 5
 
 
+@pytest.mark.slow
 def test_an_experiment_leaves_no_drone_behind() -> None:
     with loopback() as site:
         before = set(psutil.Process().children(recursive=True))

@@ -364,6 +364,7 @@ def test_what_was_sent_before_the_close_is_received(pool, closer):
     run(main)
 
 
+@pytest.mark.slow
 def test_many_threads_of_many_images_at_once(pool):
     async def senders(ch, me):
         await green.par(*(send_all(ch, [(me, k, i) for i in range(10)]) for k in range(20)))
@@ -611,6 +612,7 @@ def test_a_receive_that_was_broken_off_takes_nothing(pool):
     run(main)
 
 
+@pytest.mark.slow
 def test_receivers_and_senders_that_give_up_at_random_lose_nothing(pool):
     """Each item is received once, or its `send` was broken off."""
 
@@ -677,6 +679,7 @@ def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
 
 
 @pytest.mark.parametrize("capacity", [0, 4])
+@pytest.mark.slow
 def test_asyncio_code_that_gives_up_at_random_loses_nothing(pool, capacity):
     def impatient(ch, n):
         async def main():
@@ -1664,6 +1667,7 @@ def test_senders_are_told_that_no_receiver_is_left(pool):
 
 @pytest.mark.parametrize("selecting", [False, True])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_with_drones_killed_at_random_each_item_is_received_once_or_told(seed, selecting, tmp_path):
     """Each drone writes down what it has done. Of a drone that was killed, what it did last may not be written."""
     luck = random.Random(seed)
@@ -1731,6 +1735,7 @@ def test_with_drones_killed_at_random_each_item_is_received_once_or_told(seed, s
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_where_the_home_is_killed_at_random_what_was_sent_was_received(seed, tmp_path):
     log = tmp_path / "log"
     log.touch()

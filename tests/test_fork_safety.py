@@ -146,6 +146,7 @@ def test_a_child_forked_by_the_user_that_outlives_the_controller_keeps_nothing_a
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_pools_made_at_once_in_many_threads():
     values, failures = [], []
 
@@ -226,6 +227,7 @@ def test_a_lock_held_by_another_thread_at_the_fork_is_the_users_affair_but_ours_
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_many_pools_one_after_the_other_leave_nothing_behind():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(15):

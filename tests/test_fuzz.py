@@ -149,6 +149,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pool.doit(abs, -1)

@@ -237,6 +237,7 @@ def test_a_child_has_an_asyncio_loop_of_its_own():
         close_loop()
 
 
+@pytest.mark.slow
 def test_drones_and_pools_are_made_while_green_threads_are_busy():
     with Busy():
         for _ in range(3):
@@ -296,6 +297,7 @@ def test_no_warning_of_forks_because_of_green_threads():
 
 
 @forks_itself
+@pytest.mark.slow
 def test_forks_at_random_moments_of_busy_green_threads():
     with Busy():
         for i in range(30):

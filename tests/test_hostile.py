@@ -183,6 +183,7 @@ def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descripto
         assert near.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_client_may_ask_more_at_once_than_the_server_takes(tmp_path):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:

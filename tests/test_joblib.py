@@ -436,6 +436,7 @@ def test_a_grid_search_gives_what_it_gives_sequentially():
     assert (nested == cross_val_score(BaggingClassifier(n_estimators=4, random_state=0), x, y, cv=3)).all()
 
 
+@pytest.mark.slow
 def test_openmp_that_was_used_before_does_not_hang_in_drones():
     """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads. In a script, as its
     threads stay: no test after it could fork its drones."""

@@ -596,6 +596,7 @@ def walk(pool, chance, given, steps):
 
 
 @pytest.mark.parametrize("retries", [0, 100])
+@pytest.mark.slow
 def test_killed_at_random_every_value_is_right_or_lost(retries):
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

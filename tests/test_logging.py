@@ -299,6 +299,7 @@ def test_captured_warnings_come_as_records():
     assert "UserWarning: careful" in handler.messages[0]
 
 
+@pytest.mark.slow
 def test_logging_in_signal_handlers_and_finalizers_does_not_deadlock(pool, records):
     class Logs:
         def __init__(self):

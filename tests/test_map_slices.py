@@ -720,6 +720,7 @@ def slow_now_and_then(path, i):
 
 
 @pytest.mark.parametrize("drones", [1, 2])
+@pytest.mark.slow
 def test_many_cuts_in_a_row(paths, drones):
     known = functools.partial(slow_now_and_then, paths[0])
     with poly.Pool(drones) as pool:
@@ -889,6 +890,7 @@ def rows_of(dice, count):
 
 
 @pytest.mark.parametrize("round_", range(SOAKS))
+@pytest.mark.slow
 def test_in_any_weather_each_item_is_run_once_and_given_once(round_, dice, tmp_path):
     with poly.Pool(dice.randrange(1, 5)) as pool:
         for each in range(4):
@@ -928,6 +930,7 @@ def kill_now_and_then(pool, dice, over):
 
 @pytest.mark.parametrize("round_", range(SOAKS))
 @pytest.mark.parametrize("retries", [0, 1000])
+@pytest.mark.slow
 def test_though_drones_are_killed_nothing_is_lost_or_given_twice(round_, retries, dice, tmp_path):
     with poly.Pool(dice.randrange(1, 4), retries=retries, output="discard") as pool:
         over = threading.Event()
@@ -1010,6 +1013,7 @@ def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(paths, drone
         assert set(ran(paths[0]).values()) == {1}
 
 
+@pytest.mark.slow
 def test_closing_in_the_moment_of_a_cut_leaves_nothing_running(paths, dice):
     known = functools.partial(slow_now_and_then, paths[0])
     with poly.Pool(2) as pool:
@@ -1230,6 +1234,7 @@ def boom(n):
     raise ValueError(n)
 
 
+@pytest.mark.slow
 def test_thousands_of_mixed_calls_each_get_their_own_answer(pool, dice):
     kinds = [
         lambda i: ((abs, -i), i),

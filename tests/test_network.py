@@ -201,6 +201,7 @@ def test_options_hold_for_single_pieces_of_work(remote, tmp_path):
     assert remote.options(retries=2).doit(die_once, path) == 2
 
 
+@pytest.mark.slow
 def test_several_clients_at_once_do_not_meet(server, card):
     with poly.connect(card) as one, poly.connect(card) as two:
         mine = [one.promise(lambda i: ("one", i), i) for i in range(500)]
@@ -237,6 +238,7 @@ def test_a_definition_is_given_to_the_pool_once(remote, pool):
     assert len(known) == 1 and known[0].endswith("look")
 
 
+@pytest.mark.slow
 def test_more_definitions_than_the_server_keeps(remote):
     for i in range(600):
         assert remote.doit(lambda i=i: i) == i

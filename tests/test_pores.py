@@ -1025,6 +1025,7 @@ def count_up(pore, cell, start):
         pore.tell((cell, n))
 
 
+@pytest.mark.slow
 def test_writers_killed_at_random_lose_no_more_than_what_they_were_about_to_tell():
     seed = random.randrange(10**9)
     print("seed", seed)
@@ -1088,6 +1089,7 @@ def test_closed_at_a_random_moment_every_tell_was_received_or_refused(pool):
             assert numbers == list(range(tellers[who].result(30))), (who, large)
 
 
+@pytest.mark.slow
 def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
     seed = random.randrange(10**9)
     print("seed", seed)

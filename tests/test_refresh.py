@@ -94,6 +94,7 @@ def test_running_work_is_finished_by_the_old_drones_and_waiting_work_done_by_the
         assert len(pool.drones) == 2
 
 
+@pytest.mark.slow
 def test_work_goes_on_through_many_refreshes():
     with poly.Pool(2) as pool:
         work = []

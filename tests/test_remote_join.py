@@ -193,6 +193,7 @@ def test_a_pool_that_ends_leaves(remote, joined, far, tmp_path):
     assert [p.result(SOON) for p in [remote.promise(abs, -i) for i in range(100)]] == list(range(100))
 
 
+@pytest.mark.slow
 def test_calls_that_come_while_a_pool_ends_are_given_back(remote, server, card):
     for turn in range(8):
         with poly.Pool(1, name="far") as far, join(far, card):

@@ -374,6 +374,7 @@ def test_sizes_around_every_mark(way, kind):
             assert bytes(sent) == part
 
 
+@pytest.mark.slow
 def test_some_hundred_megabytes():
     sent = np.arange(25_000_000, dtype=np.float64)
     with poly.Pool(1) as pool:
@@ -783,6 +784,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.slow
 def test_any_view_of_a_view_keeps_it(kind):
     with poly.Pool(1) as pool:
         views = [VIEWS[kind](pool.doit(full, i)) for i in range(10)]
@@ -1360,6 +1362,7 @@ def keep_all(items):
     return sum(float(a[0]) for a in items)
 
 
+@pytest.mark.slow
 def test_thousands_of_arrays_at_once_hold_no_descriptors():
     with poly.Pool(1) as pool:
         assert is_full(pool.doit(full, 1), 1)
@@ -1375,6 +1378,7 @@ def test_thousands_of_arrays_at_once_hold_no_descriptors():
         del held
 
 
+@pytest.mark.slow
 def test_thousands_of_arrays_in_one_argument_and_one_result():
     sent = [np.full(MARK // 8, float(i)) for i in range(3000)]  # a waybill that is too large for the lane
     with poly.Pool(1) as pool:
@@ -1386,6 +1390,7 @@ def test_thousands_of_arrays_in_one_argument_and_one_result():
         del got
 
 
+@pytest.mark.slow
 def test_thousands_one_after_another_take_no_more_memory_than_a_few():
     most = 0
     with poly.Pool(2) as pool:
@@ -1401,6 +1406,7 @@ def test_thousands_one_after_another_take_no_more_memory_than_a_few():
     assert most < 200 << 20
 
 
+@pytest.mark.slow
 def test_many_threads_at_once():
     failures = []
 
@@ -1683,6 +1689,7 @@ def what_is_used(pool):
 
 
 @pytest.mark.parametrize("turn", range(SOAKS))
+@pytest.mark.slow
 def test_while_drones_are_killed_all_that_arrives_is_what_was_sent(turn, impatient):
     seed = int(os.environ.get("POLYCEPHALY_SEED", random.SystemRandom().randrange(1 << 32)))
     print("seed", seed)

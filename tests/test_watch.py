@@ -256,6 +256,7 @@ def hold_the_gil_that_many_want(started):
     sleep_holding_the_gil(started, 1000)
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, started):
     with poly.Pool(1, hang_timeout=3) as pool:
         hung = pool.promise(hold_the_gil_that_many_want, started)
@@ -712,6 +713,7 @@ def test_a_lone_drone_that_comes_near_stays():
         assert drone.doit(os.getpid) == first
 
 
+@pytest.mark.slow
 def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
     """Between 90 and 100 %, and without any work: each would be replaced by one that is as large."""
     pool = poly.Pool(1, max_memory=ROOMY, initializer=keep, initargs=(NEARLY,))

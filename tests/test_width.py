@@ -180,6 +180,7 @@ def test_a_death_takes_along_what_was_running_and_nothing_else(tmp_path):
         assert pool.doit(echo, "after") == "after"
 
 
+@pytest.mark.slow
 def test_what_had_begun_is_never_run_twice(tmp_path):
     """The drone dies while some have ended, some run, and more wait."""
     seed = 20091

@@ -101,6 +101,7 @@ def test_garbage_raises_malformed_and_nothing_else(message):
 
 @settings(at_any_pace, max_examples=300)
 @given(st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
     for _ in range(dice.randint(1, 4)):

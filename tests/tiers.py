@@ -20,6 +20,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,13 @@ def tier_of(test: pytest.Function) -> str:
         return MARKED[test.module.__name__]
     fixtures = [definition.func for known in test._fixtureinfo.name2fixturedefs.values() for definition in known]
     fixtures = [each for each in fixtures if each.__name__ != "nothing_is_left" and _is_ours(each)]
+    return _tier_of(test.function, *fixtures)
+
+
+@cache  # of the many cases of a test
+def _tier_of(*fns: Callable[..., Any]) -> str:
     tier = "unit"
-    for fn in _reached([test.function, *fixtures]):
+    for fn in _reached(list(fns)):
         for value, name in _used(fn):
             if _is_in(value, FRESH) or getattr(value, "__module__", None) == scripts.__name__:
                 return "script"
