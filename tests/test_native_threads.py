@@ -49,6 +49,7 @@ def script(text: str, before: str = NATIVE) -> str:
 
 
 @pytest.mark.guarantee("wire-5")
+@pytest.mark.slow
 def test_after_openmp_was_used_a_pool_does_not_hang_and_says_why():
     done = run_script(script("""
         with poly.Pool(2) as pool:
@@ -367,6 +368,7 @@ def test_a_lock_that_only_forks_can_have_is_refused_with_the_cure():
 
 
 @pytest.mark.guarantee("wire-7")
+@pytest.mark.slow
 def test_spawned_drones_import_the_main_module_each_for_itself():
     """So a main module may use such a library when it is imported, and `env` is there before."""
     done = run_script(script("""
