@@ -183,6 +183,9 @@ def take_all_memory(path):
     return len(held) > 0
 
 
+@pytest.mark.xfail(
+    sys.version_info[:3] == (3, 15, 0), reason="CPython 3.15.0 itself crashes where memory is out", strict=False
+)
 def test_while_a_task_holds_all_the_memory_that_its_drone_may_have_others_go_on(tmp_path):
     gate = str(tmp_path / "gate")
     with poly.Pool(2, initializer=limit_memory, initargs=(48 * MIB,)) as pool:

@@ -340,6 +340,11 @@ def _reduce_descriptor(it: Any) -> tuple[Any, ...]:
     return type(it), (it.func,), {name: value for name, value in vars(it).items() if name not in _MADE_BY_INIT}
 
 
+def _reduce_partial_method(it: Any) -> tuple[Any, ...]:
+    """CPython 3.14 would make it without its function."""
+    return type(it), (it.func, *it.args), vars(it)
+
+
 _MADE_BY_INIT = ("lock", "_method_cache")
 """In CPython 3.11 (cached_property) and 3.13.0 (singledispatchmethod); neither can be pickled."""
 
@@ -349,6 +354,7 @@ _REDUCERS: dict[Any, Any] = {
     memoryview: _reduce_memoryview,
     array.array: _reduce_array,
     functools.cached_property: _reduce_descriptor,
+    functools.partialmethod: _reduce_partial_method,
     functools.singledispatchmethod: _reduce_descriptor,
 }
 
