@@ -125,19 +125,19 @@ class as_completed(Iterator[F], AsyncIterator[F]):
     """
 
     def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
-        self._open: set[F] = set()
+        self._open: dict[F, None] = {}
         everyone = tuple(dict.fromkeys(promises))
         _check("as_completed", everyone)
         # One place a finisher: the k-th that settles fills the k-th place.
         places: list[Promise[F]] = [Promise() for _ in everyone]
         self._places = places
-        self._open = still_open = set(everyone)
+        self._open = still_open = dict.fromkeys(everyone)  # in their order
         self._next = 0
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
         def one_settled(future: Any) -> None:  # does not know the iterator, which may be dropped before
-            still_open.discard(future)
+            still_open.pop(future, None)
             places[next(turn)]._settle(FINISHED, future, None)
 
         self._hook = one_settled
@@ -164,7 +164,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):
         try:
             future = self._places[self._next].result(left)
         except KeyboardInterrupt:
-            break_off(list(self._open))
+            break_off(list(self._open)[::-1])  # a drone whose call ends by this would begin the next one
             raise
         except TimeoutError:
             self._let_go()

@@ -108,10 +108,9 @@ class OneByOne:
     def learn(self, work: Work) -> None:
         """From what came of it."""
 
-    def cancel(self) -> None:
-        """What was made, and nobody has."""
-        if self.latest is not None:
-            self.latest.cancel()
+    def untaken(self) -> list[Work]:
+        """What was made, and nobody has, in their order."""
+        return [] if self.latest is None else [self.latest]
 
     def explain(self, error: BaseException) -> None:
         self._crew.explain(error)
@@ -275,10 +274,8 @@ class Source(OneByOne):
             return True
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 
-    def cancel(self) -> None:
-        super().cancel()
-        if self._next is not None:
-            self._next.cancel()
+    def untaken(self) -> list[Work]:
+        return super().untaken() + ([] if self._next is None else [self._next])
 
     def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
         if not rows:

@@ -185,14 +185,15 @@ class _Ordered:
             return []
         work = self._works[0]
         self._wait_for(work)
+        if isinstance(work, Slice):  # they come before it goes: a Ctrl-C in between is to find them
+            for each in reversed(work.followers):
+                self._works.insert(1, each)
+            self._under_way += sum(each.count for each in work.followers)
+            self._taken -= sum(each.count for each in work.followers)
         self._works.popleft()
         self._under_way -= work.count
         self.source.learn(work)
         self._taken += work.count
-        if isinstance(work, Slice):
-            self._works.extendleft(reversed(work.followers))
-            self._under_way += sum(each.count for each in work.followers)
-            self._taken -= sum(each.count for each in work.followers)
         return [work]
 
     def news(self) -> Promise[Any] | None:
@@ -208,8 +209,7 @@ class _Ordered:
     def cancel(self) -> None:
         self._closed = True
         self.show(last=True)
-        self.source.cancel()
-        _cancel(self._works)
+        _cancel([*self._works, *self.source.untaken()])
         self.pool = None
 
     def _add(self, work: Work) -> None:
@@ -288,15 +288,15 @@ class _Unordered(_Ordered):
             self._wait_for(self._news)
             self._news = Promise()
         work = self._arrived.popleft()
-        self._works.remove(work)
-        self._under_way -= work.count
-        self.source.learn(work)
-        self._taken += work.count
         if isinstance(work, Slice):
             for each in work.followers:
                 self._under_way += each.count
                 self._taken -= each.count
                 self._add(each)
+        self._works.remove(work)
+        self._under_way -= work.count
+        self.source.learn(work)
+        self._taken += work.count
         return [work]
 
     def news(self) -> Promise[Any] | None:

@@ -142,9 +142,10 @@ def _compile_all() -> None:
         for folder in {TESTS, *(path.parent for path in (TESTS.parent / "polycephaly").rglob("*.py"))}:
             if not (folder / "__pycache__").exists() and compileall.compile_dir(folder, maxlevels=0, quiet=2):
                 _not_to_be_kept.append(folder / "__pycache__")
-    if not any(TESTS.glob("__pycache__/*-pytest-*.pyc")):
-        files = sorted(map(str, TESTS.glob("test_*.py")))
-        writing = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    files = sorted(map(str, TESTS.glob("test_*.py")))
+    if len(list(TESTS.glob(f"__pycache__/test_*{sys.implementation.cache_tag}-pytest-*.pyc"))) < len(files):
+        own = ("PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS")
+        writing = {name: value for name, value in os.environ.items() if name not in own}
         collect = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-n0", "-p", "no:cacheprovider"]
         halves = [
             subprocess.Popen([*collect, *half], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=writing)

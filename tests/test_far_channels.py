@@ -1089,10 +1089,27 @@ def test_how_an_image_ended_is_told_however_long_its_parent_takes_to_see_it():
         drone.doit(keep, ch.sender())
         os.kill(zygote, signal.SIGSTOP)
         os.kill(drone.pid, signal.SIGKILL)
-        with pytest.raises(TimeoutError):
-            ch.get(1)
-        os.kill(zygote, signal.SIGCONT)
+        try:
+            with pytest.raises(TimeoutError):
+                ch.get(1)
+        finally:
+            os.kill(zygote, signal.SIGCONT)
         assert "DroneDied" in items_and_error(ch)[-1]
+
+
+def test_how_an_image_ended_is_told_though_its_zygote_was_killed_and_nobody_reaps_it():
+    """The drone inherits what its own zygote leaves, and does not wait for strangers."""
+
+    def inner():
+        with poly.Pool(1, output="discard") as pool:
+            (drone,) = pool.drones
+            ch = Channel()
+            drone.doit(keep, ch.sender())
+            os.kill(pool._crew.roster.engine._launcher.pid, signal.SIGKILL)
+            return items_and_error(ch)[-1]
+
+    with poly.Pool(1, output="discard") as pool:
+        assert "was killed by SIGKILL" in pool.doit(inner)
 
 
 def hold_the_owner():

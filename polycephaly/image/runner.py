@@ -82,6 +82,7 @@ __all__ = ["Runner", "dropped"]
 log = logging.getLogger(__name__)
 
 BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
+BULK_ARRIVES = 0.25  # seconds after which ZeroMQ's thread is taken to have written what it was given
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
 FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
 
@@ -100,6 +101,7 @@ class Runner:
         self._split_by_bulk = False
         self._last_done = 0
         self._flushed = 0.0
+        self._by_bulk = -BULK_ARRIVES  # when results went so
         self._stopping = False
         self._current = self._target = 0
         self._missed: set[int] = set()
@@ -285,12 +287,16 @@ class Runner:
 
     def _send_outcomes(self) -> bool:
         """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these. Whether
-        they will arrive though this drone should die now: bulk is sent by a thread of its own."""
+        something went by the lane."""
         frames = self._outcomes.take()
-        if frames and self._split_by_bulk:
-            self._send_by_bulk(frames)
+        if not frames:
             return False
-        return bool(frames) and self._send(frames)
+        if not self._split_by_bulk and self._send(frames):
+            return True
+        if self._split_by_bulk:
+            self._send_by_bulk(frames)
+        self._by_bulk = monotonic()
+        return False
 
     def _cut_slice(self) -> None:
         """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
@@ -355,10 +361,11 @@ class Runner:
 
     def _flush(self) -> None:
         with self.socket_turn:
-            arrives = self._send_outcomes()
+            by_lane = self._send_outcomes()
+            self._flushed = monotonic()
             self._split_by_bulk = False
-            self._row.sent(self._last_done, arrives)  # with overlapped tasks: of those before them
-        self._flushed = monotonic()
+            # With overlapped tasks: of those before them.
+            self._row.sent(self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES)
 
     def pack_wanted(self) -> None:
         """Kept values that other images ask for. In the main thread between tasks, or in the ear."""

@@ -8,8 +8,8 @@ for the controller to know, when the drone has died, exactly what it took along.
            ≤ sent       its result is in the socket's hands and may still arrive
            ≤ started    it had begun and no result was sent: it is lost, unless its result was
            beyond       never begun: it can run elsewhere without running twice
-           kept         bytes of results that are done, and would be lost with the drone: they wait to be sent along
-                        with others, or are in the hands of ZeroMQ's thread
+           kept         bytes of results that are done, and might be lost with the drone: they wait to be sent along
+                        with others, or were lately given to ZeroMQ, whose own thread writes them. While there is room
            beat         counts while a task runs: a sign of life
            ear          the thread that counts there, by the kernel's number: that it runs says nothing of the work
            steps        while the main thread waits for promises, and looks up now and then: one more than how often
@@ -18,7 +18,8 @@ for the controller to know, when the drone has died, exactly what it took along.
 Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the controller counts as
 begun, besides what is started, all that was sent before something it has had an answer to.
 
-So results that wait for company outlive their drone: a death takes along what was running, and nothing else.
+So results that wait for company outlive their drone: a death takes along what was running, and nothing else (but
+results larger than the page, in ZeroMQ's hands).
 One slot has one writer (its drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of
 kept bytes is written after them.
 """
@@ -98,6 +99,7 @@ class Row:
         self._cells = room[:_HEAD].cast("Q")
         self._room = room[_HEAD:]
         self._kept = 0
+        self._is_full = False
 
     def start(self, number: int) -> None:
         self._cells[_STARTED] = number
@@ -116,6 +118,7 @@ class Row:
         """Keeps a result until `sent`; False where there is no room for it."""
         end = self._kept + len(result)
         if end > len(self._room):
+            self._is_full = len(result) <= len(self._room)
             return False
         self._room[self._kept : end] = result
         self._kept = self._cells[_KEPT] = end
@@ -132,7 +135,9 @@ class Row:
             Row.keep(self, each)
 
     def sent(self, number: int, arrive: bool) -> None:
-        """All results up to this work's have gone to the socket; whether they arrive though this drone should die."""
+        """All results up to this work's have gone to the socket; whether they arrive though this drone should die. Of a
+        page that is full they are forgotten all the same: there is to be room for the next ones."""
         self._cells[_SENT] = number
-        if arrive:
+        if arrive or self._is_full:
             self._kept = self._cells[_KEPT] = 0
+            self._is_full = False

@@ -32,6 +32,7 @@ from ..wire.arena import Arena
 from ..wire.definitions import Book
 from ..wire.lane import Lane
 from ..wire.store import IDLE, Store
+from ..wire.whereabouts import channels_of, leave_word
 from .link import LocalLink
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ class LocalEngine:
         orphaned = self._links(launcher)
         for link in orphaned:
             if link.pid is not None:  # the kernel has killed it with the zygote; not so what it had started
+                leave_word(channels_of(self._hub.endpoint.home, link.pid), -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(link.pid, signal.SIGKILL)
         if orphaned:

@@ -463,7 +463,7 @@ class Connection:
     def _cancel_all(self, running: bool) -> None:
         """All, or what the server has not begun: of what it has it knows that."""
         sent = list(self._flight)
-        for work in [*self._queue, *self._waiting, *(work for work, _ in self._flight.values() if running)]:
+        for work in [*self._queue, *self._waiting, *(work for work, _ in reversed(self._flight.values()) if running)]:
             try:
                 work.cancel()
             except BaseException:

@@ -54,7 +54,8 @@ log = logging.getLogger("polycephaly.green")
 LOOK_AFTER = 0.0002  # seconds between looks of a busy owner
 PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog holds, and for goodbyes
 FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
-FIND_OUT_LOOKS = 60  # a number of them, for a machine that stands still takes no time from who is to tell that
+FIND_OUT_LOOKS = 60.0  # a number of them, for a machine that stands still takes no time from who is to tell that
+UNREAPED = 0.01  # of a look, while it is a zombie: its parent, which leaves the word, waits for a processor, or is gone
 CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
 HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
 ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no descriptor for one
@@ -301,13 +302,12 @@ class Post:
                     self._epoll.unregister(fd)
                 lifeline.close(peer.end)
 
-    def find_out(self, peer: Peer, looks: int = FIND_OUT_LOOKS) -> None:
+    def find_out(self, peer: Peer, looks: float = FIND_OUT_LOOKS) -> None:
         """It has died without a word; its parent leaves one."""
         is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
         if ending is None and is_there and looks > 0 and self._open:
-            if state_of(peer.pid) != "Z":  # its parent, which will leave the word, may have to wait for a processor
-                looks -= 1
+            looks -= UNREAPED if state_of(peer.pid) == "Z" else 1
             scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks))
         else:
             peer.tell_loss(ending or Ending("has ended", None))
