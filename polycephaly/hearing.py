@@ -213,6 +213,8 @@ def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[W
     work = link.flight.get(number)
     if work is None:
         return None, VALUE, payload, 0
+    if state == RUNNING and isinstance(work, Slice) and work.continues:  # a message that came twice
+        return None, VALUE, payload, 0
     begun = work.count - done - rest
     if not isinstance(work, Slice) or begun < 0 or begun > (state == RUNNING):
         raise Malformed(f"{link.name} answered {done} and gave back {rest} of the {work.count} calls of work {number}")

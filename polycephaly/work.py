@@ -487,6 +487,8 @@ class Slice(Work):
     kind = CALL_SLICE
     followers: Sequence[Slice] = ()
     """What comes after it, where it was answered before its end."""
+    continues = False
+    """It is what a drone runs on of a slice that was cut: that is done once, so no such part comes again."""
 
     def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
         super().__init__(crew)
@@ -509,6 +511,7 @@ class Slice(Work):
         )
         running.retries = later.retries = self.retries
         running.given = self.given
+        running.continues = True
         if self.item is not None:
             running.item, later.item = self.item + done, self.item + begun
         return running, later

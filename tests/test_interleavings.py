@@ -10,13 +10,25 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
+from polycephaly import work
+from polycephaly.hearing import _hear_special
 from polycephaly.image.ear import Ear
 from polycephaly.image.overlap import Overlap
 from polycephaly.image.runner import Runner
 from polycephaly.image.slices import Slice
 from polycephaly.launch import safepoint
-from polycephaly.wire.messages import CANCEL, pack_numbers
-from polycephaly.wire.slices import ENDED, FAILED, ITEMS, ROWS, pack_answers, pack_calls, unpack_split
+from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
+from polycephaly.wire.slices import (
+    ENDED,
+    FAILED,
+    ITEMS,
+    ROWS,
+    RUNNING,
+    pack_answers,
+    pack_calls,
+    split_head,
+    unpack_split,
+)
 
 
 class Held:
@@ -262,3 +274,14 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
     run = Slice(7, pack_calls(form, True, rows), open_function, None)
     run.run()
     assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
+
+
+def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
+    """Of two calls the first is done and the second runs: what is left has as many calls as the message answers."""
+    whole = work.Slice(SimpleNamespace(hub=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
+    running, later = whole.split(1, 0)
+    assert (running.count, later.count) == (1, 0)
+    cut = split_head(1, 0, RUNNING) + pack_answers([1], False, None, None)
+    for there, heard in ((whole, whole), (running, None)):
+        crew = SimpleNamespace(split=lambda *told: None)
+        assert _hear_special(SimpleNamespace(flight={7: there}, crew=crew), 7, SPLIT, cut)[0] is heard
