@@ -164,7 +164,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):
         try:
             future = self._places[self._next].result(left)
         except KeyboardInterrupt:
-            break_off(list(self._open)[::-1])  # a drone whose call ends by this would begin the next one
+            break_off(self._open)
             raise
         except TimeoutError:
             self._let_go()
@@ -193,7 +193,7 @@ class _Gathered(Promise[list[Any]]):
         self._promises = promises
 
     def _withdraw(self) -> None:
-        for each in reversed(self._promises):  # a drone whose call ends by this would begin the next one
+        for each in reversed(self._promises):  # as `break_off`
             each.cancel()
 
     def _waits_for(self) -> Iterable[Future[Any]]:

@@ -668,6 +668,7 @@ def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
 
 
 def break_off(promises: Iterable[Future[Any]]) -> None:
-    for each in promises:
+    """The last first: a drone whose call ends by this would begin the next one."""
+    for each in reversed(list(promises)):
         if isinstance(each, Promise):
             each._break_off()

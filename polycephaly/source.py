@@ -68,7 +68,7 @@ class OneByOne:
         self._item = 0  # the index of the next call that is handed out
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # all was taken, and that was noticed
-        self.latest: Work | None = None  # that was made, until its taker has it: Ctrl-C may come in between
+        self.latest: Work | None = None  # the newest, until it is taken: Ctrl-C may come in between
 
     @property
     def label(self) -> str:
@@ -109,7 +109,7 @@ class OneByOne:
         """From what came of it."""
 
     def untaken(self) -> list[Work]:
-        """What was made, and nobody has, in their order."""
+        """The pieces of work that were made and not yet taken, in order."""
         return [] if self.latest is None else [self.latest]
 
     def explain(self, error: BaseException) -> None:
@@ -239,8 +239,7 @@ class Source(OneByOne):
             self.exhausted = len(rows) < most
         if rows:
             return self._slice(form, rows)
-        work = self.latest = self._next
-        self._next = None
+        work, self._next = self._next, None
         return work
 
     def _taken(self, source: Iterator[Any]) -> Iterator[Any]:

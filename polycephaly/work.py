@@ -488,7 +488,7 @@ class Slice(Work):
     followers: Sequence[Slice] = ()
     """What comes after it, where it was answered before its end."""
     continues = False
-    """It is what a drone runs on of a slice that was cut: that is done once, so no such part comes again."""
+    """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a repeated message."""
 
     def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
         super().__init__(crew)

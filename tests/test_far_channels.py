@@ -1048,20 +1048,26 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
         assert script.wait() == 0
 
 
+def kill_the_sender_while_its_zygote_is_stopped(pool, ch):
+    """The pid of the zygote, which does not see the death before somebody lets it go on."""
+    (drone,) = pool.drones
+    zygote = pool._crew.roster.engine._launcher.pid
+    drone.doit(keep, ch.sender())
+    os.kill(zygote, signal.SIGSTOP)
+    os.kill(drone.pid, signal.SIGKILL)
+    return zygote
+
+
 def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
     with Script("""
         import os, signal, time
         import polycephaly as poly
         from polycephaly.green import Channel, ChannelClosed
-        from test_far_channels import keep
+        from test_far_channels import kill_the_sender_while_its_zygote_is_stopped
 
         with poly.Pool(1, output="discard") as pool:
-            (drone,) = pool.drones
-            zygote = pool._crew.roster.engine._launcher.pid
             ch = Channel()
-            drone.doit(keep, ch.sender())
-            os.kill(zygote, signal.SIGSTOP)
-            os.kill(drone.pid, signal.SIGKILL)
+            zygote = kill_the_sender_while_its_zygote_is_stopped(pool, ch)
             time.sleep(0.1)
             print(zygote, flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -1083,12 +1089,8 @@ def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
 
 def test_how_an_image_ended_is_told_however_long_its_parent_takes_to_see_it():
     with poly.Pool(1, output="discard") as pool:
-        (drone,) = pool.drones
-        zygote = pool._crew.roster.engine._launcher.pid
         ch = Channel()
-        drone.doit(keep, ch.sender())
-        os.kill(zygote, signal.SIGSTOP)
-        os.kill(drone.pid, signal.SIGKILL)
+        zygote = kill_the_sender_while_its_zygote_is_stopped(pool, ch)
         try:
             with pytest.raises(TimeoutError):
                 ch.get(1)

@@ -82,7 +82,7 @@ __all__ = ["Runner", "dropped"]
 log = logging.getLogger(__name__)
 
 BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
-BULK_ARRIVES = 0.25  # seconds after which ZeroMQ's thread is taken to have written what it was given
+BULK_ARRIVES = 0.25  # seconds that ZeroMQ's thread may take to write a message
 FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
 FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
 
@@ -291,10 +291,10 @@ class Runner:
         frames = self._outcomes.take()
         if not frames:
             return False
-        if not self._split_by_bulk and self._send(frames):
-            return True
         if self._split_by_bulk:
             self._send_by_bulk(frames)
+        elif self._send(frames):
+            return True
         self._by_bulk = monotonic()
         return False
 
