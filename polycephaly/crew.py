@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from .combining import race
@@ -387,7 +386,7 @@ class Crew:
         self.hungry = idle or (self.plan.width > 1 and self._could_overlap())
         if idle and not self.queue:
             if self.favours:
-                self.favours.share(monotonic())
+                self.favours.share(self.hub.timers.now())
             for link in self.links:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True

@@ -16,7 +16,6 @@ from __future__ import annotations
 from functools import partial
 from itertools import islice
 from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from .link import BUDGET, Link, State, drained
@@ -52,7 +51,7 @@ class Favours:
         From any thread."""
         crew = self._crew
         work.prefers = link
-        work.favoured = monotonic()
+        work.favoured = crew.hub.timers.now()
         link.favoured.append(work)
         self._any = crew.pinned_waiting = True
         crew.see_to(work)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from .link import Link
@@ -54,13 +53,13 @@ class Halts:
         first = min(link.deadlines.values(), default=inf)
         if first < link.timer_at:
             link.timer_at = first
-            self._crew.hub.after(first - monotonic(), partial(self._look_at, link, first))
+            self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link, first))
 
     def _look_at(self, link: Link, at: float) -> None:
         if link.timer_at == at:
             link.timer_at = inf
         link.catch_up()
-        now = monotonic()
+        now = self._crew.hub.timers.now()
         for number, deadline in list(link.deadlines.items()):
             work = link.flight.get(number)
             if work is None or work.done():

@@ -35,8 +35,6 @@ The hub starts with the first crew and ends with the last: an image without dron
 from __future__ import annotations
 
 import atexit
-import heapq
-import itertools
 import logging
 import os
 import select
@@ -57,6 +55,7 @@ from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .promises import FINISHED, LOOK_UP, Promise, callbacks, settlers
+from .timers import Timers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.messages import Malformed
 
@@ -138,8 +137,8 @@ class Hub:
         self._deliveries: list[Callable[[], object]] = []
         self._links: dict[bytes, LocalLink] = {}
         self._watched: dict[int, Callable[[], object]] = {}
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._timer_numbers = itertools.count()
+        self.timers = Timers()
+        """Set in turns. Its `now` is the time of all that is decided in turns."""
         self._delivering = False
         self._deliverer: int | None = None  # the thread that does, if any
         self._driver = threading.Lock()
@@ -206,7 +205,7 @@ class Hub:
                     self.wake()
                     return
                 try:
-                    crew.dispatch(monotonic())
+                    crew.dispatch(self.timers.now())
                     crew.after_turn()
                 finally:
                     self._turn.release()
@@ -221,7 +220,7 @@ class Hub:
                 if self._turn.acquire(timeout=TICK):  # who has it may be waiting for the interpreter, which we have
                     try:
                         self._read_lanes(self._lanes.poll(0))
-                        self._serve_crews(monotonic())
+                        self._serve_crews(self.timers.now())
                     finally:
                         self._turn.release()
                 if self._deliveries or self._could_send():
@@ -260,7 +259,7 @@ class Hub:
 
     def _take_back_lanes(self) -> None:
         """In the hub's thread: at a tick, if they were not used since the last one."""
-        now = monotonic()
+        now = self.timers.now()
         if now < self._next_tick:
             return
         self._next_tick = now + TICK
@@ -282,7 +281,7 @@ class Hub:
                 news = self._lanes.poll(LOOK_UP if left is None else min(left, LOOK_UP))
             with self._turn:
                 self._read_lanes(news)
-                self._serve_crews(monotonic())
+                self._serve_crews(self.timers.now())
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
@@ -324,7 +323,7 @@ class Hub:
                 self._epoll.unregister(fd)
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
-        heapq.heappush(self._timers, (monotonic() + seconds, next(self._timer_numbers), act))
+        self.timers.set(self.timers.now() + seconds, partial(self._guarded, act))
         self.wake()  # if it sleeps, it does not know of this one
 
     @property
@@ -411,10 +410,8 @@ class Hub:
         while inbox:
             self._guarded(inbox.popleft())
         self._guarded(partial(self.receive, BULK_MOST))
-        now = monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            self._guarded(heapq.heappop(self._timers)[2])
-        self._serve_crews(now)
+        self.timers.fire()
+        self._serve_crews(self.timers.now())
 
     def _serve_crews(self, now: float) -> None:
         for crew in self.crews[:]:
@@ -466,7 +463,7 @@ class Hub:
             with self._turn:
                 self._delivering, self._deliverer = False, None
                 if self._could_send():
-                    self._serve_crews(monotonic())
+                    self._serve_crews(self.timers.now())
                 batch = self._take_deliveries()
         settlers.discard(me)
 
@@ -479,10 +476,9 @@ class Hub:
         self._bell = True
         self._asleep = True
         if not self._anything_to_do():
-            timeout = max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
-            if (self._lent or not self.leases) and not 0 <= timeout < TICK:
-                timeout = TICK
-            news = self._epoll.poll(min(timeout, LONGEST))
+            left = self.timers.left()
+            timeout = LONGEST if left is None else min(left, LONGEST)
+            news = self._epoll.poll(min(timeout, TICK) if self._lent or not self.leases else timeout)
             if self._lent:
                 self._take_back_lanes()
         else:

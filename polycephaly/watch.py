@@ -29,7 +29,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic, time
+from time import time
 from typing import TYPE_CHECKING, Any
 
 from .launch.launcher import Launcher
@@ -125,7 +125,7 @@ class Watch:
         """There is something to look at."""
         if not self._looks:
             self._looks = True
-            self._looked = monotonic()
+            self._looked = self._crew.hub.timers.now()
             self._patients.clear()
             self._crew.hub.after(self._every, self._look)
 
@@ -133,7 +133,7 @@ class Watch:
         self._looks = False
         if self._crew.over:
             return
-        now = monotonic()
+        now = self._crew.hub.timers.now()
         if now - self._looked > 2 * self._every + QUIET / 4:
             self._patients.clear()  # we did not run ourselves
         self._looked = now

@@ -184,6 +184,15 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test keeps its timer, a thread that has ended, to the end of the run; and a fork looks at all threads that were
+    ever started and are kept: after a thousand tests, each fork took ten times as long."""
+    done = yield
+    item.cancel_timeout = None  # type: ignore[attr-defined]
+    return done
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     """What a worker tells travels as UTF-8, and a test may have printed what is none."""
     return _as_utf8((yield))

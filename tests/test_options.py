@@ -199,7 +199,7 @@ def test_time_limits_of_work_that_is_done_are_forgotten():
         for i in range(300):
             assert limited.doit(later, i) == i
             assert limited.doit(abs, -i) == i
-        assert len(pool._crew.hub._timers) < 20
+        assert len(pool._crew.hub.timers.heap) < 20
         assert all(len(link.deadlines) < 5 for link in pool._crew.links)
 
 

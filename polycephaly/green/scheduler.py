@@ -47,8 +47,8 @@ from typing import TYPE_CHECKING, Any
 from .. import promises
 from ..launch import forked, safepoint
 from ..launch.shield import Shield
+from ..timers import Timers
 from .native import LINGER, Workers
-from .timers import Timers
 
 if TYPE_CHECKING:
     from .far.post import Post

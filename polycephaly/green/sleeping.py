@@ -7,10 +7,10 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
+from ..timers import Timer
 from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
 from .thread import Cancelled, GreenThread, here, outside
-from .timers import Timer
 
 __all__ = ["current", "sleep", "timeout"]
 

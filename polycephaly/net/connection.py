@@ -13,7 +13,6 @@ When the connection is lost, what was not answered is rejected with `ConnectionE
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import math
@@ -25,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pickle import dumps
-from time import monotonic
 from typing import Any
 
 import zmq
@@ -37,6 +35,7 @@ from ..launch import safepoint
 from ..output import Line
 from ..plan import Terms
 from ..promises import CANCELLED, FINISHED, Milestone, Promise, callbacks, settlers
+from ..timers import Timers
 from ..wire.definitions import Book, Defined, Definition
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
@@ -109,7 +108,7 @@ class Connection:
         self._questions: deque[list[Any]] = deque()  # those not sent yet
         self._unanswered = 0  # questions that are sent
         self._told: list[Callable[[], object]] = []
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._timers = Timers()
         self._ask_numbers = itertools.count(1)
         self._acts: deque[Callable[[], object]] = deque()
         self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
@@ -247,7 +246,7 @@ class Connection:
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         """In the thread."""
-        heapq.heappush(self._timers, (monotonic() + seconds, next(self._ask_numbers), act))
+        self._timers.set(self._timers.now() + seconds, act)
 
     def deliver(self, act: Callable[[], object]) -> None:
         """In the thread: after the turn."""
@@ -285,8 +284,8 @@ class Connection:
             while not self._is_over():
                 self._bell.asleep = True
                 if not (self._acts or self._cancels or self._could_send() or self._is_over()):
-                    left = self._timers[0][0] - monotonic() if self._timers else SIGN_EVERY
-                    poller.poll(max(0, math.ceil(min(left, SIGN_EVERY) * 1000)))
+                    left = self._timers.left()
+                    poller.poll(math.ceil(min(SIGN_EVERY if left is None else left, SIGN_EVERY) * 1000))
                 self._bell.asleep = False
                 self._once()
         except Exception as error:
@@ -303,8 +302,7 @@ class Connection:
             self._hear_all(answered)
             while self._acts:
                 self._acts.popleft()()
-            while self._timers and self._timers[0][0] <= monotonic():
-                heapq.heappop(self._timers)[2]()
+            self._timers.fire()
             self._send_what_waits()
             self._sign()
             told, self._told = self._told, []
@@ -455,7 +453,7 @@ class Connection:
 
     def _sign(self) -> None:
         """A PING of the server's may lie behind much that is on its way: this tells it that we live."""
-        now = monotonic()
+        now = self._timers.now()
         if now - self._signed >= SIGN_EVERY and self.welcome.done():
             self._signed = now
             self._dealer.send([LIVES])

@@ -1,6 +1,7 @@
-"""The scheduler's alarm clock: a heap of things to do at some time. The time is real, or that of a test (testing.py).
+"""Timers: a heap of things to do at some time. The time is real, or a test's (green/testing.py, tests/in_time.py).
 
-Only the scheduler's owner touches it. A timer that is called off stays in the heap, marked, until its time or
+The scheduler of green threads, the hub and each connection have one, which only its owner touches: the scheduler's
+thread, the hub's turn, the connection's thread. A timer that is called off stays in the heap, marked, until its time or
 until the marked ones are the majority; then all of those go at once, so that a loop under a long `timeout` costs
 no memory.
 """
@@ -19,7 +20,7 @@ _FEW = 64  # so many that were called off are not worth a sweep
 
 
 class Alarm(Protocol):
-    """`go_off` is called by the scheduler's owner, once, unless it was called off before."""
+    """`go_off` is called by the owner, once, unless it was called off before."""
 
     off: bool
     """It has gone off, or was called off."""
