@@ -4,7 +4,8 @@
     timeout= is over ──────────────────────────────────────────────┘              │ still there after GRACE
                                                                                   └──> the drone is killed, and replaced
 
-One drone has one timer at most, for the first of its work that has a limit; that one sets the next. All in turns.
+One drone has one timer at most, for the first of its work that has a limit; that one sets the next. An earlier limit
+takes its place. All in turns.
 
 When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
 what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
@@ -52,12 +53,18 @@ class Halts:
         """Unless one is set that comes before."""
         first = min(link.deadlines.values(), default=inf)
         if first < link.timer_at:
+            self.ended(link)
             link.timer_at = first
-            self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link, first))
+            link.timer = self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link))
 
-    def _look_at(self, link: Link, at: float) -> None:
-        if link.timer_at == at:
-            link.timer_at = inf
+    def ended(self, link: Link) -> None:
+        """Nothing of it is looked at any more."""
+        if link.timer is not None:
+            self._crew.hub.timers.call_off(link.timer)
+            link.timer, link.timer_at = None, inf
+
+    def _look_at(self, link: Link) -> None:
+        link.timer, link.timer_at = None, inf
         link.catch_up()
         now = self._crew.hub.timers.now()
         for number, deadline in list(link.deadlines.items()):

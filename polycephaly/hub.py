@@ -55,7 +55,7 @@ from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
 from .promises import FINISHED, LOOK_UP, Promise, callbacks, settlers
-from .timers import Timers
+from .timers import Timer, Timers
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.messages import Malformed
 
@@ -322,9 +322,10 @@ class Hub:
             with suppress(OSError):
                 self._epoll.unregister(fd)
 
-    def after(self, seconds: float, act: Callable[[], object]) -> None:
-        self.timers.set(self.timers.now() + seconds, partial(self._guarded, act))
+    def after(self, seconds: float, act: Callable[[], object]) -> Timer:
+        timer = self.timers.set(self.timers.now() + seconds, partial(self._guarded, act))
         self.wake()  # if it sleeps, it does not know of this one
+        return timer
 
     @property
     def router(self) -> zmq.Socket[bytes]:
@@ -476,7 +477,8 @@ class Hub:
         self._bell = True
         self._asleep = True
         if not self._anything_to_do():
-            left = self.timers.left()
+            with self._turn:
+                left = self.timers.left()
             timeout = LONGEST if left is None else min(left, LONGEST)
             news = self._epoll.poll(min(timeout, TICK) if self._lent or not self.leases else timeout)
             if self._lent:

@@ -31,6 +31,7 @@ from .work import Sending, Work
 if TYPE_CHECKING:
     from .crew import Crew
     from .launch.launcher import Launcher
+    from .timers import Timer
     from .vault import Deposit
     from .wire.definitions import Definition
 
@@ -96,7 +97,8 @@ class Link:
         self._ringing = False
         self._defined = Defined(self._ring)
         self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
-        self.timer_at = inf  # when these are looked at
+        self.timer: Timer | None = None  # that has these looked at,
+        self.timer_at = inf  # and when
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
         self.told_waiting: tuple[int, Waiting] | None = None  # in what it has waited for long, with which work
         self.ahead = 0.0  # seconds that its clock is ahead of ours

@@ -125,6 +125,7 @@ class Roster:
 
     def started(self, link: Link, pid: int) -> None:
         link.pid = pid
+        self._crew.watch.begin()  # it waited for the pid, if nobody of ours starts it
         self._crew.tell(link.born)
         if all(each.pid for each in self.links):
             self._crew.tell(self._crew.begun)
@@ -146,7 +147,7 @@ class Roster:
         work = self._initializer()
         work.target = link
         work._hook(lambda promise: self._hub.post(partial(self._prepared, link, promise)))
-        batch, frames = link.load_batch(deque([work]), 1, work.queued)
+        batch, frames = link.load_batch(deque([work]), 1, self._hub.timers.now())
         link.send(frames, batch)
 
     def _prepared(self, link: Link, promise: Promise[Any]) -> None:
@@ -291,6 +292,7 @@ class Roster:
         print_lines(link)
         link.close()
         link.state = State.DEAD
+        self._crew.halts.ended(link)
         self._crew.lose(drained(link.pinned), link.farewell(), again=False)
         self._crew.favours.release(link)
         if link in self.links:

@@ -66,6 +66,10 @@ class _Patient:
         self._since = now
         self.told = False
 
+    def count_from(self, when: float) -> None:
+        """Not from before that."""
+        self._since = max(self._since, when)
+
     def quiet_for(self, now: float, pulse: object, threads: Times) -> float:
         """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they ran and had to wait
         for a processor, has computed."""
@@ -126,7 +130,6 @@ class Watch:
         if not self._looks:
             self._looks = True
             self._looked = self._crew.hub.timers.now()
-            self._patients.clear()
             self._crew.hub.after(self._every, self._look)
 
     def _look(self) -> None:
@@ -134,8 +137,10 @@ class Watch:
         if self._crew.over:
             return
         now = self._crew.hub.timers.now()
-        if now - self._looked > 2 * self._every + QUIET / 4:
-            self._patients.clear()  # we did not run ourselves
+        if now - self._looked > 2 * self._every + QUIET / 4:  # we did not run ourselves
+            for one, patient in self._patients.items():
+                quiet = isinstance(one, Link) and one.unresponsive is not None
+                patient.count_from(now - self._quiet if quiet else now)
         self._looked = now
         awaited: set[Link | Launcher] = set()
         for link in [each for each in self._crew.links if each.alive]:
@@ -195,6 +200,8 @@ class Watch:
         started, so it is let go on after STOPPED seconds: that loses nothing, where its end would end its drones."""
         stopped = state_of(launcher.pid) in ("T", "t")
         quiet = patient.quiet_for(now, stopped, {})
+        if not stopped:
+            patient.told = False
         if not stopped or quiet < self._quiet:
             return
         if not patient.told:

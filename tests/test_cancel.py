@@ -197,6 +197,7 @@ def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(path
         assert unlimited.doit(os.getpid) == pid
 
 
+@pytest.mark.slow
 def test_a_timeout_kills_what_cannot_be_interrupted(paths):
     with poly.Drone(timeout=0.2) as drone:
         assert isinstance(drone.promise(sleep_holding_the_gil, paths[0]).exception(10), TimeoutError)

@@ -62,6 +62,7 @@ def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
 
 
 @local_only
+@pytest.mark.slow
 def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp_path):
     """As by Ctrl-Z, and `fg` much later."""
     for name in "abc":
@@ -190,17 +191,6 @@ def test_a_time_limit_of_years_is_one(timeout, width):
 
 async def later(x):
     return x
-
-
-@local_only
-def test_time_limits_of_work_that_is_done_are_forgotten():
-    with poly.Pool(1, width=2) as pool:
-        limited = pool.options(timeout=3600)
-        for i in range(300):
-            assert limited.doit(later, i) == i
-            assert limited.doit(abs, -i) == i
-        assert len(pool._crew.hub.timers.heap) < 20
-        assert all(len(link.deadlines) < 5 for link in pool._crew.links)
 
 
 def test_the_result_of_work_with_a_time_limit_is_not_kept():

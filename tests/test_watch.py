@@ -164,6 +164,7 @@ def test_a_stopped_drone_is_told_and_goes_on_when_it_is_let(quick, caplog, start
     assert drone.name in told and "stopped by a signal" in told and "spin" in told
 
 
+@pytest.mark.slow
 def test_one_that_does_not_respond_is_given_no_more_work(quick):
     with poly.Pool(2) as pool:
         for _ in range(50):
@@ -179,18 +180,7 @@ def test_one_that_does_not_respond_is_given_no_more_work(quick):
         assert [p.value for p in held] == [0, 1]
 
 
-def test_what_waits_for_a_stopped_drone_is_done_when_it_is_let(quick):
-    with poly.Pool(1) as pool:
-        drone = pool.drones[0]
-        running = drone.promise(time.sleep, 0.3)
-        wait_for(running.running)
-        os.kill(drone.pid, signal.SIGSTOP)
-        waiting = drone.promise(abs, -5)
-        wait_for(lambda: drone.unresponsive)
-        os.kill(drone.pid, signal.SIGCONT)
-        assert waiting.result(30) == 5
-
-
+@pytest.mark.slow
 def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_done(tmp_path):
     gate, done = tmp_path / "gate", tmp_path / "done"
     with Script("""
@@ -224,19 +214,6 @@ def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_do
         script.signal(signal.SIGCONT)
         assert script.read_line() == "5"
         assert script.wait() == 0
-
-
-def test_one_that_was_stopped_while_idle_is_told_when_it_should_work(quick):
-    with poly.Pool(1) as pool:
-        (drone,) = pool.drones
-        pool.doit(abs, 1)
-        os.kill(drone.pid, signal.SIGSTOP)
-        time.sleep(1)  # nothing is expected of it
-        assert drone.unresponsive is None
-        promised = pool.promise(abs, -2)
-        wait_for(lambda: drone.unresponsive)
-        os.kill(drone.pid, signal.SIGCONT)
-        assert promised.value == 2
 
 
 @pytest.mark.guarantee("death-8")
@@ -357,6 +334,7 @@ def test_a_pool_ends_though_its_zygote_is_stopped(monkeypatch):
     wait_for(lambda: not os.path.exists(f"/proc/{launcher.pid}"))
 
 
+@pytest.mark.slow
 def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
     path = str(tmp_path / "go on")
     with Script("""
@@ -383,19 +361,6 @@ def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
         assert script.read_line() == "done"
         assert script.wait() == 0
         assert "respond" not in script.process.stderr.read()
-
-
-def test_an_idle_pool_has_no_timer_and_no_patients(started):
-    with poly.Pool(2, hang_timeout=60) as pool:
-        assert pool.doit(abs, -1) == 1
-        watching = pool._crew.watch
-        wait_for(lambda: not watching._looks)
-        assert not watching._patients
-        busy = pool.promise(spin_until, started)
-        wait_for(lambda: watching._patients)
-        append(started, "end")
-        assert busy.value == "spun"
-        wait_for(lambda: not watching._looks)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 0.1, float("nan")])
@@ -604,16 +569,6 @@ def test_a_drone_whose_thread_or_program_computes_does_not_wait():
         assert all(isinstance(p.exception(), poly.DroneDied) for p in works)
 
 
-def test_none_is_told_where_nobody_wants_it(caplog):
-    with poly.Pool(1, report_waiting=None) as quiet, poly.Pool(1, report_waiting=0.2) as other:
-        both = [pool.promise(wait_for_a_timer) for pool in (quiet, other)]
-        wait_for(lambda: other.drones[0].waiting)
-        assert quiet.drones[0].waiting is None and len(waits_of(caplog)) == 1
-        for pool, promised in zip((quiet, other), both, strict=True):
-            pool.drones[0].kill()
-            assert isinstance(promised.exception(), poly.DroneDied)
-
-
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError), (True, TypeError)])
 def test_a_report_waiting_that_makes_no_sense_is_refused(wrong, error):
     for kind in (poly.Pool, poly.Drone):
@@ -704,13 +659,6 @@ def test_the_main_images_own_memory_does_not_count():
             print(p.value, pool.drones[0].pid == pool.doit(os.getpid))
     """)
     assert done.stdout == f"{400 << 20} True\n", done.stderr
-
-
-def test_a_lone_drone_that_comes_near_stays():
-    with poly.Drone(max_memory=ROOMY) as drone:
-        first = drone.doit(keep, NEARLY)
-        time.sleep(0.6)
-        assert drone.doit(os.getpid) == first
 
 
 @pytest.mark.slow

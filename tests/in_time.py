@@ -1,0 +1,311 @@
+"""A crew in a time that the test moves: what is decided by the clock, without a process, a thread or a sleep.
+
+    test ── pass_, stand_still ──> Hub (timers, turns) ──> Crew, Roster, Halts, Watch, ... ──> Link ──> what it was sent
+      └──── what a drone does: answers, is quiet, holds memory ────────────────────────────────^
+
+All above the seam of engine.py is the real thing. Made up are the hub, which has no threads and no sockets, and an
+engine whose drones are what the test says of them.
+"""
+
+import itertools
+from collections import deque
+from pickle import dumps
+from unittest import mock
+
+import polycephaly.crew
+from polycephaly.hearing import hear
+from polycephaly.launch.launcher import Launcher
+from polycephaly.link import Link as RealLink
+from polycephaly.link import State
+from polycephaly.plan import Plan, Terms
+from polycephaly.timers import Timers
+from polycephaly.wire.capture import MainSnapshot
+from polycephaly.wire.definitions import Book
+from polycephaly.wire.loans import Ledger
+from polycephaly.wire.messages import (
+    VALUE,
+    head_type,
+    numbers,
+    pack_frames,
+    pack_outcome,
+    pack_outcomes,
+    pack_values,
+)
+
+BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
+PID = 7000  # and more, of drones
+WHY = "it is stopped by a signal"
+
+
+class Hub:
+    """Its turns are taken when the test lets time pass, or gives work. An error in one is the test's."""
+
+    def __init__(self):
+        self.now = BEGINNING
+        self.timers = Timers()
+        self.timers.now = lambda: self.now
+        self.crews = []
+        self.ending = []
+        self._set_now = (BEGINNING, 0)  # timers at one time
+        self._inbox = deque()
+        self._deliveries = []
+
+    @property
+    def passed(self):
+        return self.now - BEGINNING
+
+    def pass_(self, seconds):
+        """Whatever is due meanwhile happens at its own time."""
+        self.turn()
+        end, heap = self.now + seconds, self.timers.heap
+        while heap and heap[0][0] <= end:
+            self.now = heap[0][0]
+            self.turn()
+        self.now = end
+
+    def stand_still(self, seconds):
+        """This process is not let run for so long: what is due by then happens afterwards."""
+        self.turn()
+        self.now += seconds
+        self.turn()
+
+    def turn(self):
+        while True:
+            while self._inbox:
+                self._inbox.popleft()()
+            self.timers.fire()
+            for crew in self.crews[:]:
+                if crew.queue or crew.pinned_waiting:
+                    crew.dispatch(self.now)
+                crew.after_turn()
+            acts, self._deliveries = self._deliveries, []
+            for act in acts:
+                act()
+            if not acts and not self._inbox:
+                return
+
+    # -- what crews use -----------------------------------------------------------------------------
+
+    def after(self, seconds, act):
+        at, count = self._set_now
+        self._set_now = self.now, count + 1 if at == self.now else 1
+        assert count < 1000, f"it would never end: {act}"
+        return self.timers.set(self.now + seconds, act)
+
+    def post(self, act):
+        self._inbox.append(act)
+
+    def deliver(self, act):
+        self._deliveries.append(act)
+
+    def serve(self, crew):
+        pass
+
+    def wake(self):
+        pass
+
+    def give_back(self):
+        pass
+
+
+class Link(RealLink):
+    """A drone that begins at once what heads its flight, and shows that it lives, unless the test says otherwise."""
+
+    def __init__(self, crew, number, name, keeper):
+        super().__init__(crew, number, name)
+        self.keeper = keeper
+        self.ledger = Ledger(None, None, lambda: None)  # nothing is lent
+        self.sent_to_it = []  # the messages that bring no work: type and numbers
+        self.looks, self.felt, self.kills = [], [], []  # when it was caught up with, felt for a pulse, and killed
+        self.unread = deque()  # what it has sent, and this process has not read yet
+        self.quiet, self.threads, self.up = False, {}, True
+        self.did, self.others, self.asleep, self.call = None, None, True, None
+        self.held = 0
+        self._begun = 0
+        self._beats = itertools.count()
+        self._beat = next(self._beats)
+
+    # -- for tests ------------------------------------------------------------------------------------
+
+    def starts(self):
+        """It has a pid. It is ready when it `says_hello`."""
+        self.crew.roster.started(self, PID + self.number)
+        self.crew.hub.turn()
+
+    def says_hello(self):
+        self.crew.roster.hello(self)
+        self.crew.hub.turn()
+
+    def answer(self, work, value=None, together=False):
+        """The message; `together` as with those of other works, in one entry."""
+        now = self.crew.hub.now
+        if together:
+            return pack_outcomes([pack_values([work.number], [now], [now], [value])])
+        return pack_outcomes([pack_outcome(work.number, VALUE, now, now, dumps(value), b"")])
+
+    def answers(self, work, value=None, together=False):
+        """And this process reads it at once."""
+        hear(self, self.answer(work, value, together))
+        self.crew.hub.turn()
+
+    def tells_frames(self, request, places):
+        hear(self, pack_frames(request, {"places": places}))
+
+    def dies(self):
+        self.crew.roster.died(self, -9)
+        self.crew.hub.turn()
+
+    def got(self, kind):
+        """The numbers in all messages of that kind."""
+        return [number for each, those in self.sent_to_it if each == kind for number in those]
+
+    # -- what an engine says of one -------------------------------------------------------------------
+
+    def send(self, frames, works=()):
+        if works:
+            self.started()
+        else:
+            self.sent_to_it.append((head_type(frames), numbers(frames)))
+
+    def catch_up(self):
+        self.looks.append(self.crew.hub.passed)
+        while self.unread:
+            hear(self, self.unread.popleft())
+
+    def kill(self, verdict=""):
+        self.verdict = self.verdict or verdict
+        self.kills.append(self.crew.hub.passed)
+
+    def is_up(self):
+        return self.alive and self.up
+
+    def started(self):
+        self._begun = next(iter(self.flight), self._begun)
+        return self._begun
+
+    def sent(self):
+        return 0
+
+    def pulse(self):
+        self.felt.append(self.crew.hub.passed)
+        if not self.quiet:
+            self._beat = next(self._beats)
+        return self._beat, dict(self.threads)
+
+    def waits(self):
+        return self.asleep
+
+    def why_quiet(self):
+        return WHY
+
+    def worked(self, threads):
+        return None if self.did is None else (self.did, threads)
+
+    def others_worked(self):
+        return self.others
+
+    def system_call(self):
+        return self.call
+
+    def memory(self, enough):
+        return self.held
+
+    def printed(self):
+        return []
+
+    def last_words(self):
+        self.catch_up()
+
+    def close(self):
+        pass
+
+
+class Zygote(Launcher):
+    """It starts nothing. `state` is what the kernel tells of it."""
+
+    def __init__(self):
+        self.pid, self.state = 6000, "S"
+        self.told = []  # to go on, or to end; and when
+        self.hub = None
+
+    def kill_zygote(self):
+        self.told.append(("killed", self.hub.passed))
+
+    def continue_zygote(self):
+        self.told.append(("continued", self.hub.passed))
+
+
+class Machine:
+    """And the engine: it starts drones, of which nothing is heard."""
+
+    def __init__(self, keeper=None):
+        self._keeper = keeper
+
+    def check(self, size):
+        pass
+
+    def open(self, roster):
+        self._crew = roster.crew
+        roster.book = Book(MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault)
+        return self
+
+    def begin(self):
+        pass
+
+    def can_start(self):
+        return True
+
+    def start(self, number, name, index):
+        return Link(self._crew, number, name, self._keeper)
+
+    def released(self, link):
+        pass
+
+    def end(self):
+        pass
+
+
+USUAL = {
+    "name": "pool",
+    "drone_name": "pool.{}".format,
+    "start": None,
+    "env": (),
+    "cwd": None,
+    "initializer": None,
+    "initargs": (),
+    "output": None,
+    "width": 1,
+    "terms": Terms(None, 0),
+    "max_tasks": None,
+    "max_memory": None,
+    "max_queued": None,
+    "hang_timeout": None,
+    "report_waiting": None,
+    "on_death": "replace",
+}
+
+
+def crew_of(hub, size, *, ready=True, keeper=None, **plan):
+    """A crew whose drones are `ready`, or have not even a pid."""
+    if keeper is not None:
+        keeper.hub = hub
+    with mock.patch.object(polycephaly.crew, "lease_hub", lambda: hub):
+        crew = polycephaly.crew.Crew(Plan(size=size, machine=Machine(keeper), **(USUAL | plan)))
+    hub.turn()
+    if ready:
+        make_ready(crew)
+    return crew
+
+
+def make_ready(crew):
+    for link in crew.links:
+        if link.state is State.STARTING:
+            link.starts()
+            link.says_hello()
+
+
+def give(crew, what, *args, timeout=None, target=None):
+    """A call, sent if a drone takes it."""
+    work = crew.submit(what, args, {}, target=target, terms=Terms(timeout, 0))
+    crew.hub.turn()
+    return work
