@@ -1,0 +1,151 @@
+"""Whatever dies, or is late, at each point of its life: all is answered, nothing is run twice, and nothing is left."""
+
+import functools
+import signal
+import time
+from collections import Counter
+from concurrent.futures import CancelledError, wait
+
+import numpy
+import pytest
+from failpoints import AFTER, BEFORE, ONCE, POINTS, at_point, be_late, die
+from faults import append, lines, wait_for
+from scripts import run_script
+
+import polycephaly as poly
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nobody_is_killed_for_being_slow")]
+
+PATIENCE = 30.0
+OURS = [point for point in POINTS if point.startswith("controller")]
+THEIRS = [point for point in POINTS if point not in OURS]
+LARGE = 300_000
+
+
+def note(path, i):
+    append(path, str(i))
+    if i % 10 == 7:
+        time.sleep(0.012)  # longer than a drone's ear waits, so that it sends, and cuts slices
+    return i
+
+
+def noted_array(path, i):
+    append(path, str(i))
+    return numpy.full(LARGE, i, dtype="u1")
+
+
+def noted_sum(path, i, array):
+    append(path, str(i))
+    return int(array.sum()) // LARGE
+
+
+def noted_text(path, i):
+    append(path, str(i))
+    return "x" * 40_000 + str(i)
+
+
+def fail(path, i):
+    append(path, str(i))
+    raise ValueError(i, "more than goes by a lane" * 50_000)
+
+
+def of_all_kinds(pool, path):
+    """Work of each kind, by number; which number is given back, if any is."""
+    given = {i: pool.promise(note, path, i) for i in range(20)}
+    given |= {i: pool.promise(noted_array, path, i) for i in range(20, 24)}
+    given |= {i: pool.promise(noted_sum, path, i, numpy.full(LARGE, i, dtype="u1")) for i in range(24, 28)}
+    given |= {i: pool.promise(noted_text, path, i) for i in range(28, 36)}
+    given |= {i: pool.promise(fail, path, i) for i in range(36, 40)}
+    kept = {i: pool.promise(noted_array, path, i, keep=True) for i in range(40, 44)}
+    given |= {i + 10: pool.promise(noted_sum, path, i + 10, each) for i, each in kept.items()}
+    return given | kept
+
+
+def mapped(pool, path, numbers):
+    """What came of a map, and whether a death broke it off."""
+    got = []
+    try:
+        for value in pool.map(functools.partial(note, path), numbers, timeout=PATIENCE):
+            got.append(value)
+    except poly.DroneDied:
+        return got, True
+    return got, False
+
+
+def use(pool, path):
+    """All is settled, nothing is run twice, and what is given back has run. Whether a death was told."""
+    for _ in range(300):  # so that the next calls go in slices
+        pool.promise(note, path, -1)
+    given = of_all_kinds(pool, path)
+    got, died = mapped(pool, path, range(100, 400))
+    assert not wait(given.values(), PATIENCE).not_done
+    assert got == list(range(100, 100 + len(got)))
+    ran = Counter(map(int, lines(path)))
+    del ran[-1]
+    assert set(ran.values()) == {1}
+    assert set(got) <= set(ran)
+    for number, promise in given.items():
+        error = promise.exception()
+        if isinstance(error, poly.DroneDied | CancelledError):
+            died = True
+        elif 36 <= number < 40:
+            assert isinstance(error, ValueError) and number in ran
+        else:
+            assert error is None and number in ran
+    return died
+
+
+@pytest.mark.guarantee("death-2", "death-4")
+@pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.parametrize(
+    "point, hit", [*((each, 1) for each in THEIRS), *((each, 3) for each in THEIRS if each not in ONCE)]
+)
+def test_a_death_at_any_point(point, hit, when, tmp_path):
+    with at_point(point, when, hit) as hits:
+        try:
+            with poly.Pool(2, output="discard") as pool:
+                use(pool, str(tmp_path / "ran"))
+                wait_for(lambda: pool.doit(abs, -1) == 1)
+                wait_for(lambda: len(pool.drones) == 2)
+        except RuntimeError as error:
+            assert "before it was ready" in str(error) and point.startswith("zygote")
+    assert int(hits) == hit
+    with poly.Pool(1) as pool:
+        assert pool.doit(abs, -1) == 1
+
+
+@pytest.mark.guarantee("end-1")
+@pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.parametrize("point", OURS)
+def test_a_controllers_death_at_any_point_leaves_nothing(point, when, tmp_path):
+    ended = run_script(
+        """
+        import sys
+        from failpoints import at_point
+        from test_failpoints import use
+        import polycephaly as poly
+
+        point, when, path = sys.argv[1:]
+        with at_point(point, when), poly.Pool(2, output="discard") as pool:
+            use(pool, path)
+        """,
+        point, when, str(tmp_path / "ran"),
+    )  # fmt: skip
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+@pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_process_that_is_late_at_any_point(point, when, tmp_path):
+    with at_point(point, when, do=be_late), poly.Pool(2, output="discard") as pool:
+        assert not use(pool, str(tmp_path / "ran"))
+
+
+def test_a_point_is_reached_once_and_leaves_nothing_behind(tmp_path):
+    with at_point("drone says what it starts", AFTER, do=die) as hits, poly.Pool(1, output="discard") as pool:
+        with pytest.raises(poly.DroneDied):
+            pool.doit(abs, -1)
+        assert pool.doit(abs, -1) == 1
+    assert int(hits) == 1
+    with poly.Pool(1) as pool:
+        assert pool.doit(abs, -1) == 1
