@@ -43,9 +43,10 @@ def append(path: str, text: str) -> None:
 
 
 def lines(path: object) -> list[str]:
+    """Those that are whole: of one that crosses a page of memory, a reader may see the first half alone."""
     try:
         with open(str(path)) as file:
-            return file.read().split()
+            return file.read().rpartition("\n")[0].split()
     except FileNotFoundError:
         return []
 
