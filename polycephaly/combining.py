@@ -193,7 +193,7 @@ class _Gathered(Promise[list[Any]]):
         self._promises = promises
 
     def _withdraw(self) -> None:
-        for each in reversed(self._promises):  # as `break_off`
+        for each in reversed(self._promises):  # the last first, as in `break_off`
             each.cancel()
 
     def _waits_for(self) -> Iterable[Future[Any]]:

@@ -4,8 +4,8 @@
     timeout= is over ──────────────────────────────────────────────┘              │ still there after GRACE
                                                                                   └──> the drone is killed, and replaced
 
-One drone has one timer at most, for the first of its work that has a limit; that one sets the next. An earlier limit
-takes its place. All in turns.
+One drone has one timer at most, for the first of its work that has a limit; that one sets the next. One for an earlier
+limit takes its place. All in turns.
 
 When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
 what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
@@ -39,6 +39,10 @@ class Halts:
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
+
+    def fail(self, error: Exception) -> None:
+        """In the hub's turn: what a timer of this has called has raised."""
+        self._crew.fail(error)
 
     def sent(self, link: Link, batch: list[Work], now: float) -> None:
         """`link` was sent these. Alone, to an idle drone, what has a limit or is not overlapped."""

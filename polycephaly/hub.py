@@ -138,7 +138,7 @@ class Hub:
         self._links: dict[bytes, LocalLink] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self.timers = Timers()
-        """Set in turns. Its `now` is the time of all that is decided in turns."""
+        """Set in turns. Its `now` is the time of limits, grace and looks."""
         self._delivering = False
         self._deliverer: int | None = None  # the thread that does, if any
         self._driver = threading.Lock()
@@ -476,9 +476,9 @@ class Hub:
     def _sleep(self) -> None:
         self._bell = True
         self._asleep = True
-        if not self._anything_to_do():
-            with self._turn:
-                left = self.timers.left()
+        with self._turn:  # the socket has one user at a time, and so have timers
+            waits, left = not self._anything_to_do(), self.timers.left()
+        if waits:
             timeout = LONGEST if left is None else min(left, LONGEST)
             news = self._epoll.poll(min(timeout, TICK) if self._lent or not self.leases else timeout)
             if self._lent:

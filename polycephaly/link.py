@@ -97,8 +97,8 @@ class Link:
         self._ringing = False
         self._defined = Defined(self._ring)
         self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
-        self.timer: Timer | None = None  # that has these looked at,
-        self.timer_at = inf  # and when
+        self.timer: Timer | None = None  # has these looked at, at `timer_at`
+        self.timer_at = inf
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
         self.told_waiting: tuple[int, Waiting] | None = None  # in what it has waited for long, with which work
         self.ahead = 0.0  # seconds that its clock is ahead of ours

@@ -125,7 +125,7 @@ class Roster:
 
     def started(self, link: Link, pid: int) -> None:
         link.pid = pid
-        self._crew.watch.begin()  # it waited for the pid, if nobody of ours starts it
+        self._crew.watch.begin()  # where no zygote starts it, there was nothing to look at yet
         self._crew.tell(link.born)
         if all(each.pid for each in self.links):
             self._crew.tell(self._crew.begun)

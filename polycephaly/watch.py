@@ -17,7 +17,7 @@ is done about it. But where the kernel has let no thread of it run for `report_w
 show that it lives (`Link.worked`), the watch tells in what it waits. Its ear is asked for the frames, and has answered
 by the next look unless C code keeps the interpreter; the kernel tells the system call.
 
-Where this process itself did not run for a while, all counting begins anew: it would blame others for its own sleep.
+Where this process itself did not run for a while, counting begins anew: it would blame others for its own sleep.
 
 The watch looks while drones have work or are being started (and, with `max_memory`, always); else no timer runs.
 All of it happens in turns of the hub.
@@ -58,21 +58,25 @@ NEAR = 0.9  # of max_memory
 class _Patient:
     """Whose pulse is felt."""
 
-    __slots__ = ("_pulse", "_since", "_threads", "told")
+    __slots__ = ("_anew", "_pulse", "_since", "_threads", "told")
 
     def __init__(self, now: float) -> None:
         self._pulse: object = None
         self._threads: Times = {}
         self._since = now
+        self._anew = False
         self.told = False
 
     def count_from(self, when: float) -> None:
-        """Not from before that."""
-        self._since = max(self._since, when)
+        """What threads have computed up to now counts for nothing."""
+        self._since = when
+        self._anew = True
 
     def quiet_for(self, now: float, pulse: object, threads: Times) -> float:
         """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they ran and had to wait
         for a processor, has computed."""
+        if self._anew:
+            self._anew, self._threads = False, threads
         if pulse != self._pulse or any(self._computes(now, thread, *threads[thread]) for thread in threads):
             self._pulse = pulse
             self._threads = threads
@@ -129,7 +133,6 @@ class Watch:
         """There is something to look at."""
         if not self._looks:
             self._looks = True
-            self._looked = self._crew.hub.timers.now()
             self._crew.hub.after(self._every, self._look)
 
     def _look(self) -> None:
@@ -166,8 +169,7 @@ class Watch:
                 self._feel_zygote(one, patient, now)
         self._look_for_stall()
         if awaited or self._memory is not None:
-            self._looks = True
-            self._crew.hub.after(self._every, self._look)
+            self.begin()  # unless a drone that was replaced in this look has done so
 
     def fail(self, error: Exception) -> None:
         self._crew.fail(error)

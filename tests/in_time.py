@@ -59,7 +59,7 @@ class Hub:
         self.turn()
         end, heap = self.now + seconds, self.timers.heap
         while heap and heap[0][0] <= end:
-            self.now = heap[0][0]
+            self.now = max(self.now, heap[0][0])
             self.turn()
         self.now = end
 
@@ -88,7 +88,8 @@ class Hub:
 
     def after(self, seconds, act):
         at, count = self._set_now
-        self._set_now = self.now, count + 1 if at == self.now else 1
+        count = count + 1 if at == self.now else 1
+        self._set_now = self.now, count
         assert count < 1000, f"it would never end: {act}"
         return self.timers.set(self.now + seconds, act)
 

@@ -74,28 +74,30 @@ def mapped(pool, path, numbers):
 
 def use(pool, path):
     """All is settled, nothing is run twice, and what is given back has run. Whether a death was told."""
-    for _ in range(300):  # so that the next calls go in slices
-        pool.promise(note, path, -1)
+    short = [pool.promise(note, path, -1) for _ in range(300)]  # so that the next calls go in slices
     given = of_all_kinds(pool, path)
     got, died = mapped(pool, path, range(100, 400))
-    assert not wait(given.values(), PATIENCE).not_done
+    assert not wait([*short, *given.values()], PATIENCE).not_done
     assert got == list(range(100, 100 + len(got)))
     ran = Counter(map(int, lines(path)))
     del ran[-1]
     assert set(ran.values()) == {1}
     assert set(got) <= set(ran)
+    lost = 0
     for number, promise in given.items():
         error = promise.exception()
         if isinstance(error, poly.DroneDied | CancelledError):
             died = True
+            lost += number not in ran
         elif 36 <= number < 40:
             assert isinstance(error, ValueError) and number in ran
         else:
             assert error is None and number in ran
+    assert lost <= 4  # what two drones had begun, and what takes that: all else has moved
     return died
 
 
-@pytest.mark.guarantee("death-2", "death-4")
+@pytest.mark.guarantee("death-2")
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize(
     "point, hit", [*((each, 1) for each in THEIRS), *((each, 3) for each in THEIRS if each not in ONCE)]
@@ -109,7 +111,7 @@ def test_a_death_at_any_point(point, hit, when, tmp_path):
                 wait_for(lambda: len(pool.drones) == 2)
         except RuntimeError as error:
             assert "before it was ready" in str(error) and point.startswith("zygote")
-    assert int(hits) == hit
+    assert int(hits) >= hit
     with poly.Pool(1) as pool:
         assert pool.doit(abs, -1) == 1
 
@@ -137,8 +139,10 @@ def test_a_controllers_death_at_any_point_leaves_nothing(point, when, tmp_path):
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_process_that_is_late_at_any_point(point, when, tmp_path):
-    with at_point(point, when, do=be_late), poly.Pool(2, output="discard") as pool:
-        assert not use(pool, str(tmp_path / "ran"))
+    with at_point(point, when, do=be_late) as hits:
+        with poly.Pool(2, output="discard") as pool:
+            assert not use(pool, str(tmp_path / "ran"))
+        assert int(hits) >= 1
 
 
 def test_a_point_is_reached_once_and_leaves_nothing_behind(tmp_path):

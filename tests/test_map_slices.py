@@ -676,7 +676,7 @@ def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where)
 
 @pytest.mark.guarantee("pool-9")
 def test_what_is_done_of_a_slice_is_given_while_its_next_call_runs(pool, paths):
-    known = functools.partial(held_at, *paths, {400})  # one drone is left for what a slice before that may give back
+    known = functools.partial(held_at, *paths, {400})  # the other drone runs what a slice before may give back
     make_known_as_short(pool, known)
     results = pool.map(known, range(2000), timeout=PATIENCE)
     assert [next(results) for _ in range(400)] == list(range(400))
@@ -996,7 +996,7 @@ def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
 
 
 def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths):
-    known = functools.partial(held_at, *paths, {300})  # one drone is left for what a slice before that may give back
+    known = functools.partial(held_at, *paths, {300})  # the other drone runs what a slice before may give back
     make_known_as_short(pool, known)
     pids = {d.pid for d in pool.drones}
     results = pool.map(known, range(3000), timeout=PATIENCE)

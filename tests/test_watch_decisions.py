@@ -360,8 +360,10 @@ def test_a_standstill_of_this_process_is_not_held_against_drones(hub, caplog):
 def test_one_that_is_quiet_still_is_after_a_standstill_of_this_process(hub, caplog):
     link, _ = busy(hub, hang_timeout=10.0)
     link.quiet = True
+    link.threads = {"looks up": (1.0, 0.0)}
     hub.pass_(QUIET + FIRST + LOOK)
     assert len(told(caplog)) == 1
+    link.threads = {"looks up": (2.0, 0.0)}  # in all that time
     hub.stand_still(100.0)
     hub.pass_(3 * QUIET)
     assert link.unresponsive and len(told(caplog)) == 1 and not link.kills
@@ -528,7 +530,7 @@ def test_a_zygote_is_looked_at_where_it_has_to_tell_of_an_end(why, hub, zygote, 
     else:
         crew.roster.retire(link)
         link.answers(work)
-        assert link.got(STOP) == [] and link.state is State.STOPPING
+        assert link.state is State.STOPPING
         crew.links[-1].starts()
         crew.links[-1].says_hello()
     hub.pass_(2 * QUIET + 2 * LOOK)
@@ -580,13 +582,14 @@ def test_who_comes_near_its_limit_is_replaced(held, hub, caplog):
     assert new.name == link.name and new.state is State.STARTING
     hub.pass_(2)
     assert not link.kills and len(caplog.records) == 1
+    assert [timer.go_off for *_, timer in hub.timers.heap].count(link.crew.watch._look) == 1  # though two asked for one
 
 
 def test_who_comes_near_while_it_works_is_replaced_after_its_work(hub):
     link, work = busy(hub, max_memory=LIMIT)
     link.held = LIMIT
     hub.pass_(10)
-    assert link.state is State.RETIRING and not link.kills and link.got(STOP) == []
+    assert link.state is State.RETIRING and not link.kills and (STOP, ()) not in link.sent_to_it
     link.answers(work, "done")
     assert work.value == "done" and link.state is State.STOPPING
 

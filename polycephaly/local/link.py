@@ -66,7 +66,9 @@ class LocalLink(Link):
                 work.sending.by_bulk = True
         self.bulk_unanswered += len(works)
         if self.bulk_open:
-            self.crew.hub.router.send_multipart([self.identity, *frames])
+            hub = self.crew.hub
+            hub.router.send_multipart([self.identity, *frames])
+            hub.wake()  # in a caller's thread, this may have taken note of news for which the hub sleeps
         else:
             self._bulk_waiting.append(frames)
             self._ask_to_open()
