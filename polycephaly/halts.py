@@ -57,12 +57,12 @@ class Halts:
         """Unless one is set that comes before."""
         first = min(link.deadlines.values(), default=inf)
         if first < link.timer_at:
-            self.ended(link)
+            self.call_off(link)
             link.timer_at = first
             link.timer = self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link))
 
-    def ended(self, link: Link) -> None:
-        """Nothing of it is looked at any more."""
+    def call_off(self, link: Link) -> None:
+        """No look at its limits is due any more: an earlier one takes its place, or it has ended."""
         if link.timer is not None:
             self._crew.hub.timers.call_off(link.timer)
             link.timer, link.timer_at = None, inf

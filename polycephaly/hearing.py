@@ -100,7 +100,7 @@ def print_lines(link: Link) -> None:
 def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
     print_lines(link)  # what the work printed is out before its promise settles
     crew = link.crew
-    now = link.last_heard = link.crew.hub.timers.now()
+    now = link.last_heard = crew.hub.timers.now()
     settled: list[Work] = []
     timed: Definition | None = None
     seconds, calls = 0.0, 0

@@ -292,7 +292,7 @@ class Roster:
         print_lines(link)
         link.close()
         link.state = State.DEAD
-        self._crew.halts.ended(link)
+        self._crew.halts.call_off(link)
         self._crew.lose(drained(link.pinned), link.farewell(), again=False)
         self._crew.favours.release(link)
         if link in self.links:
