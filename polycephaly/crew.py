@@ -5,7 +5,7 @@
                               └─────────────────────┘
 
 Who may run what: work with a `target` waits in that link's `pinned`, all else in `queue`. A drone gets as much
-as `BUDGET` seconds of known short work at once; one piece at a time where the time is long or not known yet.
+as `tuning.batch_seconds` of known short work at once; one piece at a time where the time is long or not known yet.
 Where one drone turns out busy with work behind it while another is idle, what it has not begun is recalled.
 
 Which drones there are, and how they start and end, is the roster's business (roster.py).
@@ -35,7 +35,7 @@ from .halts import Halts
 from .hub import Hub, lease_hub
 from .launch.shield import Shield
 from .lending import Lending
-from .link import BUDGET, Link, State, drained
+from .link import Link, State, drained
 from .output import Listener
 from .plan import Plan, Terms
 from .promises import CANCELLED, FINISHED, PENDING, Milestone, Promise
@@ -43,6 +43,7 @@ from .rooms import Rooms
 from .roster import Roster, because
 from .stuck import Stuck
 from .timeline.record import Record
+from .tuning import tuning
 from .vault import Vault
 from .watch import Watch
 from .wire.capture import main_namespace
@@ -293,7 +294,7 @@ class Crew:
 
     def finish(self, *, cancel: bool = False) -> None:
         """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler raises, cancels all
-        that it has, which takes `GRACE` (halts.py) at most; a second one kills all."""
+        that it has, which takes `tuning.grace_seconds` at most; a second one kills all."""
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
@@ -390,7 +391,7 @@ class Crew:
             for link in self.links:
                 if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
                     link.recalled = True
-                    self.hub.after(2 * BUDGET, partial(self._recall_if_stuck, link, link.last_heard))
+                    self.hub.after(2 * tuning.batch_seconds, partial(self._recall_if_stuck, link, link.last_heard))
 
     def _could_overlap(self) -> bool:
         """Is there a drone that could take one more beside what it overlaps? Not before what heads the queue."""

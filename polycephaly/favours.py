@@ -18,7 +18,8 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from .link import BUDGET, Link, State, drained
+from .link import Link, State, drained
+from .tuning import tuning
 from .wire.tickets import Taking
 from .work import Work
 
@@ -81,7 +82,7 @@ class Favours:
         soonest = inf
         for busy in sorted(crew.links, key=lambda link: -len(link.favoured)):
             for work in list(islice(busy.favoured, _LOOKED_AT)) if idle else ():
-                due = work.favoured + 2 * BUDGET + work.burden * MOVING
+                due = work.favoured + 2 * tuning.batch_seconds + work.burden * MOVING
                 if work.done():
                     busy.favoured.remove(work)
                 elif due > now:

@@ -1,7 +1,7 @@
 """Halts: work that is to stop, since it was cancelled or takes too long.
 
     promise.cancel() ──> in a queue: passed over        in flight: CANCEL ──> KeyboardInterrupt in the drone
-    timeout= is over ──────────────────────────────────────────────┘              │ still there after GRACE
+    timeout= is over ──────────────────────────────────────────────┘              │ still there after `grace_seconds`
                                                                                   └──> the drone is killed, and replaced
 
 One drone has one timer at most, for the first of its work that has a limit; that one sets the next. One for an earlier
@@ -10,8 +10,8 @@ limit takes its place. All in turns.
 When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
 what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
 
-A drone that is killed takes along what it knows, so GRACE must not be over because the machine stood still: it passes
-in LOOKS steps, of which a pause takes one, however long it is.
+A drone that is killed takes along what it knows, so that time must not be over because the machine stood still: it
+passes in LOOKS steps, of which a pause takes one, however long it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from .link import Link
 from .promises import FINISHED
+from .tuning import tuning
 from .wire.messages import CANCEL, pack_numbers
 from .work import Work
 
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Halts"]
 
-GRACE = 1.0  # seconds between an interrupt and a kill
-LOOKS = 10  # meanwhile
+LOOKS = 10  # between an interrupt and a kill
 
 
 class Halts:
@@ -91,7 +91,7 @@ class Halts:
         self._look_again(link, work, LOOKS)
 
     def _look_again(self, link: Link, work: Work, looks: int) -> None:
-        self._crew.hub.after(GRACE / LOOKS, partial(self._kill_if_still, link, work, looks - 1))
+        self._crew.hub.after(tuning.grace_seconds / LOOKS, partial(self._kill_if_still, link, work, looks - 1))
 
     def _kill_if_still(self, link: Link, work: Work, looks: int) -> None:
         link.catch_up()

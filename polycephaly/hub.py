@@ -54,8 +54,9 @@ from . import promises
 from .hearing import hear
 from .launch import lifeline, safepoint
 from .launch.shield import Shield, can_be_raised
-from .promises import FINISHED, LOOK_UP, Promise, callbacks, settlers
+from .promises import FINISHED, Promise, callbacks, settlers
 from .timers import Timer, Timers
+from .tuning import tuning
 from .wire.endpoint import Endpoint, has_news, news_fd
 from .wire.messages import Malformed
 
@@ -278,7 +279,8 @@ class Hub:
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     return
-                news = self._lanes.poll(LOOK_UP if left is None else min(left, LOOK_UP))
+                longest = tuning.signal_check_seconds
+                news = self._lanes.poll(longest if left is None else min(left, longest))
             with self._turn:
                 self._read_lanes(news)
                 self._serve_crews(self.timers.now())

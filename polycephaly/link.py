@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import another
 from .output import Heard, Record
 from .promises import PENDING, Milestone
+from .tuning import tuning
 from .waiting import Waiting
 from .wire.definitions import Defined
 from .wire.loans import Arrived, Ledger, Parcel
@@ -35,13 +36,11 @@ if TYPE_CHECKING:
     from .vault import Deposit
     from .wire.definitions import Definition
 
-__all__ = ["BUDGET", "Link", "State", "Times", "drained"]
+__all__ = ["Link", "State", "Times", "drained"]
 
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and had to wait for a processor."""
 
-BUDGET = 0.005
-"""Seconds of work that a drone may hold ahead: enough to hide the way there and back, little to wait behind."""
 SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
 TELL_AFTER = 0.02  # seconds
 PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
@@ -210,7 +209,7 @@ class Link:
             return False
         if self.overlapping:
             return self.overlapping < self.crew.plan.width and not self.hung
-        return not self.flight or (not self.unknown and self.load < BUDGET / 2)
+        return not self.flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
     def tasks_left(self, most: int | None) -> int:
         """How many more pieces of work it may be sent before it has had its `most`; what only it may do it does
@@ -226,7 +225,7 @@ class Link:
         """
         batch: list[Work] = []
         message = WorkBatch()
-        flight, load = self.flight, self.load
+        flight, load, budget = self.flight, self.load, tuning.batch_seconds
         definition: Any = None  # of the run of calls that travel together
         seconds: float | None = None
         overlaps = False
@@ -273,7 +272,7 @@ class Link:
                 takes = seconds * work.count
                 if takes < SHORTEST:
                     takes = SHORTEST
-                if load + takes > BUDGET and flight:
+                if load + takes > budget and flight:
                     queue.appendleft(work)
                     break
                 load += takes
@@ -288,7 +287,7 @@ class Link:
                 calls.append(work.args)
                 size += work.weight
                 if queue and takes > 0 and work.weight == Work.weight:
-                    room = min(most - len(batch), int((BUDGET - load) / takes), (PACKET - size) // work.weight)
+                    room = min(most - len(batch), int((budget - load) / takes), (PACKET - size) // work.weight)
                     more = _more_of(definition, queue, room)
                     for each in more:
                         each.sending = sending

@@ -64,6 +64,7 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 from .cascade import Cascade
+from .tuning import tuning
 
 __all__ = ["Milestone", "Promise", "Spans", "break_off", "callbacks", "misplaced", "outcome"]
 
@@ -76,9 +77,6 @@ CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count onl
 FINISHED = "FINISHED"
 
 DICT_AT_BIRTH = sys.version_info < (3, 12)
-
-LOOK_UP = 0.5  # seconds: a signal that came just before a wait, too late to break it off, is seen after these
-LOOK_AGAIN = 5.0  # seconds: a Ctrl-C between a promise's settling and its hooks may leave these uncalled
 
 _MANY = 256
 """Hooks: from more than these on, their list is turned round."""
@@ -550,7 +548,8 @@ class Promise(Future[T], Generic[T]):
             here.release()
 
         self._hook(wake)
-        longest = LOOK_UP if get_ident() == main_thread().ident else LOOK_AGAIN
+        in_main = get_ident() == main_thread().ident
+        longest = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
         while not self.done():
             left = longest if end is None else min(end - monotonic(), longest)
             if here.acquire(timeout=max(0.0, left)):

@@ -3,7 +3,8 @@
     somebody waits for work ── which waits for a promise ── ... ── which only the program can settle ──> a warning, once
 
 Circles of promises are refused when they are closed (promises.py). But nobody can know what a program will settle by
-hand; so where a pool has had nothing to run for `STUCK`, and somebody waits, it is said for what. In turns.
+hand; so where a pool has had nothing to run for `tuning.stall_report_seconds`, and somebody
+waits, it is said for what. In turns.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .promises import Promise
+from .tuning import tuning
 from .work import Work
 
 if TYPE_CHECKING:
     from .crew import Crew
 
 __all__ = ["Stuck"]
-
-STUCK = 5.0  # seconds after which work that somebody waits for, and which waits for promises, is looked at
 
 
 class Stuck:
@@ -38,7 +38,7 @@ class Stuck:
     def look_later(self) -> None:
         if not self._looks:
             self._looks = True
-            self._crew.hub.after(STUCK, self._look)
+            self._crew.hub.after(tuning.stall_report_seconds, self._look)
 
     def _look(self) -> None:
         crew = self._crew

@@ -1,7 +1,7 @@
 """The watch: looks at a crew's drones from outside, now and then.
 
     running page: started, sent, beat ──┐
-    /proc: processor time ──────────────┴──> pulse ── the same for QUIET s ──> unresponsive ── hang_timeout ──> killed
+    /proc: processor time ──────────────┴──> pulse, the same for `stalled_seconds`: reported; for `hang_timeout`: killed
     /proc: which of its threads, and of what it has started, were let run ─ none for `report_waiting` ──> waiting: told
     /proc: memory of it and its descendants ─────────> near max_memory: replaced after its work;  more: killed
 
@@ -10,7 +10,7 @@ times a second, for which it needs the interpreter for an instant. So code that 
 has a pulse. C code that keeps the interpreter has one as long as it computes: in the main thread, at all, or else in
 a thread for a tenth of the time that other processes leave it. What has none is stopped by a signal, waits for a disk
 or for memory that was swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses
-are normal, so it is told after QUIET seconds, and only `hang_timeout` makes it a death.
+are normal, so it is told after `tuning.stalled_seconds`, and only `hang_timeout` makes it a death.
 
 A drone that has a pulse may wait, for a timer or for a lock that will never be released: these look alike, so nothing
 is done about it. But where the kernel has let no thread of it run for `report_waiting` seconds, except those that only
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from .launch.launcher import Launcher
 from .link import Link, State, Times
 from .procfs import state_of
+from .tuning import tuning
 from .waiting import Waiting
 from .wire.messages import FRAMES, Malformed, pack_numbers
 
@@ -45,10 +46,7 @@ __all__ = ["Watch"]
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5  # seconds between two looks
-LOOK_AT_MEMORY = 0.2
-QUIET = 2.0  # seconds without a pulse after which it is told
-STOPPED = 5.0  # seconds that a zygote may stand stopped while something waits for it
+LOOK_AT_MEMORY = 0.2  # seconds between two looks
 BUSY = 0.1
 """Of the time in which a thread had not to wait for a processor. One that waits for the interpreter looks up every few
 milliseconds, which is less than a hundredth."""
@@ -116,10 +114,10 @@ class Watch:
         self._crew = crew
         self._hang = plan.hang_timeout
         self._memory = plan.max_memory
-        self._every = LOOK if self._memory is None else LOOK_AT_MEMORY
+        self._every = tuning.health_check_seconds if self._memory is None else LOOK_AT_MEMORY
         if self._hang is not None:
             self._every = min(self._every, self._hang / 4)
-        self._quiet = QUIET if self._hang is None else min(QUIET, self._hang)
+        self._quiet = tuning.stalled_seconds if self._hang is None else min(tuning.stalled_seconds, self._hang)
         self._report_waiting = plan.report_waiting
         if self._report_waiting is not None:
             self._every = min(self._every, self._report_waiting / 4)
@@ -140,7 +138,7 @@ class Watch:
         if self._crew.over:
             return
         now = self._crew.hub.timers.now()
-        if now - self._looked > 2 * self._every + QUIET / 4:  # we did not run ourselves
+        if now - self._looked > 2 * self._every + tuning.stalled_seconds / 4:  # we did not run ourselves
             for one, patient in self._patients.items():
                 quiet = isinstance(one, Link) and one.unresponsive is not None
                 patient.count_from(now - self._quiet if quiet else now)
@@ -199,7 +197,8 @@ class Watch:
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
         """It waits most of the time, so only that it is stopped tells anything. Then no death is told and no drone
-        started, so it is let go on after STOPPED seconds: that loses nothing, where its end would end its drones."""
+        started, so it is let go on after `tuning.stopped_zygote_seconds`: that loses nothing, where its end would
+        end its drones."""
         stopped = state_of(launcher.pid) in ("T", "t")
         quiet = patient.quiet_for(now, stopped, {})
         if not stopped:
@@ -211,7 +210,7 @@ class Watch:
             log.warning("the zygote of %s (pid %s) does not respond: it is stopped", self._crew.plan.name, launcher.pid)
         if self._hang is not None and quiet >= self._hang:
             launcher.kill_zygote()
-        elif quiet >= STOPPED:
+        elif quiet >= tuning.stopped_zygote_seconds:
             launcher.continue_zygote()
 
     # -- waits ----------------------------------------------------------------------------------------

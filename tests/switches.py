@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from polycephaly import promises
+from polycephaly.tuning import tuning
 
 PATIENCE = 30
 """Seconds after which an operation that has not returned is taken to hang. Reached only where a test fails."""
@@ -63,8 +64,8 @@ def telling_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Lock", "_allocate_lock"):
         monkeypatch.setattr(threading, name, lambda: _Telling(plain()))
     monkeypatch.setattr(threading, "RLock", lambda: _Telling(reentrant()))
-    for name in ("LOOK_UP", "LOOK_AGAIN"):
-        monkeypatch.setattr(promises, name, 10 * PATIENCE)
+    for name in ("signal_check_seconds", "settled_check_seconds"):
+        monkeypatch.setattr(tuning, name, 10 * PATIENCE)
 
 
 class _Operation:

@@ -29,6 +29,7 @@ from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
 from polycephaly.green.far.ends import MOMENT
 from polycephaly.green.far.post import the_post
+from polycephaly.tuning import tuning
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
 
@@ -1503,7 +1504,7 @@ def short_or_not(end, free=None):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_cancelled(tmp_path, monkeypatch, dies):
-    monkeypatch.setattr("polycephaly.link.BUDGET", 60.0)  # so that what has taken less is sent while it is busy
+    monkeypatch.setattr(tuning, "batch_seconds", 60.0)  # so that what has taken less is sent while it is busy
     with poly.Pool(1, output="discard") as pool:
         drone = pool.drones[0]
         assert drone.doit(short_or_not, None) == 1

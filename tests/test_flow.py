@@ -18,6 +18,7 @@ from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
 from polycephaly import Promise, green, stuck
+from polycephaly.tuning import tuning
 from polycephaly.work import Work
 
 
@@ -511,7 +512,7 @@ def test_a_long_circle_is_named_shortly():
 
 
 def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
-    monkeypatch.setattr("polycephaly.stuck.STUCK", 0.05)
+    monkeypatch.setattr(tuning, "stall_report_seconds", 0.05)
     told = threading.Event()
     monkeypatch.setattr("warnings.warn", lambda message, *_: (said.append(message), told.set()))
     said = []

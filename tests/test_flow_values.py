@@ -12,7 +12,7 @@ import pytest
 from faults import append, kill_myself, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.wire.store import Store
+from polycephaly.tuning import tuning
 
 SIZE = 100_000
 
@@ -79,9 +79,7 @@ def foreign():
 @pytest.fixture
 def impatient(monkeypatch):
     """Memory without use is given back sooner than after a second."""
-    monkeypatch.setattr("polycephaly.local.engine.IDLE", 0.05)
-    monkeypatch.setattr("polycephaly.image.main.IDLE", 0.05)
-    monkeypatch.setattr(Store.tidy, "__defaults__", (0.05,))
+    monkeypatch.setattr(tuning, "warm_seconds", 0.05)
 
 
 def nothing_is_used(pool):

@@ -8,10 +8,12 @@ import math
 import pytest
 from in_time import Hub, crew_of, give
 
-from polycephaly.halts import GRACE, LOOKS
+from polycephaly.halts import LOOKS
 from polycephaly.link import State
+from polycephaly.tuning import tuning
 from polycephaly.wire.messages import CANCEL
 
+GRACE = tuning.grace_seconds
 STEP = GRACE / LOOKS
 A_MOMENT = 1e-6
 

@@ -11,14 +11,14 @@ import pytest
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.net import flow, frames, questions
-from polycephaly.net import server as server_module
+from polycephaly.net import frames, questions
 from polycephaly.net.accepted import Accepted
 from polycephaly.net.desk import Desk
-from polycephaly.net.flow import UNREAD, ClientFlow
+from polycephaly.net.flow import ClientFlow
 from polycephaly.net.keys import Card
 from polycephaly.net.server import Server
 from polycephaly.net.turns import Turns
+from polycephaly.tuning import tuning
 from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
@@ -61,7 +61,7 @@ def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
 
 
 def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
-    flow = ClientFlow()
+    flow = ClientFlow(0.0)
     assert flow.whole([frames.PART, b"a"]) is None
     assert flow.whole([frames.PART, b"b" * 1000]) is None
     assert flow.held > 1000
@@ -71,9 +71,9 @@ def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
 
 
 def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
-    flow = ClientFlow()
-    flow.sends([bytes(UNREAD)])
-    assert flow.unread > UNREAD and not flow.is_probed
+    flow = ClientFlow(0.0)
+    flow.sends([bytes(tuning.unread_bytes)])
+    assert flow.unread > tuning.unread_bytes and not flow.is_probed
     ping = flow.probe()
     assert flow.is_probed
     flow.sends([b"more"])
@@ -86,7 +86,7 @@ def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
 
 
 def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
-    flow = ClientFlow()
+    flow = ClientFlow(0.0)
     for number in range(frames.AHEAD):
         flow.call(number, 10)
     with pytest.raises(Malformed, match="unanswered calls"):
@@ -109,13 +109,13 @@ def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
 
 
 def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unread():
-    flow = ClientFlow()
+    flow = ClientFlow(0.0)
     assert flow.room == 256
     flow.gave(100)
     assert flow.room == frames.AHEAD
-    flow.gave(UNREAD // 4)
+    flow.gave(tuning.unread_bytes // 4)
     assert flow.room == 3
-    flow.gave(2 * UNREAD)
+    flow.gave(2 * tuning.unread_bytes)
     assert flow.room == 0  # the server begins as many as it has drones
 
 
@@ -141,16 +141,14 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
     assert desk.drop() == 4 and not desk.waiting and not desk.works
 
 
-def test_signs_of_life_come_no_faster_than_the_time(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(flow, "monotonic", lambda: now)
-    client = ClientFlow()
-    client.lives()
-    now += 10 * frames.SIGN_EVERY  # the server stood still: all of these are heard at once
+def test_signs_of_life_come_no_faster_than_the_time():
+    client = ClientFlow(100.0)
+    client.lives(100.0)
+    later = 100.0 + 10 * tuning.client_sign_seconds  # the server stood still: all of these are heard at once
     for _ in range(20):
-        client.lives()
+        client.lives(later)
     with pytest.raises(Malformed, match="signs of life"):
-        client.lives()
+        client.lives(later)
 
 
 @contextmanager
@@ -248,7 +246,7 @@ def test_answers_that_wait_for_a_client_to_read_count(tmp_path, monkeypatch):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:
         (client,) = server._clients.values()
-        monkeypatch.setattr(server_module, "UNREAD", -1)
+        monkeypatch.setattr(tuning, "unread_bytes", -1)
         promise = remote.promise(bytes, 1000)
         wait_for(lambda: client.held > 1000)
         monkeypatch.undo()

@@ -17,6 +17,7 @@ from polycephaly.image.overlap import Overlap
 from polycephaly.image.runner import Runner
 from polycephaly.image.slices import Slice
 from polycephaly.launch import safepoint
+from polycephaly.tuning import tuning
 from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
 from polycephaly.wire.slices import (
     ENDED,
@@ -71,7 +72,7 @@ def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, input
 
 
 def test_who_submits_while_it_is_looked_whether_all_are_stuck_breaks_nothing(monkeypatch):
-    monkeypatch.setattr("polycephaly.stuck.STUCK", 0.01)
+    monkeypatch.setattr(tuning, "stall_report_seconds", 0.01)
     looked = threading.Event()
 
     class Elsewhere(poly.Promise):

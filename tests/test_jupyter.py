@@ -172,7 +172,7 @@ def test_output_appears_under_the_cell_that_ran_it(notebook):
 @pytest.mark.guarantee("log-4")
 def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     notebook.run("before = [d.pid for d in pool.drones]")
-    notebook.run("from polycephaly import halts\nhalts.GRACE = 60.0")  # nobody is killed for being slow
+    notebook.run("from polycephaly.tuning import tuning; tuning.grace_seconds = 60.0")  # kills nobody
     cell = notebook.start("%%doit\nimport time\nprint('begun')\ntime.sleep(600)")
     notebook.listen_until(lambda: "begun" in cell.stdout)
     notebook.manager.interrupt_kernel()
@@ -180,7 +180,7 @@ def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     assert cell.error.startswith("KeyboardInterrupt")
     assert notebook.run("[pool.doit('1') for _ in range(4)]").out == "[1, 1, 1, 1]"
     assert notebook.run("[d.pid for d in pool.drones] == before").out == "True"
-    notebook.run("halts.GRACE = 1.0")
+    notebook.run("tuning.grace_seconds = 1.0")
 
 
 def test_an_error_is_shown_with_its_remote_traceback(notebook):

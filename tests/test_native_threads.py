@@ -15,6 +15,7 @@ from scripts import output_of, run_script
 
 import polycephaly as poly
 from polycephaly.launch import native
+from polycephaly.tuning import tuning
 
 NATIVE = """
 import ctypes, warnings
@@ -150,7 +151,7 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     before = native._raw_threads()  # of which some may be ending
     monkeypatch.setattr(native, "_owner", lambda thread: (None, 0))
     monkeypatch.setattr(native, "_others", lambda: dict.fromkeys(range(len(before & native._raw_threads()) + 1), "a"))
-    monkeypatch.setattr(native, "SETTLES", 0.0)
+    monkeypatch.setattr(tuning, "thread_settle_seconds", 0.0)
     with pytest.raises(native.UnsafeFork, match="of an unknown library"):
         native.check_after_fork()
     end, begun = threading.Event(), threading.Event()

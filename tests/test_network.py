@@ -23,10 +23,11 @@ from scripts import Script, run_script
 import polycephaly as poly
 from polycephaly import hearing
 from polycephaly.net import connection as connection_module
-from polycephaly.net import flow, frames, places
+from polycephaly.net import frames, places
 from polycephaly.net import server as server_module
 from polycephaly.net.frames import Item
 from polycephaly.net.keys import Card, new_pair
+from polycephaly.tuning import tuning
 from polycephaly.wire.messages import CALL, DEFINE_CALLABLE, Malformed
 
 np = pytest.importorskip("numpy")
@@ -273,12 +274,12 @@ def test_a_clients_end_cancels_its_own_work_only(number, server, card, pool, tmp
 
 
 def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "LOOK", 0.2)
+    monkeypatch.setattr(tuning, "client_check_seconds", 0.2)
     with Script(CLIENT, card, str(tmp_path / "started")) as script:
         script.read_until("up")
         wait_for(lambda: len(lines(tmp_path / "started")) == 2)
         script.signal(signal.SIGSTOP)
-        monkeypatch.setattr(server_module, "SILENCE", 1.0)
+        monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
         wait_for(lambda: server.clients == 0 and not pool._crew.pending())
         script.signal(signal.SIGCONT)
 
@@ -286,14 +287,14 @@ def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, monkeypatch):
     """The server's PINGs lie behind a large result, on a slow way: none comes back."""
-    monkeypatch.setattr(server_module, "LOOK", 0.05)
-    monkeypatch.setattr(flow, "SIGN_EVERY", 1e-3)
+    monkeypatch.setattr(tuning, "client_check_seconds", 0.05)
+    monkeypatch.setattr(tuning, "client_sign_seconds", 1e-3)
     context = zmq.Context()
     with of_a_key_holder(context, card) as end:
         end.send_multipart(frames.hello())
         wait_for(lambda: server.clients == 1)
         (client,) = server._clients.values()
-        monkeypatch.setattr(server_module, "SILENCE", 2.0)  # 40 looks
+        monkeypatch.setattr(tuning, "client_silence_seconds", 2.0)  # 40 looks
         for sign in range(60):
             wait_for(lambda: client.silent or not server.clients)
             end.send_multipart([frames.LIVES], zmq.NOBLOCK)
@@ -303,15 +304,14 @@ def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, mon
 
 
 def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
-    monkeypatch.setattr(connection_module, "SIGN_EVERY", 0.01)
-    monkeypatch.setattr(flow, "SIGN_EVERY", 1e-3)
+    monkeypatch.setattr(tuning, "client_sign_seconds", 1e-3)
     with poly.connect(card):
         (client,) = server._clients.values()
         wait_for(lambda: client._signs > 3)
 
 
 def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
-    monkeypatch.setattr(server_module, "SILENCE", 1.0)
+    monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
     stood = threading.Event()
     server._post(lambda: (time.sleep(1.5), stood.set()))  # as where other code keeps the interpreter
     assert stood.wait(60)
@@ -320,11 +320,11 @@ def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypa
 
 
 def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch, tmp_path):
-    monkeypatch.setattr(server_module, "LOOK", 0.1)
+    monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
     remote, gate = poly.connect(card), str(tmp_path / "gate")
 
     def hold_the_connection(_):  # a callback that it should not have
-        monkeypatch.setattr(server_module, "SILENCE", 0.5)
+        monkeypatch.setattr(tuning, "client_silence_seconds", 0.5)
         wait_for(lambda: server.clients == 0)
 
     held = remote.promise(hold_until, gate).then(hold_the_connection)
@@ -716,7 +716,7 @@ def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(se
 
 
 def test_one_who_says_nothing_is_put_out(pool, monkeypatch):
-    monkeypatch.setattr(server_module, "HANDSHAKE_MS", 300)
+    monkeypatch.setattr(tuning, "handshake_seconds", 0.3)
     with poly.serve(pool) as server:
         got = what_it_gets(server, [])
         assert len(got) <= 64

@@ -95,9 +95,9 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
     with Script("""
         import os, signal, time
         import polycephaly as poly
-        from polycephaly import halts
+        from polycephaly.tuning import tuning
         from polycephaly.procfs import state_of
-        halts.GRACE = 3.0
+        tuning.grace_seconds = 3.0
         with poly.Pool(1) as pool:
             pid = pool.doit(os.getpid)
             sleeping = pool.promise(time.sleep, 1000)

@@ -16,6 +16,7 @@ from faults import append, lines, wait_for
 from scripts import Script, run_script
 
 from polycephaly import green
+from polycephaly.tuning import tuning
 
 NUMBERS = 4_000_000
 
@@ -227,9 +228,8 @@ class Other:
 def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypatch, caplog):
     import ray
 
-    from polycephaly.ray import engine
 
-    monkeypatch.setattr(engine, "SAY_AFTER", 0.2)
+    monkeypatch.setattr(tuning, "start_report_seconds", 0.2)
     other = ray.remote(num_cpus=1)(Other)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     with poly.Pool(1, num_cpus=1) as pool:
@@ -262,7 +262,7 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
         after(hub, seconds, act)
 
     monkeypatch.setattr(Hub, "after", note_and_set)
-    monkeypatch.setattr(engine, "SAY_AFTER", 6.0)
+    monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
     other = ray.remote(num_cpus=1)(Other)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     ray.get([each.ping.remote() for each in others])

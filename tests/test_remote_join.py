@@ -11,8 +11,8 @@ from faults import append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
-from polycephaly.net import server as server_module
 from polycephaly.net.join import join
+from polycephaly.tuning import tuning
 
 SOON = 30.0
 
@@ -280,8 +280,8 @@ def test_a_worker_that_is_told_to_end_gives_back_and_finishes(number, remote, se
 
 
 def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "SILENCE", 3.0)
-    monkeypatch.setattr(server_module, "LOOK", 0.2)
+    monkeypatch.setattr(tuning, "client_silence_seconds", 3.0)
+    monkeypatch.setattr(tuning, "client_check_seconds", 0.2)
     started = str(tmp_path / "started")
     with Script(WORKER, card) as script:
         script.read_until("up")

@@ -7,8 +7,8 @@ from faults import append, hold_until, wait_for
 from scripts import Script, run_script
 
 import polycephaly as poly
-from polycephaly.net import server as server_module
 from polycephaly.net.join import join
+from polycephaly.tuning import tuning
 
 SOON = 30.0
 
@@ -118,7 +118,7 @@ def test_an_output_callable_that_fails_disturbs_nothing(server, card, caplog):
 
 
 def test_a_client_that_does_not_read_is_left_out_of_some_and_told_how_many(server, card, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "UNSEEN_MOST", 10_000)
+    monkeypatch.setattr(tuning, "unseen_bytes", 10_000)
     gate, blocked, lines = threading.Event(), threading.Event(), []
 
     def block(line):

@@ -26,6 +26,7 @@ from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 from polycephaly.link import State
+from polycephaly.tuning import tuning
 from polycephaly.wire import arena as arena_module
 from polycephaly.wire import store as store_module
 
@@ -320,9 +321,7 @@ def pool():
 @pytest.fixture
 def impatient(monkeypatch):
     """Memory without use is given back sooner than after a second."""
-    monkeypatch.setattr("polycephaly.local.engine.IDLE", 0.05)
-    monkeypatch.setattr("polycephaly.image.main.IDLE", 0.05)
-    monkeypatch.setattr(store_module.Store.tidy, "__defaults__", (0.05,))
+    monkeypatch.setattr(tuning, "warm_seconds", 0.05)
 
 
 def arena_of(pool):

@@ -17,10 +17,11 @@ from faults import exit_hard, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly import green
-from polycephaly.timeline import Span, Sums, record, trail
+from polycephaly.timeline import Span, Sums, trail
 from polycephaly.timeline.page import contents
 from polycephaly.timeline.plain import pack_timeline, unpack_timeline
 from polycephaly.timeline.trace import json_of
+from polycephaly.tuning import tuning
 
 ROOT = Path(__file__).parents[1]
 
@@ -198,8 +199,8 @@ def test_a_drone_of_a_pool_has_its_own():
 
 @pytest.mark.guarantee("log-5")
 def test_what_falls_out_of_the_bound_is_in_the_sums(monkeypatch):
-    monkeypatch.setattr(record, "KEPT", 40)
-    monkeypatch.setattr(record, "CHAPTERS", 10)
+    monkeypatch.setattr(tuning, "trace_spans", 40)
+    monkeypatch.setattr(tuning, "trace_segments", 10)
     with poly.Drone() as drone:
         for _ in range(150):
             drone.doit(noop, [1])
@@ -578,9 +579,9 @@ def test_a_number_too_long_to_be_told_harms_nothing():
 
 
 def test_names_without_end_are_added_up_together(monkeypatch):
-    monkeypatch.setattr(record, "KEPT", 20)
-    monkeypatch.setattr(record, "CHAPTERS", 2)
-    monkeypatch.setattr(record, "NAMES_KEPT", 5)
+    monkeypatch.setattr(tuning, "trace_spans", 20)
+    monkeypatch.setattr(tuning, "trace_segments", 2)
+    monkeypatch.setattr(tuning, "trace_names", 5)
     with poly.Pool(1) as pool:
         for n in range(60):
             pool.doit(f"x = {n}")

@@ -23,14 +23,15 @@ import polycephaly as poly
 from polycephaly import watch
 from polycephaly.link import State
 from polycephaly.procfs import state_of
+from polycephaly.tuning import tuning
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "LOOK", 0.1)
-    monkeypatch.setattr(watch, "QUIET", 0.6)
+    monkeypatch.setattr(tuning, "health_check_seconds", 0.1)
+    monkeypatch.setattr(tuning, "stalled_seconds", 0.6)
 
 
 @pytest.fixture
@@ -187,8 +188,8 @@ def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_do
         import os, signal, sys, time
         import polycephaly as poly
         from faults import append, hold_until, wait_for
-        from polycephaly import watch
-        watch.LOOK, watch.QUIET = 0.05, 0.3
+        from polycephaly.tuning import tuning
+        tuning.health_check_seconds, tuning.stalled_seconds = 0.05, 0.3
 
         def hold(gate, done):
             hold_until(gate)
@@ -304,7 +305,7 @@ def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, c
 
 @pytest.fixture
 def zygote_is_let_go_on_soon(quick, monkeypatch):
-    monkeypatch.setattr(watch, "STOPPED", 1.0)
+    monkeypatch.setattr(tuning, "stopped_zygote_seconds", 1.0)
 
 
 @pytest.mark.guarantee("death-10")

@@ -14,9 +14,11 @@ from in_time import WHY, Hub, Zygote, crew_of, give, make_ready
 from polycephaly import watch
 from polycephaly.link import State
 from polycephaly.roster import START_TRIES
-from polycephaly.watch import BUSY, LOOK, LOOK_AT_MEMORY, NEAR, QUIET, STOPPED
+from polycephaly.tuning import tuning
+from polycephaly.watch import BUSY, LOOK_AT_MEMORY, NEAR
 from polycephaly.wire.messages import FRAMES, STOP, Malformed
 
+LOOK, QUIET, STOPPED = tuning.health_check_seconds, tuning.stalled_seconds, tuning.stopped_zygote_seconds
 FIRST = LOOK  # when the first pulse of what is begun at 0 is felt
 LIMIT = 1000 << 20
 A_MOMENT = 1e-6

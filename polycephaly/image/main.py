@@ -26,6 +26,7 @@ import zmq
 from ..launch import forked, lifeline
 from ..launch.page import RunningPage
 from ..launch.zygote import Nest, Order
+from ..tuning import tuning
 from ..wire import endpoint, whereabouts
 from ..wire.arena import Arena
 from ..wire.capture import MainSnapshot, shared_with
@@ -38,7 +39,7 @@ from ..wire.messages import (
     Malformed,
     pack_numbers,
 )  # fmt: skip
-from ..wire.store import IDLE, Store
+from ..wire.store import Store
 from .child import become_child
 from .console import open_console
 from .ear import BEAT, Ear
@@ -48,6 +49,7 @@ from .overlap import Overlap
 from .runner import Runner, dropped
 
 __all__ = ["hatch"]
+
 
 def hatch(
     order: Order,
@@ -181,7 +183,7 @@ class Drone(Runner):
         news: list[tuple[int, int]] = []
         overlap = self._overlap
         while not news and ((beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()):
-            news = self._news.poll(BEAT if beside else IDLE)
+            news = self._news.poll(BEAT if beside else tuning.warm_seconds)
             self.beat()
             if not news:
                 self._store.tidy()
@@ -272,5 +274,3 @@ class Drone(Runner):
     @property
     def news_fd(self) -> int:
         return self._news.fileno()
-
-

@@ -28,13 +28,10 @@ from contextlib import suppress
 from time import sleep
 
 from ..procfs import processor_times, state_of
+from ..tuning import tuning
 
 __all__ = ["UnsafeFork", "check_after_fork", "check_before_fork"]
 
-SETTLES = 0.25
-"""Seconds of its own processor time in which a thread that runs ends or waits: on a busy machine that may take long.
-One that was joined a moment ago may still be about to end, and those of LLVM's and Intel's OpenMP spin for 200 ms
-(`KMP_BLOCKTIME`) before they wait."""
 LOOKS = 250
 """Looks in a row, a millisecond apart, at which a thread waits and its owner is not told."""
 _HARMLESS_NAMES = ("ZMQbg/", "jemalloc_bg_thd")
@@ -108,7 +105,7 @@ def check_after_fork() -> None:
         for thread in unknown:
             now, _ = processor_times(os.getpid(), str(thread))
             asleep[thread] = 0 if state_of(os.getpid(), str(thread)) == "R" else asleep[thread] + 1
-            if now - ran.setdefault(thread, now) >= SETTLES or asleep[thread] >= LOOKS:
+            if now - ran.setdefault(thread, now) >= tuning.thread_settle_seconds or asleep[thread] >= LOOKS:
                 stay.append(("an unknown library", others[thread]))
         if len(stay) > raw:
             raise UnsafeFork(stay)

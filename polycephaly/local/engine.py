@@ -28,10 +28,11 @@ from ..link import Link
 from ..output import Stream
 from ..promises import Promise
 from ..shared import Shared, share
+from ..tuning import tuning
 from ..wire.arena import Arena
 from ..wire.definitions import Book
 from ..wire.lane import Lane
-from ..wire.store import IDLE, Store
+from ..wire.store import Store
 from ..wire.whereabouts import channels_of, leave_word
 from .link import LocalLink
 
@@ -105,7 +106,7 @@ class LocalEngine:
         """From any thread: memory of this image's has come back. It stays warm for a while."""
         if not self._tidying:
             self._tidying = True
-            self._hub.post(lambda: self._hub.after(IDLE, self._tidy))
+            self._hub.post(lambda: self._hub.after(tuning.warm_seconds, self._tidy))
 
     def _tidy(self) -> None:
         self._tidying = False

@@ -36,6 +36,7 @@ from ..output import Line
 from ..plan import Terms
 from ..promises import CANCELLED, FINISHED, Milestone, Promise, callbacks, settlers
 from ..timers import Timers
+from ..tuning import tuning
 from ..wire.definitions import Book, Defined, Definition
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..work import Work
@@ -58,7 +59,6 @@ from .frames import (
     RUNNING,
     SEEN,
     SHARES,
-    SIGN_EVERY,
     TELL,
     Item,
     hello,
@@ -285,7 +285,8 @@ class Connection:
                 self._bell.asleep = True
                 if not (self._acts or self._cancels or self._could_send() or self._is_over()):
                     left = self._timers.left()
-                    poller.poll(math.ceil(min(SIGN_EVERY if left is None else left, SIGN_EVERY) * 1000))
+                    longest = tuning.client_sign_seconds
+                    poller.poll(math.ceil(min(longest if left is None else left, longest) * 1000))
                 self._bell.asleep = False
                 self._once()
         except Exception as error:
@@ -454,7 +455,7 @@ class Connection:
     def _sign(self) -> None:
         """A PING of the server's may lie behind much that is on its way: this tells it that we live."""
         now = self._timers.now()
-        if now - self._signed >= SIGN_EVERY and self.welcome.done():
+        if now - self._signed >= tuning.client_sign_seconds and self.welcome.done():
             self._signed = now
             self._dealer.send([LIVES])
 

@@ -2,16 +2,16 @@
 
     what the peer sends             what allows it, and so bounds it
     PING                            one of ours, which it sends back: it has read all that came before
-    LIVES                           time: one every `SIGN_EVERY` seconds
+    LIVES                           time: one every `tuning.client_sign_seconds`
     calls                           `AHEAD` that are unanswered, and of these `BYTES_AHEAD` and one more
     CANCEL                          the calls that it has given
     ASK, SHARE                      `ASKS` that are unanswered
     SEEN, GIVE_UP                   what was printed, what it shares
     a message longer than `PIECE`   comes as PARTs, each a message of its own; what all clients have
                                     unfinished, unanswered and unread has a ceiling, at which the largest is put out
-    what it does not read           `UNREAD` bytes lie ready at once; the answers after these stay with their calls,
-                                    which count as unanswered. Meanwhile no call of it is begun; nor are ever more
-                                    than give as much, if each gives what the largest of its newest results had
+    what it does not read           `tuning.unread_bytes` lie ready at once; the answers after these stay with their
+                                    calls, which count as unanswered. Meanwhile no call of it is begun; nor are ever
+                                    more than give as much, if each gives what the largest of its newest results had
 
 A peer of ours keeps to all of this, so one that does not is no peer of ours: it is put out at the first such message.
 Nothing depends on how fast either side is, or the way between them. Silence is counted in the server's own looks, so
@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import monotonic
 
+from ..tuning import tuning
 from ..wire.messages import Malformed
-from .frames import AHEAD, ASKS, BYTES_AHEAD, PART, PING, SIGN_EVERY, pack_numbers, read_numbers
+from .frames import AHEAD, ASKS, BYTES_AHEAD, PART, PING, pack_numbers, read_numbers
 
 __all__ = ["ClientFlow", "Flow"]
 
-UNREAD = 64 << 20  # bytes that lie ready in libzmq for a client, beside the message that passes this
 RESULT = 256 << 10  # bytes that a client's first results are taken to have
 MESSAGE = 128  # bytes that each message counts for, beside its frames: libzmq's share
 
@@ -37,8 +36,8 @@ MESSAGE = 128  # bytes that each message counts for, beside its frames: libzmq's
 class Flow:
     """Of any peer."""
 
-    def __init__(self) -> None:
-        self.heard = monotonic()
+    def __init__(self, now: float) -> None:
+        self.heard = now
         self.silent = 0  # looks of the server since then
         self.unfinished = 0  # bytes of the message that comes in parts
         self._parts: list[bytes] = []
@@ -89,15 +88,15 @@ class Flow:
 
 
 class ClientFlow(Flow):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: float) -> None:
+        super().__init__(now)
         self.owed: dict[int, int] = {}  # calls that are unanswered, and their bytes
         self.owed_bytes = 0
         self._cancellable = 0
         self.recalled = False
         self.defined = 0  # bytes of its definitions
         self._asked = 0
-        self._since = monotonic()
+        self._since = now
         self._signs = 0
         self._result = RESULT
         self.outbox_bytes = 0
@@ -111,7 +110,7 @@ class ClientFlow(Flow):
     @property
     def room(self) -> int:
         """How many of its calls the pool may have at once."""
-        return min(AHEAD, UNREAD // self._result)
+        return min(AHEAD, tuning.unread_bytes // self._result)
 
     def gave(self, largest: int) -> None:
         """Of its newest results, the largest had so many bytes."""
@@ -129,12 +128,13 @@ class ClientFlow(Flow):
         self.owed_bytes += size
         self._cancellable += 1
 
-    def lives(self) -> None:
+    def lives(self, now: float) -> None:
         """Raises `Malformed`. Those of a client that keeps to its clock come half as often; its first one comes after
         our welcome, so that they may all come late, but never early."""
         self._signs += 1
-        if self._signs > 1 + 2 * (monotonic() - self._since) / SIGN_EVERY:
-            raise Malformed(f"more signs of life than one every {SIGN_EVERY:g} s")
+        every = tuning.client_sign_seconds
+        if self._signs > 1 + 2 * (now - self._since) / every:
+            raise Malformed(f"more signs of life than one every {every:g} s")
 
     def cancels(self, numbers: Sequence[int]) -> None:
         """Raises `Malformed`."""

@@ -15,7 +15,7 @@
     ASK      JSON  ─────>                               what is not work: status, stop, drones ...
              <──────  TELL  JSON, with the number of what was asked
     PING     number  ─────>                             PING  <───── number: is it still there? It sends it back
-    LIVES    ─────>                                     every `SIGN_EVERY` seconds, also while much is on its way to it
+    LIVES    ─────>                                     every `client_sign_seconds`, also while much is on its way to it
     PART     frames  ─────>                             which stand before those of its next message
     BYE      ─────>   its work that is left is cancelled
 
@@ -57,7 +57,7 @@ __all__ = [
     "AHEAD", "ASK", "ASKS", "BYE", "BYTES_AHEAD",
     "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "LIVES", "NEWS", "OUTPUT",
     "PART", "PIECE", "PING", "RECALL", "REFUSED",
-    "RESULTS", "RETURNED", "RUNNING", "SEEN", "SHARE", "SHARES", "SIGN_EVERY", "TELL", "WINDOW",
+    "RESULTS", "RETURNED", "RUNNING", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW",
     "WORK",
     "Hello", "Item", "Result", "hello",
     "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_share", "pack_shares", "pack_work",
@@ -90,9 +90,6 @@ BYTES_AHEAD = 64 << 20
 
 ASKS = 16
 """Questions (ASK, SHARE) of one client that are sent and unanswered."""
-
-SIGN_EVERY = 2.0
-"""Seconds between the signs of life (LIVES) of a client."""
 
 LINE = 64
 """Bytes that a line of OUTPUT counts for, beside its text."""

@@ -12,7 +12,7 @@ has the secret of a key on the allow-list ends in libzmq's handshake: nothing of
 the greeting that every ZeroMQ socket sends (64 bytes: the protocol's version and "CURVE").
 
 Each client has a desk (desk.py) with its own definitions and work. A client that leaves, or is not heard of for
-`SILENCE` seconds, has its work cancelled; nobody else's is touched.
+`tuning.client_silence_seconds`, has its work cancelled; nobody else's is touched.
 
 A turn reads a bounded number of messages, of which libzmq gives each peer its share. A peer may send and leave unread
 only so much (flow.py). A peer that goes beyond, or sends malformed messages, is put out: a ROUTER closes no single
@@ -51,13 +51,14 @@ from ..output import Line
 from ..procfs import birth_of
 from ..promises import Promise, settlers
 from ..shared import Shared
+from ..tuning import tuning
 from ..wire.endpoint import has_news, new_context
 from ..wire.messages import CALL, Malformed
 from . import places
 from .accepted import Accepted
 from .bell import Bell
 from .desk import Desk, Given, outcome, run
-from .flow import UNREAD, ClientFlow, Flow
+from .flow import ClientFlow, Flow
 from .forks import listening
 from .frames import (
     ASK,
@@ -103,14 +104,10 @@ __all__ = ["Server", "serve"]
 log = logging.getLogger(__name__)
 
 DOMAIN = b"polycephaly"
-SILENCE = 15.0  # seconds
-LOOK = 1.0  # seconds between looks at who is silent
 LOOK_AT_CONNECTIONS = 0.2  # seconds between looks at what they have sent, where there are any
 A_TURN = 100  # messages that are read in one
 DEFINITIONS = 1024  # of one client
 LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
-UNSEEN_MOST = 8 << 20  # bytes of output that a client may have before it
-HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 3000
 
 
@@ -118,7 +115,7 @@ class Client(ClientFlow):
     desk: Desk
 
     def __init__(self, identity: bytes, key: str) -> None:
-        super().__init__()
+        super().__init__(monotonic())
         self.identity = identity
         self.key = key
         self.tag = secrets.token_hex(8)  # of what its work prints
@@ -179,7 +176,8 @@ class Server:
                 (zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.ROUTER_MANDATORY, 1),
                 (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, DOMAIN),
                 (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret.encode()),
-                (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
+                (zmq.HANDSHAKE_IVL, int(tuning.handshake_seconds * 1000)),
+                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
             self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -277,11 +275,13 @@ class Server:
         poller = zmq.Poller()
         for each in (self._router, self._zap, self._monitor, self._bell):
             poller.register(each, zmq.POLLIN)
-        look = look_at_connections = monotonic() + LOOK
+        look = look_at_connections = monotonic() + tuning.client_check_seconds
         while not self._closing:
             self._bell.asleep = True
             if not (self._outcomes or self._acts or self._gone or self._closing):
-                often = LOOK_AT_WORKERS if self._workers else LOOK_AT_CONNECTIONS if self._accepted else LOOK
+                often = LOOK_AT_CONNECTIONS if self._accepted else tuning.client_check_seconds
+                if self._workers:
+                    often = LOOK_AT_WORKERS
                 poller.poll(int(often * 1000))
             self._bell.asleep = False
             with self._turn:
@@ -309,10 +309,11 @@ class Server:
                             if begun := client.desk.begun():
                                 self._say(client, pack_numbers(RUNNING, begun))
                         self._check_ceiling()
-                        for why in self._accepted.look(2 * SILENCE, LOOK_AT_CONNECTIONS):  # clients are told before
+                        patience = 2 * tuning.client_silence_seconds  # clients are told before
+                        for why in self._accepted.look(patience, LOOK_AT_CONNECTIONS):
                             self._note_put_out("of no key yet", why)
                     if late:
-                        look = monotonic() + LOOK
+                        look = monotonic() + tuning.client_check_seconds
                         self._tell_of_strangers()
                 except Exception:
                     log.exception("a bug in polycephaly: a server's turn failed")
@@ -450,7 +451,7 @@ class Server:
                 raise Malformed("more output dealt with than there was")
             client.unseen -= seen
         elif kind == LIVES:
-            client.lives()
+            client.lives(monotonic())
         elif kind == BYE:
             self._drop(client, "you have left")
         else:
@@ -521,7 +522,7 @@ class Server:
         """Not to one who does not read them, or they would fill the memory."""
         told: list[tuple[str, str, str]] = []
         for line in lines:
-            if client.unseen > UNSEEN_MOST:
+            if client.unseen > tuning.unseen_bytes:
                 client.left_out += 1
                 continue
             if client.left_out:
@@ -549,7 +550,7 @@ class Server:
         self._send_on(client)
 
     def _send_on(self, client: Client) -> None:
-        while client.outbox and client.unread <= UNREAD:
+        while client.outbox and client.unread <= tuning.unread_bytes:
             frames, answers, questions = client.outbox.popleft()
             client.outbox_bytes -= sum(map(len, frames))
             client.answered(answers, questions)
@@ -576,10 +577,11 @@ class Server:
                 self._somebody_left = True  # perhaps only a stranger
 
     def _drop_the_gone(self, look: bool) -> None:
+        silence = tuning.client_silence_seconds
         for peer in [*self._clients.values(), *self._workers]:
             peer.silent += look
-            if peer.silent * LOOK > SILENCE:
-                self._let_go(peer.identity, f"not heard of for {SILENCE:g} s")
+            if peer.silent * tuning.client_check_seconds > silence:
+                self._let_go(peer.identity, f"not heard of for {silence:g} s")
             else:
                 self._send(peer.identity, peer.probe())
 

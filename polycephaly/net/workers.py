@@ -77,7 +77,7 @@ _INDEX = 32
 
 class Worker(Flow):
     def __init__(self, identity: bytes, key: str, index: int, who: dict[str, Any]) -> None:
-        super().__init__()
+        super().__init__(monotonic())
         self.identity = identity
         self.key = key
         self.told = monotonic()

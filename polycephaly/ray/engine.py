@@ -40,6 +40,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..errors import Lost
 from ..link import Link, State
 from ..procfs import boot_of_this_machine
+from ..tuning import tuning
 from ..wire import snapshot
 from ..wire.arena import Full
 from ..wire.capture import MainSnapshot
@@ -64,7 +65,6 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY = 2.0  # seconds after which a drone that is silent is asked
 PROBES_A_SECOND = 50  # of idle drones, however many there are: a probe costs the driver a millisecond
-SAY_AFTER = 10.0  # seconds that drones may take to start before it is said what is waited for
 LAST_WITHIN = 5.0  # seconds for what a drone that ends has told by the switch
 REMAINS_WITHIN = 6.0  # seconds for a task on a dead drone's node
 SWITCH_CALLS = 2 * MOST
@@ -126,9 +126,7 @@ class RayEngine:
 
     def start(self, number: int, name: str, index: int) -> RayLink | None:
         plan = self._plan
-        birth = Birth(
-            number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None
-        )
+        birth = Birth(number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None)
         try:
             actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
         except Exception as error:
@@ -138,7 +136,7 @@ class RayEngine:
         self._when_done(actor.begin.remote(), partial(self._started, link), partial(self._not_started, link))
         if not self._says_what_is_awaited:
             self._says_what_is_awaited = True
-            self._hub.after(SAY_AFTER, self._say_what_is_awaited)
+            self._hub.after(tuning.start_report_seconds, self._say_what_is_awaited)
         return link
 
     def _started(self, link: RayLink, born: Born) -> None:
@@ -170,7 +168,7 @@ class RayEngine:
         self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
         if not self._says_what_is_awaited:
             return
-        wait = min(link.asked_for for link in starting) + SAY_AFTER - monotonic()
+        wait = min(link.asked_for for link in starting) + tuning.start_report_seconds - self._hub.timers.now()
         if wait <= 0:
             more = len(starting) - 1
             log.warning(
@@ -178,7 +176,7 @@ class RayEngine:
                 self._plan.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
                 ray.available_resources(),
             )  # fmt: skip
-            wait = 6 * SAY_AFTER
+            wait = 6 * tuning.start_report_seconds
         self._hub.after(wait, self._say_what_is_awaited)
 
     # -- what links use, in turns -------------------------------------------------------------------
@@ -202,7 +200,7 @@ class RayEngine:
 
     def _answered(self, link: RayLink, cargo: Any, told: bytes) -> None:
         link.calls -= 1
-        link.last_heard = monotonic()
+        link.last_heard = self._hub.timers.now()
         link.hear(Report.unpack(told), cargo)
 
     def not_sent(self, link: RayLink, frames: list[bytes], works: Sequence[Work], error: Exception) -> None:
@@ -310,7 +308,7 @@ class RayEngine:
         """A drone of which nothing was heard may have died."""
         if self._ended or self._is_lost():
             return
-        now = monotonic()
+        now = self._hub.timers.now()
         links = self._roster.links
         idle_every = max(self._probe_every, len(links) / PROBES_A_SECOND)
         for link in links:
@@ -331,7 +329,7 @@ class RayEngine:
         for number, (told, cargo) in news:
             link = next((each for each in self._roster.links if each.number == number), None)
             if isinstance(link, RayLink):
-                link.last_heard = monotonic()
+                link.last_heard = self._hub.timers.now()
                 link.hear(Report.unpack(told), cargo)
         self._listen()
 
@@ -402,4 +400,3 @@ def _fate(error: Exception) -> str:
 
 def _cannot_be(error: Exception) -> bool:
     return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")
-

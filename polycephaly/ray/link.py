@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pickle import dumps
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -42,7 +41,7 @@ class RayLink(Link):
         super().__init__(engine.crew, number, name)
         self.ledger: Any = Manifest()
         self.actor = actor
-        self.asked_for = monotonic()
+        self.asked_for = self.crew.hub.timers.now()
         self.born_as: Born | None = None
         self.dying = False
         self.calls = 0  # that it has not answered

@@ -1,6 +1,6 @@
 """A crew's record of what was done: an entry for each batch of answers, in the hub's turns.
 
-    hearing ──add──> chapter ──full──> chapters, at most `CHAPTERS` ──the oldest──> sums
+    hearing ──add──> chapter ──full──> chapters, at most `tuning.trace_segments` ──the oldest──> sums
                                          │
               any thread ──spans()───────┘
 
@@ -20,6 +20,7 @@ from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..tuning import tuning
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as ERRONEOUS
 from ..work import Answer
@@ -30,15 +31,10 @@ if TYPE_CHECKING:
     from ..work import Work
 from .trail import read, spans_of
 
-__all__ = ["KEPT", "Entry", "Folded", "Record"]
+__all__ = ["Entry", "Folded", "Record"]
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
-KEPT = 30_000
-"""Spans, about: what is kept of a crew for its picture. Some 15 MB at most."""
-CHAPTERS = 100
-NAMES_KEPT = 1000
-"""Of functions on drones, in the sums; what has yet another name, as every code string may, is added up together."""
 OTHERS = "(others)"
 SHORT = 100e-6  # seconds
 THREADS_KEPT = 10_000
@@ -231,12 +227,12 @@ class Record:
     def _add(self, entry: Entry) -> None:
         self._chapter.append(entry)
         self._size += len(entry.started)
-        if self._size >= KEPT // CHAPTERS:
+        if self._size >= tuning.trace_spans // tuning.trace_segments:
             self._turn_over()
 
     def _turn_over(self) -> None:
         folded, chapters = self._state
-        if len(chapters) >= CHAPTERS:
+        if len(chapters) >= tuning.trace_segments:
             folded, chapters = _fold(folded, chapters[0]), chapters[1:]
         self._chapter, self._size = [], 0
         self._state = folded, (*chapters, self._chapter)
@@ -268,7 +264,7 @@ def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
         spans += len(entry.started)
         start, end = min(start, entry.queued[0]), max(end, entry.received)
         key = entry.drone, entry.name
-        if key not in known and key not in added and len(known) + len(added) >= NAMES_KEPT:
+        if key not in known and key not in added and len(known) + len(added) >= tuning.trace_names:
             key = entry.drone, OTHERS
         if key in added:
             so_far = added[key]

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from ..launch.shield import Shield
+from ..tuning import tuning
 from .arena import (
     REGIONS,
     SPAN,
@@ -31,7 +32,7 @@ from .arena import (
 )
 from .loans import Parcel, Place
 
-__all__ = ["IDLE", "Segment", "Store", "place_of", "pristine_view"]
+__all__ = ["Segment", "Store", "place_of", "pristine_view"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -42,8 +43,6 @@ MAPPED_FROM = 1 << 20
 """Bytes of a block that its writer maps when it is used again; smaller ones are written, which is as fast."""
 PIECE = 4 << 20
 """Bytes copied between two chances for other threads."""
-IDLE = 1.0
-"""Seconds that a block stays warm without use."""
 
 _MAP_POPULATE = 0x8000
 
@@ -196,16 +195,16 @@ class Store:
                 at += len(piece)
         block.filled = max(block.filled, size)
 
-    def tidy(self, idle: float = IDLE) -> bool:
-        """Gives back the memory of blocks that nobody has used for so many seconds, and lets go of what was held for
-        forked children that have ended. Is there more to come?"""
+    def tidy(self, idle: float | None = None) -> bool:
+        """Gives back the memory of blocks that nobody has used for `idle` seconds (`tuning.warm_seconds` if None), and
+        lets go of what was held for forked children that have ended. Is there more to come?"""
         look_for_ended_forks()
         if not self._lock.acquire(blocking=False):  # who has it may run a finalizer that waits for who calls this
             return True
         try:
             self._owner = threading.get_ident()
             self._take_back()
-            latest = monotonic() - idle
+            latest = monotonic() - (tuning.warm_seconds if idle is None else idle)
             for free in self._free.values():
                 for block in free:
                     if block.filled and block.idle_since <= latest:
