@@ -28,6 +28,7 @@ from itertools import compress
 from operator import not_
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import census
 import engines
@@ -43,6 +44,21 @@ _folder = ""
 _not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
 _TEARDOWN = 40.0  # seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--switches", type=int, metavar="SEED", help="force thread switches at random bytecodes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    seed = item.config.getoption("--switches")
+    if seed is None:
+        return (yield)
+    import switches
+
+    with switches.at_random(crc32(f"{seed} {item.nodeid}".encode())):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,15 +9,24 @@ interpreter with its global lock does: what holds here does not depend on where 
 
 That a thread is about to wait is told by the locks (`telling_locks`), not guessed from the time that has passed. If the
 first is before it was stopped, the second begins, and nothing is left to be stopped: the rest comes after the second.
+
+`at_random` is for all other tests: `pytest --switches 7` forces switches in whatever they run, at random places.
 """
 
 import _thread
+import dis
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from itertools import count
-from types import FrameType, ModuleType
+from random import Random
+from time import sleep
+from types import CodeType, FrameType, ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,6 +35,8 @@ from polycephaly.tuning import tuning
 
 PATIENCE = 30
 """Seconds after which an operation that has not returned is taken to hang. Reached only where a test fails."""
+SELDOM = 0.1
+"""Seconds that a thread which computes keeps the interpreter, where switches are forced."""
 
 _this_thread = threading.local()
 
@@ -170,3 +181,46 @@ def every_meeting(
             assert at > 0, f"nothing of {sorted(files)} was run"
             return
         yield first, second, place
+
+
+@cache
+def _where_it_may_switch(code: CodeType) -> set[int]:
+    """Before these bytecodes: where a function begins or goes on, at the end of a loop, after a call, and in `with`."""
+    places, called = set(), False
+    for each in dis.get_instructions(code):
+        if called or each.opname in ("RESUME", "JUMP_BACKWARD"):
+            places.add(each.offset)
+        called = each.opname.startswith(("CALL", "BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL"))
+    return places
+
+
+@contextmanager
+def at_random(seed: int) -> Iterator[None]:
+    """All threads, and the processes that are forked meanwhile, switch at places of the package, chosen at random of
+    those where CPython may switch."""
+    package = os.path.dirname(str(promises.__file__)) + os.sep
+    chance = Random(seed).random
+
+    def traced(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "call" and (chance() > 0.1 or not frame.f_code.co_filename.startswith(package)):
+            return None
+        frame.f_trace = traced
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode" and chance() < 0.1 and frame.f_lasti in _where_it_may_switch(frame.f_code):
+            sleep(2e-5)  # a thread that waits for the interpreter gets it
+        return traced
+
+    before, interval = sys.gettrace(), sys.getswitchinterval()
+    # What traces has bytecodes of its own, at which the interpreter may switch, and so where it never would without
+    # it. So that is made rare, also where a test sets the interval. A failure is to be thought through all the same.
+    sys.setswitchinterval(SELDOM)
+    threading.settrace(traced)
+    sys.settrace(traced)
+    try:
+        with mock.patch.object(sys, "setswitchinterval"):
+            yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)  # type: ignore[arg-type]  # None is what there was
+        sys.setswitchinterval(interval)
