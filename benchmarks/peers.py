@@ -169,7 +169,7 @@ def zeromq_echo(_: int) -> Iterator[Workers]:
 
 
 PEERS = {
-    OURS: Peer("polycephaly.Pool", "polycephaly.pool", polycephaly_pool),
+    OURS: Peer("polycephaly.Pool", "polycephaly.pool.pool", polycephaly_pool),
     "multiprocessing": Peer("multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool),
     "futures": Peer("ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=20_000),
     "loky": Peer("loky", "loky", loky, most=20_000),

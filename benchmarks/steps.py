@@ -22,9 +22,10 @@ from typing import Any
 import click
 
 import polycephaly as poly
-from polycephaly import crew as crews
-from polycephaly import hearing, hub, link
-from polycephaly.local.link import LocalLink
+from polycephaly.engines.local.handle import LocalLink
+from polycephaly.pool import dispatcher as crews
+from polycephaly.pool import drone_handle, handlers
+from polycephaly.runtime import reactor
 
 TASKS = 20_000
 CALLS = 100_000
@@ -105,10 +106,10 @@ def main(runs: int) -> None:
     """Prints microseconds a task: median, least and most of the runs."""
     clock = Clock()
     clock.watch_method(crews.Crew, "dispatch", "  choosing a drone")
-    clock.watch_method(link.Link, "load_batch", "  packing")
+    clock.watch_method(drone_handle.Link, "load_batch", "  packing")
     clock.watch_method(LocalLink, "send", "  sending")
-    clock.watch(hub, "hear", "  unpacking")
-    clock.watch(hearing, "_settle_values", "  settling")
+    clock.watch(reactor, "hear", "  unpacking")
+    clock.watch(handlers, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)
     with poly.Pool(DRONES) as pool:
         for _ in range(3):

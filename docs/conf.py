@@ -67,7 +67,7 @@ MADE_ELSEWHERE = {
 
 
 def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
-    """`polycephaly.promises.Promise` in an annotation is `polycephaly.Promise` here; `Pool.map` says enough."""
+    """`polycephaly.promises.promise.Promise` in an annotation is `polycephaly.Promise` here; `Pool.map` says enough."""
     domain = env.get_domain("py")
     target = node.get("reftarget", "")
     if target.islower() and "." not in target:  # most often a parameter

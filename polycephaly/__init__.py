@@ -48,50 +48,50 @@ __all__ = [
 if TYPE_CHECKING:
     from . import green
     from . import joblib as joblib
-    from .combining import as_completed, gather, race
-    from .dataflow import flow
-    from .drone import Drone, doit, promise
+    from .engines.remote.client import connect
     from .errors import ChannelClosed, Deadlock, DroneDied, ItemLost, Lost, PoreClosed, RemoteError
-    from .graph import Graph
-    from .kept import Kept
-    from .net.client import connect
-    from .net.server import serve
-    from .pool import Pool
-    from .pores import Pore
-    from .promises import Promise
-    from .shared import Shared
+    from .pool.drone import Drone, doit, promise
+    from .pool.flow import flow
+    from .pool.flow_graph import Graph
+    from .pool.pool import Pool
+    from .pool.waiting import Waiting
+    from .promises.combining import as_completed, gather, race
+    from .promises.promise import Promise
+    from .server.server import serve
+    from .store.kept import Kept
+    from .store.pores import Pore
+    from .store.shared import Shared
     from .timeline import Timeline
-    from .waiting import Waiting
 
 _HOMES = {
     "ChannelClosed": "errors",
     "Deadlock": "errors",
-    "Drone": "drone",
+    "Drone": "pool.drone",
     "DroneDied": "errors",
-    "Graph": "graph",
+    "Graph": "pool.flow_graph",
     "ItemLost": "errors",
-    "Kept": "kept",
+    "Kept": "store.kept",
     "Lost": "errors",
-    "Pool": "pool",
-    "Pore": "pores",
+    "Pool": "pool.pool",
+    "Pore": "store.pores",
     "PoreClosed": "errors",
-    "Promise": "promises",
+    "Promise": "promises.promise",
     "RemoteError": "errors",
-    "Shared": "shared",
+    "Shared": "store.shared",
     "Timeline": "timeline",
-    "Waiting": "waiting",
-    "as_completed": "combining",
-    "connect": "net.client",
-    "doit": "drone",
-    "flow": "dataflow",
-    "gather": "combining",
+    "Waiting": "pool.waiting",
+    "as_completed": "promises.combining",
+    "connect": "engines.remote.client",
+    "doit": "pool.drone",
+    "flow": "pool.flow",
+    "gather": "promises.combining",
     "green": "green",
     "joblib": "joblib",
-    "load_ipython_extension": "jupyter",
-    "promise": "drone",
-    "race": "combining",
-    "serve": "net.server",
-    "unload_ipython_extension": "jupyter",
+    "load_ipython_extension": "integrations.jupyter",
+    "promise": "pool.drone",
+    "race": "promises.combining",
+    "serve": "server.server",
+    "unload_ipython_extension": "integrations.jupyter",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m polycephaly`: the `polycephaly` command."""
 
-from polycephaly.cli import main
+from .cli import main
 
 main(prog_name="polycephaly")

@@ -28,11 +28,11 @@ from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .image.child import call_as_imported
-from .pool import Pool
-from .promises import Promise
-from .shared import Contents
-from .wire.capture import ATOMS, MainSnapshot, main_namespace
+from .drone.child import call_as_imported
+from .pool.pool import Pool
+from .promises.promise import Promise
+from .store.shared import Contents
+from .wire.pickling import ATOMS, MainSnapshot, main_namespace
 
 try:
     import joblib

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from polycephaly.launch import native
+from polycephaly.engines.local import native_threads as native
 
 MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700

@@ -42,7 +42,7 @@ import numpy as np
 from faults import Killer, append, fail, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.work import Work
+from polycephaly.pool.task import Work
 
 HANG = 60.0  # seconds without anything settled
 KINDS = ("sleep", "quick", "spin", "array", "err", "cancel", "print", "crash", "fork")

@@ -267,7 +267,7 @@ def pytest_exception_interact(node: Any, call: pytest.CallInfo[Any]) -> None:
 def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drone that does not heed an interrupt within a second is killed. For tests of what survives one: a machine that
     stands still for so long must not have it killed."""
-    monkeypatch.setattr("polycephaly.tuning.tuning.grace_seconds", 60.0)
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 60.0)
 
 
 @pytest.fixture(scope="session", params=engines.ENGINES)

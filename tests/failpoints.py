@@ -20,7 +20,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
-from polycephaly.image import runner
+from polycephaly.drone import executor
 
 BEFORE, AFTER = "before", "after"
 
@@ -176,4 +176,4 @@ def at_point(name: str, when: str, hit: int = 1, do: Callable[[], object] = die)
 def _role(controller: int) -> str:
     if os.getpid() == controller:
         return "controller"
-    return "zygote" if os.getppid() == controller and not runner._runners else "drone"
+    return "zygote" if os.getppid() == controller and not executor._runners else "drone"

@@ -53,17 +53,17 @@ import zmq
 from faults import append, hold_until, wait_for
 
 import polycephaly as poly
-from polycephaly import work
-from polycephaly.image import main as image_main
-from polycephaly.image import runner as image_runner
-from polycephaly.link import Link, State
+from polycephaly.drone import executor as image_runner
+from polycephaly.drone import main as image_main
+from polycephaly.pool import task
+from polycephaly.pool.drone_handle import Link, State
+from polycephaly.store.arena import SPAN, Arena
+from polycephaly.store.blocks import Store
+from polycephaly.store.references import Arrived, Ledger, Parcel, load, load_joined
 from polycephaly.timeline import trail
-from polycephaly.wire import definitions
-from polycephaly.wire.arena import SPAN, Arena
-from polycephaly.wire.capture import join
+from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
-from polycephaly.wire.lane import LARGEST, Lane
-from polycephaly.wire.loans import Arrived, Ledger, Parcel, load, load_joined
+from polycephaly.wire.fast_transport import LARGEST, Lane
 from polycephaly.wire.messages import (
     CALL,
     CALL_FILLED,
@@ -104,6 +104,7 @@ from polycephaly.wire.messages import (
     unpack_together,
     unpack_work,
 )  # fmt: skip
+from polycephaly.wire.pickling import join
 from polycephaly.wire.slices import (
     ENDED,
     FAILED,
@@ -118,7 +119,6 @@ from polycephaly.wire.slices import (
     unpack_calls,
     unpack_split,
 )
-from polycephaly.wire.store import Store
 
 SOON = 20.0  # seconds: what is not there by then hangs
 MEMORY = 1 << 30  # bytes of addresses, beyond what there is: a mutated pickle may ask for any amount
@@ -587,9 +587,9 @@ def answers(pool: poly.Pool, heard: Heard) -> None:
 
 def skip_low_numbers() -> None:
     """So that what is mutated to a small number, and is well formed, is not about anybody's work or definition."""
-    while next(work._numbers) < 300:
+    while next(task._numbers) < 300:
         pass
-    while next(definitions._numbers) < 300:
+    while next(functions._numbers) < 300:
         pass
 
 

@@ -34,9 +34,9 @@ if __name__ == "__main__":
 import zmq
 
 import polycephaly as poly
-from polycephaly.net import frames
-from polycephaly.net.frames import Item
-from polycephaly.net.keys import Card
+from polycephaly.engines.remote import messages as frames
+from polycephaly.engines.remote.keys import Card
+from polycephaly.engines.remote.messages import Item
 from polycephaly.wire.messages import CALL, DEFINE_CODE
 
 BURST = 2000  # messages that one connection says before it looks whether it is still there

@@ -3,7 +3,7 @@
     test ── pass_, stand_still ──> Hub (timers, turns) ──> Crew, Roster, Halts, Watch, ... ──> Link ──> what it was sent
       └──── what a drone does: answers, is quiet, holds memory ────────────────────────────────^
 
-All above the seam of engine.py is the real thing. Made up are the hub, which has no threads and no sockets, and an
+All above the seam of pool/engine.py is the real thing. Made up are the hub, which has no threads and no sockets, and an
 engine whose drones are what the test says of them.
 """
 
@@ -12,16 +12,15 @@ from collections import deque
 from pickle import dumps
 from unittest import mock
 
-import polycephaly.crew
-from polycephaly.hearing import hear
-from polycephaly.launch.launcher import Launcher
-from polycephaly.link import Link as RealLink
-from polycephaly.link import State
-from polycephaly.plan import Plan, Terms
-from polycephaly.timers import Timers
-from polycephaly.wire.capture import MainSnapshot
-from polycephaly.wire.definitions import Book
-from polycephaly.wire.loans import Ledger
+import polycephaly.pool.dispatcher
+from polycephaly.engines.local.launcher import Launcher
+from polycephaly.pool.config import Plan, Terms
+from polycephaly.pool.drone_handle import Link as RealLink
+from polycephaly.pool.drone_handle import State
+from polycephaly.pool.handlers import hear
+from polycephaly.runtime.timers import Timers
+from polycephaly.store.references import Ledger
+from polycephaly.wire.functions import Book
 from polycephaly.wire.messages import (
     VALUE,
     head_type,
@@ -31,6 +30,7 @@ from polycephaly.wire.messages import (
     pack_outcomes,
     pack_values,
 )
+from polycephaly.wire.pickling import MainSnapshot
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
 PID = 7000  # and more, of drones
@@ -290,8 +290,8 @@ def crew_of(hub, size, *, ready=True, keeper=None, **plan):
     """A crew whose drones are `ready`, or have not even a pid."""
     if keeper is not None:
         keeper.hub = hub
-    with mock.patch.object(polycephaly.crew, "lease_hub", lambda: hub):
-        crew = polycephaly.crew.Crew(Plan(size=size, machine=Machine(keeper), **(USUAL | plan)))
+    with mock.patch.object(polycephaly.pool.dispatcher, "lease_hub", lambda: hub):
+        crew = polycephaly.pool.dispatcher.Crew(Plan(size=size, machine=Machine(keeper), **(USUAL | plan)))
     hub.turn()
     if ready:
         make_ready(crew)

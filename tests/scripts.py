@@ -14,7 +14,7 @@ from types import TracebackType
 from census import DEADLINE, MARKER, Patience, homes, wait_until_gone
 from faults import wait_for
 
-from polycephaly.procfs import state_of
+from polycephaly.runtime.procfs import state_of
 
 TIMEOUT = 30.0
 

@@ -14,8 +14,8 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import polycephaly as poly
-from polycephaly.drone import Drone
-from polycephaly.output import Line
+from polycephaly.pool.drone import Drone
+from polycephaly.wire.output import Line
 
 
 class ProcessPoolExecutor(poly.Pool):

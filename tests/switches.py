@@ -30,8 +30,8 @@ from unittest import mock
 
 import pytest
 
-from polycephaly import promises
-from polycephaly.tuning import tuning
+from polycephaly.promises import promise
+from polycephaly.runtime.tuning import tuning
 
 PATIENCE = 30
 """Seconds after which an operation that has not returned is taken to hang. Reached only where a test fails."""
@@ -71,7 +71,7 @@ class _Telling:
 def telling_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks that are made from now on tell, and a waiter relies on being woken: it does not look up now and then."""
     plain, reentrant = _thread.allocate_lock, _thread.RLock
-    monkeypatch.setattr(promises, "allocate_lock", lambda: _Telling(plain()))
+    monkeypatch.setattr(promise, "allocate_lock", lambda: _Telling(plain()))
     for name in ("Lock", "_allocate_lock"):
         monkeypatch.setattr(threading, name, lambda: _Telling(plain()))
     monkeypatch.setattr(threading, "RLock", lambda: _Telling(reentrant()))
@@ -198,7 +198,7 @@ def _where_it_may_switch(code: CodeType) -> set[int]:
 def at_random(seed: int) -> Iterator[None]:
     """All threads, and the processes that are forked meanwhile, switch at places of the package, chosen at random of
     those where CPython may switch."""
-    package = os.path.dirname(str(promises.__file__)) + os.sep
+    package = os.path.dirname(str(promise.__file__)) + os.sep
     chance = Random(seed).random
 
     def traced(frame: FrameType, event: str, arg: object) -> Any:

@@ -14,10 +14,13 @@ from struct import Struct
 import numpy as np
 import pytest
 
-from polycephaly.wire import arena as arena_module
-from polycephaly.wire import store as store_module
-from polycephaly.wire.arena import Arena, Full, view
-from polycephaly.wire.capture import (
+from polycephaly.store import arena as arena_module
+from polycephaly.store import blocks as store_module
+from polycephaly.store.arena import Arena, Full, view
+from polycephaly.store.blocks import Store, place_of, pristine_view
+from polycephaly.store.references import Arrived, Ledger, Loan, Parcel, load, load_beside, load_joined
+from polycephaly.wire.messages import Malformed
+from polycephaly.wire.pickling import (
     LARGE_BUFFER,
     MainSnapshot,
     capture,
@@ -27,9 +30,6 @@ from polycephaly.wire.capture import (
     pickled_size,
     stored,
 )
-from polycephaly.wire.loans import Arrived, Ledger, Loan, Parcel, load, load_beside, load_joined
-from polycephaly.wire.messages import Malformed
-from polycephaly.wire.store import Store, place_of, pristine_view
 
 PAGE = mmap.PAGESIZE
 

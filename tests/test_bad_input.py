@@ -172,7 +172,7 @@ def test_a_process_limit_is_named_and_everything_started_ended(tmp_path):
     done = run_script("""
         import os, resource
         import polycephaly as poly
-        import polycephaly.pool, polycephaly.local.engine  # where they lie, that user may be unable to read
+        import polycephaly.pool.pool, polycephaly.engines.local.engine  # that user may not read them
         os.setgroups([]); os.setgid(54321); os.setuid(54321)
         resource.setrlimit(resource.RLIMIT_NPROC, (12, 12))
         import tempfile; tempfile.tempdir = "/tmp"

@@ -13,10 +13,10 @@ from faults import wait_for
 from scripts import output_of
 
 from polycephaly import green
-from polycephaly.wire.arena import Arena
-from polycephaly.wire.capture import MainSnapshot
-from polycephaly.wire.definitions import Book
-from polycephaly.wire.store import Store
+from polycephaly.store.arena import Arena
+from polycephaly.store.blocks import Store
+from polycephaly.wire.functions import Book
+from polycephaly.wire.pickling import MainSnapshot
 
 pytestmark = on_each_engine
 

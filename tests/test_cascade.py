@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from polycephaly.cascade import Cascade
+from polycephaly.promises.trampoline import Cascade
 
 MANY = 400
 

@@ -506,7 +506,7 @@ def use_up_descriptors():
 
 
 def let_the_ear_find_a_full_lane_once():
-    from polycephaly.wire.lane import Lane
+    from polycephaly.wire.fast_transport import Lane
 
     real, times = Lane.send, []
 

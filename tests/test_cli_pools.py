@@ -20,7 +20,7 @@ import pytest
 from faults import wait_for
 
 import polycephaly as poly
-from polycephaly.net.keys import Card
+from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "polycephaly"]
@@ -581,7 +581,7 @@ def test_the_log_stays_when_the_pool_has_ended_and_follows_while_it_runs(shell: 
 FILL = """
 import sys
 from polycephaly.cli import journal
-from polycephaly.output import Line
+from polycephaly.wire.output import Line
 journal.LARGEST = 4000
 one = journal.Journal("lab", in_background=True)
 for number in range(300):

@@ -12,7 +12,7 @@ import pytest
 from faults import lines, wait_for
 from scripts import Script, run_script
 
-from polycephaly.procfs import state_of
+from polycephaly.runtime.procfs import state_of
 
 WAITS = {
     "value": ("p = pool.promise(block_for_ever, up)", "p.value", "p.cancelled()"),
@@ -45,7 +45,7 @@ def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_
     with Script(f"""
         import sys
         import polycephaly as poly
-        from polycephaly.tuning import tuning
+        from polycephaly.runtime.tuning import tuning
         from faults import block_for_ever
         tuning.grace_seconds = 100.0  # no drone is killed for being slow
         up = sys.argv[1]
@@ -144,7 +144,7 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
     with Script(f"""
         import signal, sys, threading, time, traceback
         import polycephaly as poly
-        from polycephaly.tuning import tuning
+        from polycephaly.runtime.tuning import tuning
         from faults import append
         tuning.grace_seconds = 100.0  # what does not want to end has all the time in the world
 
@@ -229,7 +229,8 @@ def _take_terminal():
 def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
     with Terminal(tmp_path) as terminal:
         terminal.type("import polycephaly as poly, threading, time\n")
-        terminal.type("from polycephaly import promises\nfrom polycephaly.tuning import tuning\n")
+        terminal.type("from polycephaly.promises import promise as promises\n")
+        terminal.type("from polycephaly.runtime.tuning import tuning\n")
         terminal.type("tuning.grace_seconds = 100.0\n")  # no drone is killed for being slow
         terminal.type("pool = poly.Pool(2); pids = [d.pid for d in pool.drones]\n")
         terminal.type("def tell_when_it_waits(main=threading.get_ident()):\n")

@@ -340,9 +340,9 @@ def start_and_die(pids):
 
 
 def scribble_over_the_running_page():
-    from polycephaly.image import runner
+    from polycephaly.drone import executor
 
-    (drone,) = runner._runners
+    (drone,) = executor._runners
     drone._row._cells[2] = 500
     os._exit(1)
 
@@ -356,20 +356,20 @@ def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
 
 def lose_large_messages():
     """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread has written them."""
-    from polycephaly.image import main, runner
+    from polycephaly.drone import executor, main
 
     sent = main.Drone._send
     main.Drone._send = lambda drone, frames: sum(map(len, frames)) < 10_000 and sent(drone, frames)
-    runner.BULK_ARRIVES = runner.FLUSH_AFTER = 60.0  # so that results wait for company
+    executor.BULK_ARRIVES = executor.FLUSH_AFTER = 60.0  # so that results wait for company
 
 
 @local_only
 def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_could_not_be_kept():
     def number(i):
         if i == 2:
-            from polycephaly.image import runner
+            from polycephaly.drone import executor
 
-            runner.FLUSH_AFTER = 0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
+            executor.FLUSH_AFTER = 0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
         elif i == 3:
             os._exit(3)
         return " " * 20_000 if i == 1 else i

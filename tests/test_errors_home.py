@@ -294,7 +294,7 @@ def test_the_remote_traceback_of_a_code_string_shows_its_lines(pool):
     text = remote_traceback(error)
     assert type(error) is ZeroDivisionError
     assert "<doit " in text and "return a / 0  # the line" in text and "divide(1)" in text
-    assert "polycephaly/image" not in text
+    assert "polycephaly/drone" not in text
 
 
 def test_a_syntax_error_in_a_code_string_shows_the_place(pool):

@@ -27,9 +27,9 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
-from polycephaly.green.far.ends import MOMENT
-from polycephaly.green.far.post import the_post
-from polycephaly.tuning import tuning
+from polycephaly.green.distributed.ends import MOMENT
+from polycephaly.green.distributed.transport import the_post
+from polycephaly.runtime.tuning import tuning
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
 
@@ -656,7 +656,7 @@ def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
         await nothing_more_than(before)
 
     def kept():
-        from polycephaly.green.far.post import the_post
+        from polycephaly.green.distributed.transport import the_post
 
         return sum(len(each.credits) + len(each.accounts) + len(each.ends) for each in the_post().peers.values())
 
@@ -1016,7 +1016,7 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
         import polycephaly as poly
         from faults import wait_for
         from polycephaly.green import Channel
-        from polycephaly.green.far import ends
+        from polycephaly.green.distributed import ends
         from test_far_channels import first_of, give_by, keep, keep_from, put_here
 
         ends.MOMENT = 2.0
@@ -1483,7 +1483,7 @@ def test_a_finalizer_that_closes_a_channel_while_its_thread_writes_holds_nobody_
 
 
 def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
-    from polycephaly.green.far.ends import _counts
+    from polycephaly.green.distributed.ends import _counts
 
     ch = Channel()
     end = ch.sender()
@@ -2137,7 +2137,7 @@ def test_what_an_image_said_before_it_ended_is_heard_by_who_writes_to_it():
             pass
 
     async def produce(ch, back):
-        from polycephaly.green.far.post import the_post
+        from polycephaly.green.distributed.transport import the_post
 
         green.spawn(hear, back)
         await ch.send(-1)  # this one asks, and brings credit
@@ -2168,9 +2168,10 @@ def test_what_an_image_said_before_it_ended_is_heard_by_who_writes_to_it():
 
 def test_a_select_that_sends_is_told_that_its_item_may_be_lost_with_the_home(pool):
     def die_at_take():
-        from polycephaly.green.far import peer, words
+        from polycephaly.green.distributed import connection as peer
+        from polycephaly.green.distributed import opcodes
 
-        peer.OBEYED[words.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        peer.OBEYED[opcodes.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     async def main():
         home, receiver, _ = pool.drones
@@ -2276,7 +2277,7 @@ CREDITED = Channel(64)
 
 def test_a_channel_from_the_snapshot_has_credit_and_is_one_with_itself_as_an_argument():
     async def sends(n):
-        from polycephaly.green.far.post import the_post
+        from polycephaly.green.distributed.transport import the_post
 
         for i in range(n):
             await CREDITED.send(i)
@@ -2296,7 +2297,7 @@ def test_who_has_no_descriptor_for_a_caller_lets_it_in_later(pool):
     async def without_descriptors(ready):
         import resource
 
-        from polycephaly.green.far.post import ACCEPT_AGAIN, the_post
+        from polycephaly.green.distributed.transport import ACCEPT_AGAIN, the_post
 
         post, calls = the_post(), []
         accept = post._accept
@@ -2331,7 +2332,7 @@ def test_who_has_no_descriptor_for_a_caller_lets_it_in_later(pool):
 
 def test_who_calls_a_home_with_a_full_backlog_calls_again():
     async def send_to(home, address, ch):
-        from polycephaly.green.far import post
+        from polycephaly.green.distributed import transport as post
 
         def sleep(seconds):
             while callers:

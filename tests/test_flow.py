@@ -17,9 +17,10 @@ import pytest
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly import Promise, green, stuck
-from polycephaly.tuning import tuning
-from polycephaly.work import Work
+from polycephaly import Promise, green
+from polycephaly.pool import stall_detection
+from polycephaly.pool.task import Work
+from polycephaly.runtime.tuning import tuning
 
 
 @poly.flow
@@ -542,7 +543,7 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         for _ in range(300):
             last = add(last)
         seen = set()
-        assert all(stuck.by_hand_for(each, seen) is None for each in [*pool._crew.waiting])
+        assert all(stall_detection.by_hand_for(each, seen) is None for each in [*pool._crew.waiting])
         assert len(visited) == len(seen) == 301
         first.cancel()
         assert isinstance(last.exception(10), CancelledError)

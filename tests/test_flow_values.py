@@ -12,7 +12,7 @@ import pytest
 from faults import append, kill_myself, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.tuning import tuning
+from polycephaly.runtime.tuning import tuning
 
 SIZE = 100_000
 

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 from switches import every_meeting, telling_locks
 
-from polycephaly import Promise, hearing, promises, work
+from polycephaly import Promise
 from polycephaly.green import group as groups
-from polycephaly.promises import FINISHED
-from polycephaly.wire.loans import Arrived
+from polycephaly.pool import handlers
+from polycephaly.pool import task as work
+from polycephaly.promises import promise as promises
+from polycephaly.promises.promise import FINISHED
+from polycephaly.store.references import Arrived
 from polycephaly.wire.messages import VALUE
 
 pytestmark = pytest.mark.usefixtures("telling_locks")
@@ -41,14 +44,14 @@ def promise():
 def many():
     """As the hub settles the short answers of one message."""
     made = work.Work(ALONE)
-    return made, lambda: hearing._settle_values([made], [7], None)
+    return made, lambda: handlers._settle_values([made], [7], None)
 
 
 def node():
     """Of a graph: it becomes a `LyingWork` when it is settled."""
     made = work.Work(ALONE)
     made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
-    return made, lambda: hearing.settle([made])
+    return made, lambda: handlers.settle([made])
 
 
 ALONE = SimpleNamespace(
@@ -91,7 +94,7 @@ def test_who_waits_while_it_is_settled_is_told(make, waiting, first):
         both = settle, lambda: waiting(made)
         return both if first == "the settling" else both[::-1]
 
-    for *values, place in every_meeting(pair, promises, hearing, work, _base):
+    for *values, place in every_meeting(pair, promises, handlers, work, _base):
         assert values[first == "the settling"] == 7, place
 
 
@@ -110,7 +113,7 @@ def test_a_callback_that_is_added_while_it_is_settled_is_called_once(make, first
 
         return (settle, add) if first == "the settling" else (add, settle)
 
-    for *_, place in every_meeting(pair, promises, hearing, work):
+    for *_, place in every_meeting(pair, promises, handlers, work):
         assert calls[-1] == [7], place
 
 
@@ -127,7 +130,7 @@ def test_cancelling_and_settling_agree_on_who_was_first(make, watched, first):
             made._condition  # noqa: B018 - as `wait` asks for it
         return (settle, made.cancel) if first == "the settling" else (made.cancel, settle)
 
-    for *values, place in every_meeting(pair, promises, hearing, work):
+    for *values, place in every_meeting(pair, promises, handlers, work):
         cancelled = values[first == "the settling"]
         assert made.done() and made.cancelled() is cancelled, place
         if cancelled:

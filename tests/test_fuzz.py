@@ -23,9 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
-from polycephaly.link import State
-from polycephaly.wire.definitions import Definition
-from polycephaly.wire.lane import Lane
+from polycephaly.pool.drone_handle import State
+from polycephaly.wire.fast_transport import Lane
+from polycephaly.wire.functions import Definition
 from polycephaly.wire.messages import (
     CALL,
     CALLS,

@@ -11,8 +11,9 @@ from concurrent.futures import CancelledError
 import pytest
 from greens import nobody_waits, outcome, run, turns
 
-from polycephaly import green, promises
+from polycephaly import green
 from polycephaly.green import Channel, ChannelClosed, select
+from polycephaly.promises import promise as promises
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 3])
 

@@ -8,9 +8,9 @@ import math
 import pytest
 from in_time import Hub, crew_of, give
 
-from polycephaly.halts import LOOKS
-from polycephaly.link import State
-from polycephaly.tuning import tuning
+from polycephaly.pool.cancellation import LOOKS
+from polycephaly.pool.drone_handle import State
+from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL
 
 GRACE = tuning.grace_seconds

@@ -11,14 +11,15 @@ import pytest
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.net import frames, questions
-from polycephaly.net.accepted import Accepted
-from polycephaly.net.desk import Desk
-from polycephaly.net.flow import ClientFlow
-from polycephaly.net.keys import Card
-from polycephaly.net.server import Server
-from polycephaly.net.turns import Turns
-from polycephaly.tuning import tuning
+from polycephaly.engines.remote import messages as frames
+from polycephaly.engines.remote.keys import Card
+from polycephaly.runtime.tuning import tuning
+from polycephaly.server import admin
+from polycephaly.server.accepted import Accepted
+from polycephaly.server.fairness import Turns
+from polycephaly.server.flow_control import ClientFlow
+from polycephaly.server.server import Server
+from polycephaly.server.session import Desk
 from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
@@ -327,13 +328,13 @@ def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
 
 def test_a_long_answer_is_packed_outside_of_the_servers_turn(tmp_path, monkeypatch):
     card, threads = str(tmp_path / "card"), []
-    real = questions.pack_note
+    real = admin.pack_note
 
     def pack_note(kind, note):
         threads.append(threading.current_thread().name)
         return real(kind, note)
 
-    monkeypatch.setattr(questions, "pack_note", pack_note)
+    monkeypatch.setattr(admin, "pack_note", pack_note)
     with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
         assert remote.timeline.spans == []
         remote.status()

@@ -10,14 +10,14 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
-from polycephaly import work
-from polycephaly.hearing import _hear_special
-from polycephaly.image.ear import Ear
-from polycephaly.image.overlap import Overlap
-from polycephaly.image.runner import Runner
-from polycephaly.image.slices import Slice
-from polycephaly.launch import safepoint
-from polycephaly.tuning import tuning
+from polycephaly.drone.control_thread import Ear
+from polycephaly.drone.executor import Runner
+from polycephaly.drone.overlap import Overlap
+from polycephaly.drone.slices import Slice
+from polycephaly.pool import task as work
+from polycephaly.pool.handlers import _hear_special
+from polycephaly.runtime import fork_guard
+from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
 from polycephaly.wire.slices import (
     ENDED,
@@ -180,13 +180,13 @@ class _BeginsAsTheEarParks:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # by which its thread ends
 def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
     drone = _BeginsAsTheEarParks()
-    ear = next(each for each in safepoint._turns if each.name == "polycephaly-ear")
+    ear = next(each for each in fork_guard._turns if each.name == "polycephaly-ear")
     try:
         assert drone.heard.wait(30)
         ear.join(30)
         assert not ear.is_alive()
     finally:
-        safepoint.remove_turn(ear)
+        fork_guard.remove_turn(ear)
         os.close(drone.news_fd)
 
 

@@ -172,7 +172,7 @@ def test_output_appears_under_the_cell_that_ran_it(notebook):
 @pytest.mark.guarantee("log-4")
 def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     notebook.run("before = [d.pid for d in pool.drones]")
-    notebook.run("from polycephaly.tuning import tuning; tuning.grace_seconds = 60.0")  # kills nobody
+    notebook.run("from polycephaly.runtime.tuning import tuning; tuning.grace_seconds = 60.0")  # kills nobody
     cell = notebook.start("%%doit\nimport time\nprint('begun')\ntime.sleep(600)")
     notebook.listen_until(lambda: "begun" in cell.stdout)
     notebook.manager.interrupt_kernel()

@@ -14,7 +14,7 @@ from faults import PackedSlowly, append, hold_until, lines, wait_for
 
 import polycephaly as poly
 from polycephaly import Kept, Lost, Promise
-from polycephaly.wire import tickets
+from polycephaly.store import placeholders
 from polycephaly.wire.messages import DROP, WorkBatch
 
 
@@ -50,7 +50,7 @@ def deep(value):
 
 def on_shelf():
     """In a drone: the types of what it keeps."""
-    shelf = tickets.shelf
+    shelf = placeholders.shelf
     return sorted(type(each).__name__ for each in [*shelf._values.values(), *shelf._boxes.values()])
 
 
@@ -615,7 +615,7 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
 
 
 def test_where_shared_memory_is_full_values_travel_as_bytes(monkeypatch):
-    monkeypatch.setattr("polycephaly.local.engine.shared_memory_ceiling", lambda: 0)
+    monkeypatch.setattr("polycephaly.engines.local.engine.shared_memory_ceiling", lambda: 0)
     with poly.Pool(2, output="discard") as full:
         kept = full.promise(filled, 100_000, keep=True).value
         with pytest.warns(RuntimeWarning, match="goes through a socket"):

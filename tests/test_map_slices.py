@@ -23,7 +23,7 @@ from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script, output_of
 
 import polycephaly as poly
-from polycephaly.crew import Crew
+from polycephaly.pool.dispatcher import Crew
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 

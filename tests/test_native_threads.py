@@ -14,8 +14,8 @@ import pytest
 from scripts import output_of, run_script
 
 import polycephaly as poly
-from polycephaly.launch import native
-from polycephaly.tuning import tuning
+from polycephaly.engines.local import native_threads
+from polycephaly.runtime.tuning import tuning
 
 NATIVE = """
 import ctypes, warnings
@@ -136,8 +136,8 @@ def test_threads_of_python_are_known_for_such():
     begun.acquire()
     begun.acquire()
     try:
-        native.check_before_fork()
-        native.check_after_fork()
+        native_threads.check_before_fork()
+        native_threads.check_after_fork()
         with warnings.catch_warnings(), poly.Pool(1) as pool:
             warnings.simplefilter("error", RuntimeWarning)
             pool.refresh()  # ZeroMQ's threads are there by now
@@ -148,12 +148,13 @@ def test_threads_of_python_are_known_for_such():
 
 def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     """Of a thread that runs the kernel does not tell where its stack is."""
-    before = native._raw_threads()  # of which some may be ending
-    monkeypatch.setattr(native, "_owner", lambda thread: (None, 0))
-    monkeypatch.setattr(native, "_others", lambda: dict.fromkeys(range(len(before & native._raw_threads()) + 1), "a"))
+    before = native_threads._raw_threads()  # of which some may be ending
+    monkeypatch.setattr(native_threads, "_owner", lambda thread: (None, 0))
+    one_more = lambda: dict.fromkeys(range(len(before & native_threads._raw_threads()) + 1), "a")  # noqa: E731
+    monkeypatch.setattr(native_threads, "_others", one_more)
     monkeypatch.setattr(tuning, "thread_settle_seconds", 0.0)
-    with pytest.raises(native.UnsafeFork, match="of an unknown library"):
-        native.check_after_fork()
+    with pytest.raises(native_threads.UnsafeFork, match="of an unknown library"):
+        native_threads.check_after_fork()
     end, begun = threading.Event(), threading.Event()
 
     def live():
@@ -163,7 +164,7 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     _thread.start_new_thread(live, ())
     begun.wait()
     try:
-        native.check_after_fork()
+        native_threads.check_after_fork()
     finally:
         end.set()
 
@@ -179,12 +180,12 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     ],
 )
 def test_what_makes_a_fork_unsafe(monkeypatch, owner, name, before, after):
-    monkeypatch.setattr(native, "_owner", lambda thread: (owner, 0))
-    monkeypatch.setattr(native, "_others", lambda: {1: name})
-    monkeypatch.setattr(native, "_usual_names", lambda: {"python"})
-    for check, refuses in ((native.check_before_fork, before), (native.check_after_fork, after)):
+    monkeypatch.setattr(native_threads, "_owner", lambda thread: (owner, 0))
+    monkeypatch.setattr(native_threads, "_others", lambda: {1: name})
+    monkeypatch.setattr(native_threads, "_usual_names", lambda: {"python"})
+    for check, refuses in ((native_threads.check_before_fork, before), (native_threads.check_after_fork, after)):
         if refuses:
-            with pytest.raises(native.UnsafeFork, match="1 of "):
+            with pytest.raises(native_threads.UnsafeFork, match="1 of "):
                 check()
         else:
             check()
@@ -196,7 +197,7 @@ def test_the_owner_of_a_native_thread():
     before = {int(each) for each in os.listdir("/proc/self/task")}
     libc.pthread_create(ctypes.byref(thread), None, libc.eventfd_read, ctypes.c_void_p(fd))
     (its,) = {int(each) for each in os.listdir("/proc/self/task")} - before
-    while (owner := native._owner(its)[0]) is None:  # it has not come to its wait yet
+    while (owner := native_threads._owner(its)[0]) is None:  # it has not come to its wait yet
         pass
     assert owner.startswith("libc.so")
     libc.pthread_cancel(thread)
@@ -206,11 +207,11 @@ def test_the_owner_of_a_native_thread():
 
 def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch):
     """With an interpreter at a low address, the size of a stack looks like an address in it."""
-    libraries = {1: "libinner.so", 2: "libouter.so", 3: "libc.so.6", 4: native._PYTHON, 5: "libstdc++.so.6"}
-    monkeypatch.setattr(native, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000")
-    monkeypatch.setattr(native, "_library", libraries.get)
-    monkeypatch.setattr(native, "_up_to_the_description", lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5))
-    assert native._owner(7)[0] == "libouter.so"
+    libraries = {1: "libinner.so", 2: "libouter.so", 3: "libc.so.6", 4: native_threads._PYTHON, 5: "libstdc++.so.6"}
+    monkeypatch.setattr(native_threads, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000")
+    monkeypatch.setattr(native_threads, "_library", libraries.get)
+    monkeypatch.setattr(native_threads, "_up_to_the_description", lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5))
+    assert native_threads._owner(7)[0] == "libouter.so"
 
 
 # -- what fresh drones have -------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_a_fork_is_given_up_where_the_kernel_reaps_children():
     text = """
         import signal
         import polycephaly as poly
-        from polycephaly.launch import launcher, native
+        from polycephaly.engines.local import launcher, native_threads as native
         def refuse(): raise native.UnsafeFork([("libx.so", "x")])
         launcher.check_after_fork = refuse
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -443,7 +444,7 @@ class Thread:
             "state_of": lambda pid, thread: state, "processor_times": lambda pid, thread: (uses * self.looks, 0.0),
             "sleep": lambda seconds: None,
         }.items():  # fmt: skip
-            monkeypatch.setattr(native, name, stand_in)
+            monkeypatch.setattr(native_threads, name, stand_in)
 
     def others(self):
         self.looks += 1
@@ -452,13 +453,13 @@ class Thread:
 
 def test_a_thread_that_is_about_to_end_is_waited_for_however_busy_the_machine_is(monkeypatch):
     thread = Thread(monkeypatch, "R", uses=0.0, looks=100_000)
-    native.check_after_fork()
+    native_threads.check_after_fork()
     assert thread.looks == 100_001
 
 
-@pytest.mark.parametrize(("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native.LOOKS)])
+@pytest.mark.parametrize(("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native_threads.LOOKS)])
 def test_a_thread_that_neither_ends_nor_tells_its_library_makes_a_fork_unsafe(monkeypatch, state, uses, looks):
     thread = Thread(monkeypatch, state, uses)
-    with pytest.raises(native.UnsafeFork, match="1 of an unknown library, named python"):
-        native.check_after_fork()
+    with pytest.raises(native_threads.UnsafeFork, match="1 of an unknown library, named python"):
+        native_threads.check_after_fork()
     assert abs(thread.looks - looks) <= 1  # of sums of floats

@@ -21,13 +21,13 @@ from faults import append, block_for_ever, hold_until, lines, spin_for_ever, wai
 from scripts import Script, run_script
 
 import polycephaly as poly
-from polycephaly import hearing
-from polycephaly.net import connection as connection_module
-from polycephaly.net import frames, places
-from polycephaly.net import server as server_module
-from polycephaly.net.frames import Item
-from polycephaly.net.keys import Card, new_pair
-from polycephaly.tuning import tuning
+from polycephaly.engines.remote import connection as connection_module
+from polycephaly.engines.remote import messages, pool_registry
+from polycephaly.engines.remote.keys import Card, new_pair
+from polycephaly.engines.remote.messages import Item
+from polycephaly.pool import handlers
+from polycephaly.runtime.tuning import tuning
+from polycephaly.server import server as server_module
 from polycephaly.wire.messages import CALL, DEFINE_CALLABLE, Malformed
 
 np = pytest.importorskip("numpy")
@@ -291,13 +291,13 @@ def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, mon
     monkeypatch.setattr(tuning, "client_sign_seconds", 1e-3)
     context = zmq.Context()
     with of_a_key_holder(context, card) as end:
-        end.send_multipart(frames.hello())
+        end.send_multipart(messages.hello())
         wait_for(lambda: server.clients == 1)
         (client,) = server._clients.values()
         monkeypatch.setattr(tuning, "client_silence_seconds", 2.0)  # 40 looks
         for sign in range(60):
             wait_for(lambda: client.silent or not server.clients)
-            end.send_multipart([frames.LIVES], zmq.NOBLOCK)
+            end.send_multipart([messages.LIVES], zmq.NOBLOCK)
             wait_for(lambda sign=sign: client._signs > sign or not server.clients)
         assert server.clients == 1
     context.term()
@@ -507,7 +507,7 @@ def test_a_key_that_is_not_on_the_list_is_told_so(server):
 def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
     """libzmq gives a connection up whose handshake has failed: what is sent by it then would wait for ever."""
     with poly.serve(pool) as server:
-        hello = frames.hello
+        hello = messages.hello
 
         def late(**who):
             wait_for(lambda: server._turned_away)
@@ -536,12 +536,12 @@ def test_nobody_there_is_told_with_the_address():
 @pytest.mark.guarantee("remote-12", "command-3")
 @pytest.mark.parametrize("version", [1, 77])
 def test_another_version_is_told_by_which(version, server, card, monkeypatch, caplog):
-    monkeypatch.setattr(frames, "PROTOCOL", version)
-    hello = frames.hello()
+    monkeypatch.setattr(messages, "PROTOCOL", version)
+    hello = messages.hello()
     monkeypatch.undo()
     monkeypatch.setattr(connection_module, "hello", lambda **who: hello)
-    which = f"the client speaks protocol {version} and the server protocol {frames.PROTOCOL}"
-    older, newer = sorted([("the client", version), ("the server", frames.PROTOCOL)], key=lambda each: each[1])
+    which = f"the client speaks protocol {version} and the server protocol {messages.PROTOCOL}"
+    older, newer = sorted([("the client", version), ("the server", messages.PROTOCOL)], key=lambda each: each[1])
     with pytest.raises(ConnectionError) as caught:
         poly.connect(card)
     line = str(caught.value)
@@ -551,8 +551,8 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
 
 @pytest.mark.guarantee("remote-12")
 def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch):
-    monkeypatch.setattr(frames, "PROTOCOL", 1)
-    hello = frames.hello()
+    monkeypatch.setattr(messages, "PROTOCOL", 1)
+    hello = messages.hello()
     monkeypatch.undo()
     monkeypatch.setattr(server_module, "hello", lambda *drones, **who: hello)
     with pytest.raises(ConnectionError, match="the server speaks protocol 1 and this client protocol 3"):
@@ -606,8 +606,8 @@ WAITS_FOR_NOBODY = """
 def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(tmp_path, mode, monkeypatch):
     """Whoever may write into a directory may have put them there; nobody writes into the pipe."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    places.folder(make=True)
-    for pipe in (tmp_path / "card", places.path_of("lab")):
+    pool_registry.folder(make=True)
+    for pipe in (tmp_path / "card", pool_registry.path_of("lab")):
         os.mkfifo(pipe)
         pipe.chmod(mode)
     long = tmp_path / "long"
@@ -619,7 +619,7 @@ def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(tmp
     assert zeros.startswith("ValueError /dev/zero is no regular file (c")
     assert end == f"ValueError {long} has more than 1,048,576 bytes"
     assert name.startswith("ValueError") and "is no regular file" in name
-    assert places.running() == []
+    assert pool_registry.running() == []
 
 
 # -- strangers --------------------------------------------------------------------------------------------
@@ -639,13 +639,13 @@ def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, mon
 
         raise Mine
 
-    unpack = hearing.unpack_exception
+    unpack = handlers.unpack_exception
 
     def unpack_elsewhere(payload):  # client and server are both in this process: only the server is looked at
         mine = threading.current_thread().name == "polycephaly-client"
         return LookupError(len(payload)) if mine else unpack(payload)
 
-    monkeypatch.setattr(hearing, "unpack_exception", unpack_elsewhere)
+    monkeypatch.setattr(handlers, "unpack_exception", unpack_elsewhere)
     assert isinstance(remote.promise(interrupt, str(tmp_path / "by")).exception(SOON), LookupError)
     assert str(os.getpid()) not in lines(tmp_path / "by")  # the server is in this process
 
@@ -693,8 +693,9 @@ def what_it_gets(server, sent):
 def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(server, remote, tmp_path):
     fuse = str(tmp_path / "exploded")
     bomb = pickle.dumps(Bomb(fuse))
-    work = frames.pack_work([Item(1, 0, DEFINE_CALLABLE, frames.pack_definition("x", bomb)), Item(2, 1, CALL, bomb)])
-    speech = [message(*frames.hello()), message(*work), message(b"C", b"12345678")]
+    definition = messages.pack_definition("x", bomb)
+    work = messages.pack_work([Item(1, 0, DEFINE_CALLABLE, definition), Item(2, 1, CALL, bomb)])
+    speech = [message(*messages.hello()), message(*work), message(b"C", b"12345678")]
     curve = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + os.urandom(32 + 8 + 80)
     greeting = {
         "NULL": [zmtp(b"NULL"), ready(), *speech],
@@ -732,7 +733,7 @@ def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
     monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     stranger.connect(server.address)
     with suppress(zmq.Again):  # it may have been refused by now
-        stranger.send_multipart(frames.hello(), zmq.NOBLOCK)
+        stranger.send_multipart(messages.hello(), zmq.NOBLOCK)
     from zmq.utils.monitor import recv_monitor_message
 
     assert monitor.poll(10_000)
@@ -753,30 +754,30 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
     print("seed", seed)
     rnd = random.Random(seed)
     good = [
-        frames.hello(),
-        frames.pack_work([
-            Item(1, 0, DEFINE_CALLABLE, frames.pack_definition("x", b"not a pickle")),
+        messages.hello(),
+        messages.pack_work([
+            Item(1, 0, DEFINE_CALLABLE, messages.pack_definition("x", b"not a pickle")),
             Item(2, 1, CALL, b"nor this", 0, 0.5, 3),
         ]),
-        frames.pack_note(frames.ASK, {"id": 1, "what": "drones"}),
-        frames.pack_note(frames.ASK, {"id": 2, "what": "kill", "drone": 99}),
-        frames.pack_note(frames.ASK, {"id": [], "what": {}, "drone": ""}),
-        frames.hello(1, role="worker", name="far", host="x"),
-        frames.pack_note(frames.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}),
-        frames.pack_note(frames.NEWS, {"drones": [{"number": ""}]}),
-        frames.pack_note(frames.TELL, {"id": 1}),
-        frames.pack_note(frames.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
-        frames.pack_numbers(frames.SEEN, [1 << 40]),
-        frames.pack_share(1, 2, [b"a pickle", bytes(100)]),
-        frames.pack_work([Item(3, 1, CALL | frames.SHARES, frames.pack_shares([1, 5], b"x"))]),
-        frames.pack_numbers(frames.GIVE_UP, [1]),
-        frames.pack_numbers(frames.WINDOW, [5]),
-        frames.pack_numbers(frames.RETURNED, [1, 2]),
-        frames.pack_results([(1, 1, b"x", "said")]),
-        frames.pack_numbers(frames.CANCEL, [1, 2, 1 << 60]),
-        frames.pack_numbers(frames.PING, [0]),
-        [frames.PART, b"x"],
-        [frames.BYE],
+        messages.pack_note(messages.ASK, {"id": 1, "what": "drones"}),
+        messages.pack_note(messages.ASK, {"id": 2, "what": "kill", "drone": 99}),
+        messages.pack_note(messages.ASK, {"id": [], "what": {}, "drone": ""}),
+        messages.hello(1, role="worker", name="far", host="x"),
+        messages.pack_note(messages.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}),
+        messages.pack_note(messages.NEWS, {"drones": [{"number": ""}]}),
+        messages.pack_note(messages.TELL, {"id": 1}),
+        messages.pack_note(messages.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
+        messages.pack_numbers(messages.SEEN, [1 << 40]),
+        messages.pack_share(1, 2, [b"a pickle", bytes(100)]),
+        messages.pack_work([Item(3, 1, CALL | messages.SHARES, messages.pack_shares([1, 5], b"x"))]),
+        messages.pack_numbers(messages.GIVE_UP, [1]),
+        messages.pack_numbers(messages.WINDOW, [5]),
+        messages.pack_numbers(messages.RETURNED, [1, 2]),
+        messages.pack_results([(1, 1, b"x", "said")]),
+        messages.pack_numbers(messages.CANCEL, [1, 2, 1 << 60]),
+        messages.pack_numbers(messages.PING, [0]),
+        [messages.PART, b"x"],
+        [messages.BYE],
     ]
     for number in range(2000):
         if number % 20 == 0:
@@ -795,7 +796,7 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
         if number % 20 == 19:
             with suppress(zmq.Again):
                 fool.send_multipart([b"?"], zmq.NOBLOCK)  # whatever the others were, this is none
-            wait_for(lambda fool=fool: fool.recv_multipart()[0] == frames.REFUSED)
+            wait_for(lambda fool=fool: fool.recv_multipart()[0] == messages.REFUSED)
             fool.close()
     assert remote.doit(abs, -5) == 5
     context.term()
@@ -819,15 +820,15 @@ def of_a_key_holder(context, card):
 @pytest.mark.parametrize(
     "reader",
     [
-        frames.read_work,
-        frames.read_results,
-        frames.read_numbers,
-        frames.read_note,
-        frames.read_share,
-        lambda parts: [frames.read_shares(part) for part in parts],
-        lambda parts: frames.read_lines(parts, 3),
-        lambda parts: frames.read_hello(parts, "it", "we"),
-        lambda parts: [frames.read_definition(part) for part in parts],
+        messages.read_work,
+        messages.read_results,
+        messages.read_numbers,
+        messages.read_note,
+        messages.read_share,
+        lambda parts: [messages.read_shares(part) for part in parts],
+        lambda parts: messages.read_lines(parts, 3),
+        lambda parts: messages.read_hello(parts, "it", "we"),
+        lambda parts: [messages.read_definition(part) for part in parts],
     ],
 )
 def test_the_readers_refuse_every_other_shape(reader):
@@ -888,5 +889,5 @@ def test_it_is_an_executor_for_asyncio(remote):
 
 
 def test_python_starts_without_it():
-    done = run_script("import sys, polycephaly; polycephaly.Pool; print('polycephaly.net' in sys.modules)")
+    done = run_script("import sys, polycephaly; polycephaly.Pool; print('polycephaly.server' in sys.modules)")
     assert done.stdout == "False\n", done.stderr

@@ -95,8 +95,8 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
     with Script("""
         import os, signal, time
         import polycephaly as poly
-        from polycephaly.tuning import tuning
-        from polycephaly.procfs import state_of
+        from polycephaly.runtime.tuning import tuning
+        from polycephaly.runtime.procfs import state_of
         tuning.grace_seconds = 3.0
         with poly.Pool(1) as pool:
             pid = pool.doit(os.getpid)

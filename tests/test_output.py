@@ -10,7 +10,7 @@ from engines import local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import run_script
 
-from polycephaly.image.console import tag
+from polycephaly.drone.console import tag
 from polycephaly.wire.chunks import Sorter, chunk
 
 pytestmark = on_each_engine
@@ -224,7 +224,7 @@ def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
 
 def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
     pool.doit(
-        "import sys; from polycephaly.image.console import STDOUT, note\n"
+        "import sys; from polycephaly.drone.console import STDOUT, note\n"
         "print('one', end=' '); sys.stdout.flush(); note(STDOUT, 'O', '0'); print('line')"
     )
     assert lines.of("stdout") == ["one line"]
@@ -232,7 +232,7 @@ def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
 
 def test_another_tag_ends_a_line_that_was_begun(pool, lines):
     """Or what one prints would be told to another."""
-    pool.doit("from polycephaly.image.console import tag; print('one', end=' '); tag('x'); print('two', end='')")
+    pool.doit("from polycephaly.drone.console import tag; print('one', end=' '); tag('x'); print('two', end='')")
     pool.doit("print('three')")
     assert [(line.text, line.tag) for line in lines] == [("one ", ""), ("two", "x"), ("three", "")]
 
@@ -259,7 +259,7 @@ def test_a_made_up_mark_of_order_loses_nothing(lines):
 
 @pytest.mark.parametrize("name", ["x" * 129, "line\nend", "é", "\x1e"])
 def test_a_tag_is_a_short_ascii_name(pool, name):
-    error = pool.promise("from polycephaly.image.console import tag; tag(" + ascii(name) + ")").exception()
+    error = pool.promise("from polycephaly.drone.console import tag; tag(" + ascii(name) + ")").exception()
     assert isinstance(error, ValueError) and "a tag is at most 128 printable ASCII characters" in str(error)
 
 

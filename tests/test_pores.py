@@ -26,9 +26,9 @@ from scripts import output_of, run_script
 
 import polycephaly as poly
 from polycephaly import green
-from polycephaly.pores import Message
-from polycephaly.pores.frames import HEAD, MOST, TOLD
-from polycephaly.pores.porter import porter
+from polycephaly.store.pores import Message
+from polycephaly.store.pores.frames import HEAD, MOST, TOLD
+from polycephaly.store.pores.io_thread import porter
 
 np = pytest.importorskip("numpy")
 
@@ -966,7 +966,7 @@ def test_who_finds_no_descriptor_left_with_the_owner_waits_until_there_is_one():
             taken = [os.dup(0) for _ in range(64)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
             telling = drone.promise(pore.tell, "late")
-            from polycephaly.pores.porter import porter
+            from polycephaly.store.pores.io_thread import porter
             while not porter._turned_away:
                 os.sched_yield()
             os.close(taken.pop())

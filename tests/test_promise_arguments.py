@@ -11,7 +11,7 @@ from engines import on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
 from polycephaly import Promise
-from polycephaly.inputs import Holes
+from polycephaly.pool.inputs import Holes
 
 pytestmark = on_each_engine
 

@@ -16,7 +16,7 @@ from faults import append, lines, wait_for
 from scripts import Script, run_script
 
 from polycephaly import green
-from polycephaly.tuning import tuning
+from polycephaly.runtime.tuning import tuning
 
 NUMBERS = 4_000_000
 
@@ -102,7 +102,7 @@ def headers(status):
     ],
 )
 def test_who_answers_in_a_clusters_place_is_found_out(answer, said):
-    from polycephaly.ray.knock import knock
+    from polycephaly.engines.ray.probe import knock
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -144,7 +144,7 @@ def test_what_no_node_has_is_said_at_once_with_what_there_is():
 )
 def test_labels_are_matched_as_ray_does_it(wanted, fits):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray.cluster import _matches
+    from polycephaly.engines.ray.cluster import _matches
 
     assert _matches({"zone": "a"}, {"zone": wanted}) is fits
     assert _matches({}, {"zone": wanted}) is wanted.startswith("!")
@@ -159,7 +159,7 @@ def test_labels_are_matched_as_ray_does_it(wanted, fits):
 )  # fmt: skip
 def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray.cluster import _room
+    from polycephaly.engines.ray.cluster import _room
 
     assert _room(name, there, amount) == drones
 
@@ -251,8 +251,8 @@ def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypa
 def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(monkeypatch, caplog):
     import ray
 
-    from polycephaly.hub import Hub
-    from polycephaly.ray import engine
+    from polycephaly.engines.ray import engine
+    from polycephaly.runtime.reactor import Hub
 
     after, asked = Hub.after, []
 
@@ -327,7 +327,7 @@ def test_processors_and_devices_may_stand_among_resources():
 
 def test_a_device_among_resources_is_a_device_to_ray():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray.cluster import _as_ray_wants
+    from polycephaly.engines.ray.cluster import _as_ray_wants
 
     given = {"resources": {"GPU": 1, "disk": 2, "memory": 5}, "num_cpus": 3}
     assert _as_ray_wants(given) == {"resources": {"disk": 2}, "num_gpus": 1, "memory": 5, "num_cpus": 3}
@@ -467,7 +467,7 @@ def drone_with_a_page(diary, lives):
 def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     done = run_script("""
-        from polycephaly.wire.snapshot import take
+        from polycephaly.wire.main_snapshot import take
 
         large = bytes(17 << 20)
         small = 1
@@ -490,7 +490,7 @@ def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
 @pytest.mark.guarantee("cluster-2")
 def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray import diary
+    from polycephaly.engines.ray import exit_record as diary
 
     page = diary.Diary(str(tmp_path))
     try:
@@ -534,7 +534,7 @@ def test_what_was_printed_and_read_is_not_kept_on_the_node():
 
 def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray import diary
+    from polycephaly.engines.ray import exit_record as diary
 
     with open(tmp_path / diary.OUT, "ab", buffering=0) as file:
         printed = diary.Printed(str(tmp_path), diary.OUT)
@@ -554,7 +554,7 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
 @pytest.mark.guarantee("cluster-2")
 def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray import diary
+    from polycephaly.engines.ray import exit_record as diary
 
     monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
     child, folder = drone_with_a_page(diary, lives=False)
@@ -569,7 +569,7 @@ def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it
 @pytest.mark.guarantee("cluster-2")
 def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.ray import diary
+    from polycephaly.engines.ray import exit_record as diary
 
     monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
     child, folder = drone_with_a_page(diary, lives=True)
@@ -582,7 +582,7 @@ def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_w
 def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
     import ray
 
-    from polycephaly.ray.switch import Switch
+    from polycephaly.engines.ray.switch import Switch
 
     switch = ray.remote(Switch).options(num_cpus=0, max_concurrency=2).remote()
     for number in range(4):

@@ -11,8 +11,8 @@ from faults import append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
-from polycephaly.net.join import join
-from polycephaly.tuning import tuning
+from polycephaly.runtime.tuning import tuning
+from polycephaly.server.join import join
 
 SOON = 30.0
 
@@ -220,7 +220,7 @@ def test_the_servers_end_is_told(far, card, tmp_path):
 WORKER = """
     import signal, sys
     import polycephaly as poly
-    from polycephaly.net.join import join
+    from polycephaly.server.join import join
     def interrupt(*_):
         raise KeyboardInterrupt
     if __name__ == "__main__":

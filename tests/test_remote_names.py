@@ -13,10 +13,10 @@ from faults import wait_for
 from scripts import Script
 
 import polycephaly as poly
-from polycephaly.net import places
-from polycephaly.net.join import join
-from polycephaly.net.keys import Card, new_pair
-from polycephaly.procfs import birth_of
+from polycephaly.engines.remote import pool_registry
+from polycephaly.engines.remote.keys import Card, new_pair
+from polycephaly.runtime.procfs import birth_of
+from polycephaly.server.join import join
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +55,13 @@ SERVER = """
 def test_a_served_pool_is_found_by_its_name(pool, runtime):
     with poly.serve(pool, name="lab") as server, poly.connect("lab") as remote:
         assert remote.doit("6 * 7") == 42
-        assert [card.name for card in places.running()] == ["lab"]
+        assert [card.name for card in pool_registry.running()] == ["lab"]
         assert server.card.pid == os.getpid()
-        assert places.path_of("lab") == runtime / "polycephaly" / "lab.json"
-        assert stat.S_IMODE(os.stat(places.path_of("lab")).st_mode) == 0o600
-        assert stat.S_IMODE(os.stat(places.folder()).st_mode) == 0o700
-    assert places.running() == []
-    assert os.listdir(places.folder()) == [".lock"]
+        assert pool_registry.path_of("lab") == runtime / "polycephaly" / "lab.json"
+        assert stat.S_IMODE(os.stat(pool_registry.path_of("lab")).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(pool_registry.folder()).st_mode) == 0o700
+    assert pool_registry.running() == []
+    assert os.listdir(pool_registry.folder()) == [".lock"]
 
 
 def test_a_pool_that_has_a_name_here_is_found_by_its_address_too(pool):
@@ -93,7 +93,7 @@ def test_a_name_that_is_none_is_refused(pool, wrong):
     with pytest.raises(ValueError, match="a pool's name is"):
         poly.serve(pool, name=wrong)
     with pytest.raises(ValueError, match="a pool's name is"):
-        places.path_of(wrong)
+        pool_registry.path_of(wrong)
 
 
 @pytest.mark.guarantee("remote-7")
@@ -115,42 +115,42 @@ def test_a_second_start_is_refused_while_the_first_lives(pool):
 def test_what_a_killed_server_has_left_is_dropped(pool):
     with Script(SERVER) as script:
         script.read_until("up")
-        assert [card.pid for card in places.running()] == [script.process.pid]
+        assert [card.pid for card in pool_registry.running()] == [script.process.pid]
         script.signal(signal.SIGKILL)
         script.wait()
-        assert places.path_of("lab").exists()
+        assert pool_registry.path_of("lab").exists()
         with pytest.raises(ConnectionError, match="no pool named 'lab' is running"):
             poly.connect("lab")
-        assert not places.path_of("lab").exists()
+        assert not pool_registry.path_of("lab").exists()
         assert not script.left()
 
 
 @pytest.mark.guarantee("remote-7")
 def test_a_pid_that_another_process_has_got_since_misleads_nobody():
     stale = replace(a_card("lab"), birth="another boot:12345")
-    places.claim(stale)
-    assert places.running() == []
-    assert not places.path_of("lab").exists()
+    pool_registry.claim(stale)
+    assert pool_registry.running() == []
+    assert not pool_registry.path_of("lab").exists()
 
 
 def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
     old, new = replace(a_card("lab"), birth="gone"), a_card("lab")
-    places.claim(old)
-    places.claim(new)
-    places.leave(old)
-    assert places.running() == [new]
-    places.leave(new)
-    places.leave(new)
-    assert places.running() == []
+    pool_registry.claim(old)
+    pool_registry.claim(new)
+    pool_registry.leave(old)
+    assert pool_registry.running() == [new]
+    pool_registry.leave(new)
+    pool_registry.leave(new)
+    assert pool_registry.running() == []
 
 
 def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
     dead = subprocess.Popen(["true"])
     dead.wait()
-    living, left = (places.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
+    living, left = (pool_registry.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
     living.touch()
     left.touch()
-    places.running()
+    pool_registry.running()
     assert living.exists() and not left.exists()
 
 
@@ -159,7 +159,7 @@ RACER = """
     from dataclasses import replace
     sys.path.insert(0, sys.argv[1])
     from test_remote_names import a_card
-    from polycephaly.net import places
+    from polycephaly.engines.remote import pool_registry as places
     mine = a_card("none")
     print("up", flush=True)
     for line in sys.stdin:
@@ -193,30 +193,30 @@ def test_of_those_that_start_at_once_under_one_name_one_wins():
         stale = replace(a_card("stale"), birth="long gone")
         for turn in range(50):
             name = f"race-{turn}"
-            places.claim(replace(stale, name=name))
+            pool_registry.claim(replace(stale, name=name))
             for racer in racers:
                 racer.stdin.write(f"{name}\n")
-            places.running()
+            pool_registry.running()
             said = [racer.stdout.readline().strip() for racer in racers]
             assert sorted(said) == ["lost", "lost", "won"], (turn, said)
             winner = racers[said.index("won")]
-            assert next(card.pid for card in places.running() if card.name == name) == winner.pid
+            assert next(card.pid for card in pool_registry.running() if card.name == name) == winner.pid
             if turn < 45:  # or each turn would read all those before it
-                places.path_of(name).unlink()
+                pool_registry.path_of(name).unlink()
     finally:
         for racer in racers:
             racer.communicate()
-    wait_for(lambda: not places.running())
+    wait_for(lambda: not pool_registry.running())
 
 
 def test_the_directory_is_ours_alone_or_refused(runtime):
     with pytest.raises(ConnectionError):
         poly.connect("lab")
-    assert not places.folder().exists()  # who looks for a pool makes nothing
-    place = places.folder(make=True)
+    assert not pool_registry.folder().exists()  # who looks for a pool makes nothing
+    place = pool_registry.folder(make=True)
     place.chmod(0o770)
     with pytest.raises(PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"):
-        places.running()
+        pool_registry.running()
     place.rmdir()
     place.symlink_to(tempfile.gettempdir())
     with pytest.raises(PermissionError, match="must be a directory of yours"):
@@ -226,11 +226,11 @@ def test_the_directory_is_ours_alone_or_refused(runtime):
 def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     if os.path.isdir(f"/run/user/{os.getuid()}"):
-        assert places.folder(make=True) == places.Path(f"/run/user/{os.getuid()}/polycephaly")
+        assert pool_registry.folder(make=True) == pool_registry.Path(f"/run/user/{os.getuid()}/polycephaly")
         return
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert places.folder(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
-    assert stat.S_IMODE(places.folder().stat().st_mode) == 0o700
+    assert pool_registry.folder(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
+    assert stat.S_IMODE(pool_registry.folder().stat().st_mode) == 0o700
 
 
 @pytest.mark.guarantee("remote-8")
@@ -239,7 +239,7 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
     """sudo may leave his in the environment."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     os.chown(runtime, 12345, 12345)
-    assert runtime not in places.folder(make=True).parents
+    assert runtime not in pool_registry.folder(make=True).parents
     assert os.listdir(runtime) == []
 
 
@@ -247,14 +247,14 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
     card = a_card("lab")
-    places.claim(card)
-    os.chown(places.path_of("lab"), 12345, 12345)
+    pool_registry.claim(card)
+    os.chown(pool_registry.path_of("lab"), 12345, 12345)
     with pytest.raises(PermissionError, match="must be yours and of mode 0600, not 0600 of user 12345"):
         poly.connect("lab")
     with pytest.raises(PermissionError, match="user 12345"):
         poly.serve(pool, name="lab")
-    assert places.running() == []
-    assert places.path_of("lab").exists()
-    os.chown(places.folder(), 12345, 12345)
+    assert pool_registry.running() == []
+    assert pool_registry.path_of("lab").exists()
+    os.chown(pool_registry.folder(), 12345, 12345)
     with pytest.raises(PermissionError, match="user 12345"):
         poly.connect("lab")

@@ -7,8 +7,8 @@ from faults import append, hold_until, wait_for
 from scripts import Script, run_script
 
 import polycephaly as poly
-from polycephaly.net.join import join
-from polycephaly.tuning import tuning
+from polycephaly.runtime.tuning import tuning
+from polycephaly.server.join import join
 
 SOON = 30.0
 

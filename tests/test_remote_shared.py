@@ -11,7 +11,7 @@ from faults import append, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
-from polycephaly.net.join import join
+from polycephaly.server.join import join
 
 np = pytest.importorskip("numpy")
 

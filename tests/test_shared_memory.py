@@ -25,10 +25,10 @@ from faults import append, hold_until, kill_myself, lines, wait_for
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
-from polycephaly.link import State
-from polycephaly.tuning import tuning
-from polycephaly.wire import arena as arena_module
-from polycephaly.wire import store as store_module
+from polycephaly.pool.drone_handle import State
+from polycephaly.runtime.tuning import tuning
+from polycephaly.store import arena as arena_module
+from polycephaly.store import blocks as store_module
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory
 LONG = 30.0  # seconds: what takes longer does not come
@@ -289,7 +289,7 @@ def is_full(it, value):
 @contextlib.contextmanager
 def pool_with_ceiling(ceiling, drones=1, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycephaly.local.engine.shared_memory_ceiling", lambda: ceiling)
+        patch.setattr("polycephaly.engines.local.engine.shared_memory_ceiling", lambda: ceiling)
         pool = poly.Pool(drones, **options)
     with pool:
         yield pool

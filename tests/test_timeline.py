@@ -17,11 +17,11 @@ from faults import exit_hard, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline import Span, Sums, trail
 from polycephaly.timeline.page import contents
 from polycephaly.timeline.plain import pack_timeline, unpack_timeline
 from polycephaly.timeline.trace import json_of
-from polycephaly.tuning import tuning
 
 ROOT = Path(__file__).parents[1]
 
@@ -407,7 +407,7 @@ def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
 
 def test_times_that_cannot_be_are_held_against_what_is_known():
     def tell():
-        from polycephaly.image import main
+        from polycephaly.drone import main
 
         moments = [float("nan"), float("inf"), -1e300, 0.0]
         main.monotonic = lambda: moments.pop() if moments else float("nan")

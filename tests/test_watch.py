@@ -20,10 +20,10 @@ from faults import append, lines, sleep_holding_the_gil, spin_for_ever, wait_for
 from scripts import Script, run_script
 
 import polycephaly as poly
-from polycephaly import watch
-from polycephaly.link import State
-from polycephaly.procfs import state_of
-from polycephaly.tuning import tuning
+from polycephaly.pool import health
+from polycephaly.pool.drone_handle import State
+from polycephaly.runtime.procfs import state_of
+from polycephaly.runtime.tuning import tuning
 
 MIB = 1 << 20
 
@@ -110,7 +110,7 @@ def warnings_of(caplog):
 
 def pulses_of(drone, times):
     """Feels for a pulse as the watch does, `times` times; gives how often there was one. The first time there is."""
-    patient = watch._Patient(time.monotonic())
+    patient = health._Patient(time.monotonic())
     felt = 0
     for _ in range(times):
         felt += patient.quiet_for(time.monotonic(), *drone._link.pulse()) == 0
@@ -188,7 +188,7 @@ def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_do
         import os, signal, sys, time
         import polycephaly as poly
         from faults import append, hold_until, wait_for
-        from polycephaly.tuning import tuning
+        from polycephaly.runtime.tuning import tuning
         tuning.health_check_seconds, tuning.stalled_seconds = 0.05, 0.3
 
         def hold(gate, done):
@@ -247,7 +247,7 @@ def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, starte
     [(0.02, 0.97, True), (0.02, 0.5, False), (0.5, 0.0, True), (0.008, 0.0, False), (0.0, 1.0, False)],
 )
 def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_thread(ran, waited, computes):
-    patient = watch._Patient(10.0)
+    patient = health._Patient(10.0)
     assert patient.quiet_for(10.0, "beat", {"7": (1.0, 2.0)}) == 0
     assert (patient.quiet_for(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)}) == 0) == computes
 
@@ -383,7 +383,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
     def others(ran):
         return lambda: asked.append(ran) or ran
 
-    wait = watch._Wait(0.0)
+    wait = health._Wait(0.0)
     assert wait.seconds(0.0, ("started 1", {}), others(0.0)) == 0.0
     assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [0.0]  # first seen now
     assert wait.seconds(60.0, ("started 1", {}), others(0.0)) == 30.0
@@ -395,7 +395,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
 
 
 def test_a_thread_that_looks_up_is_none_that_computes():
-    wait = watch._Wait(0.0)
+    wait = health._Wait(0.0)
     steps = "steps 7"
     for second in range(1, 61):
         waited = wait.seconds(second, (steps, {"main": (second * 0.01, 0.0)}), dict)
@@ -676,7 +676,7 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     roster = SimpleNamespace(too_large_so_far=1)
     crew = SimpleNamespace(plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster)
     dying = SimpleNamespace(verdict="it held too much", memory=lambda enough: 0, state=State.READY)
-    watch.Watch(crew)._look_at_memory(dying, 100)
+    health.Watch(crew)._look_at_memory(dying, 100)
     assert roster.too_large_so_far == 1
 
 

@@ -11,11 +11,11 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from in_time import WHY, Hub, Zygote, crew_of, give, make_ready
 
-from polycephaly import watch
-from polycephaly.link import State
-from polycephaly.roster import START_TRIES
-from polycephaly.tuning import tuning
-from polycephaly.watch import BUSY, LOOK_AT_MEMORY, NEAR
+from polycephaly.pool import health
+from polycephaly.pool.drone_handle import State
+from polycephaly.pool.health import BUSY, LOOK_AT_MEMORY, NEAR
+from polycephaly.pool.supervisor import START_TRIES
+from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP, Malformed
 
 LOOK, QUIET, STOPPED = tuning.health_check_seconds, tuning.stalled_seconds, tuning.stopped_zygote_seconds
@@ -32,13 +32,13 @@ def hub():
 
 @pytest.fixture(autouse=True)
 def info(caplog):
-    caplog.set_level(logging.INFO, "polycephaly.watch")
+    caplog.set_level(logging.INFO, "polycephaly.pool.health")
 
 
 @pytest.fixture
 def zygote(monkeypatch):
     zygote = Zygote()
-    monkeypatch.setattr(watch, "state_of", lambda pid: zygote.state if pid == zygote.pid else "")
+    monkeypatch.setattr(health, "state_of", lambda pid: zygote.state if pid == zygote.pid else "")
     return zygote
 
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
-from polycephaly.image import main as image_main
+from polycephaly.drone import main as image_main
 from polycephaly.wire import messages
-from polycephaly.wire.lane import Lane
+from polycephaly.wire.fast_transport import Lane
 from polycephaly.wire.messages import (
     HELLO,
     LARGE_FROM,

@@ -14,17 +14,17 @@ from typing import Any
 
 import click
 
-from polycephaly import __version__
-from polycephaly.cli.bench import bench
-from polycephaly.cli.completion import completion
-from polycephaly.cli.demo import demo
-from polycephaly.cli.doit import doit
-from polycephaly.cli.join import join
-from polycephaly.cli.listing import list_pools, ps
-from polycephaly.cli.logs import logs
-from polycephaly.cli.start import start
-from polycephaly.cli.stop import stop
-from polycephaly.cli.top import top
+from .. import __version__
+from .bench import bench
+from .completion import completion
+from .demo import demo
+from .doit import doit
+from .join import join
+from .listing import list_pools, ps
+from .logs import logs
+from .start import start
+from .stop import stop
+from .top import top
 
 INTERRUPTED = 130
 

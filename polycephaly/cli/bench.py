@@ -19,7 +19,7 @@ import click
 from .tables import Column, as_json, show
 
 if TYPE_CHECKING:
-    from polycephaly.demos.comparison import Sizes
+    from ..demos.comparison import Sizes
 
 MOST_WORKERS = 4
 MOST_RUNS = 5
@@ -65,7 +65,7 @@ def bench(ctx: click.Context, runs: int | None, workers: int | None, quick: bool
 
     The exit status is 1 when one of them failed.
     """
-    from polycephaly.demos.comparison import CONTENDERS, QUICK, SIZES
+    from ..demos.comparison import CONTENDERS, QUICK, SIZES
 
     cores = len(os.sched_getaffinity(0))
     workers = workers or min(cores, MOST_WORKERS)
@@ -107,7 +107,7 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
     import tempfile
     from contextlib import suppress
 
-    from polycephaly.demos.comparison import command
+    from ..demos.comparison import command
 
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
@@ -130,7 +130,7 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
 
 
 def _rows(taken: list[Run], names: list[str]) -> list[tuple[str, ...]]:
-    from polycephaly.demos.comparison import CONTENDERS, OURS
+    from ..demos.comparison import CONTENDERS, OURS
 
     rows: list[tuple[str, ...]] = []
     for measurement, title in ROWS:

@@ -80,15 +80,15 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # they become the log; nothing may wait there when it forks
 
-    from polycephaly.launch import lifeline
+    from ..runtime import parent_death
 
-    answer = lifeline.own(os.fdopen(3, "w"))  # no drone may keep the other's reader waiting
+    answer = parent_death.own(os.fdopen(3, "w"))  # no drone may keep the other's reader waiting
 
     def tell(text: str, status: int = 0) -> None:
         if not answer.closed:
             answer.write(json.dumps((text, status)) + "\n")
             answer.flush()  # raises BrokenPipeError where nobody waits any more
-            lifeline.close(answer)
+            parent_death.close(answer)
 
     status = 1
     try:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from polycephaly import Timeline
-    from polycephaly.timeline.picture import Bar
+    from .. import Timeline
+    from ..timeline.picture import Bar
 
 DEFAULT_LATENCY = 0.15
 MAX_LATENCY = 10
@@ -137,10 +137,10 @@ def securities(
     if plot_file is not None:
         _check_plot(plot_file)
 
-    from polycephaly.demos.securities import experiments, report
-    from polycephaly.demos.securities.parse import SourceError
-    from polycephaly.demos.securities.site import LiveSite
-    from polycephaly.demos.securities.source import loopback
+    from ..demos.securities import experiments, report
+    from ..demos.securities.parse import SourceError
+    from ..demos.securities.site import LiveSite
+    from ..demos.securities.source import loopback
 
     seconds = DEFAULT_LATENCY if latency is None else latency
     how = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
@@ -168,7 +168,7 @@ def securities(
 
 def _start_ray(address: str | None) -> str:
     """Before the times are taken. Where the drones find this machine."""
-    from polycephaly.engine import machine
+    from ..pool.engine import machine
 
     try:
         machine("ray", {"address": address})
@@ -180,7 +180,7 @@ def _start_ray(address: str | None) -> str:
 
 
 def _check_plot(path: Path) -> None:
-    from polycephaly.timeline import files
+    from ..timeline import files
 
     try:
         files.check(path)
@@ -191,7 +191,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _plot(path: Path, timeline: Timeline, bars: list[Bar]) -> None:
-    from polycephaly.timeline import files
+    from ..timeline import files
 
     try:
         files.write(timeline, path, "Five lists of securities", bars)

@@ -18,9 +18,9 @@ from .reach import complete_pool, one_line, reached
 from .tables import as_json
 
 if TYPE_CHECKING:
-    from polycephaly.doer import Doer
-    from polycephaly.output import Line
-    from polycephaly.promises import Promise
+    from ..pool.base import Doer
+    from ..promises.promise import Promise
+    from ..wire.output import Line
 
 EXAMPLES = """\b
 Examples:
@@ -53,7 +53,7 @@ def doit(
     """
     from queue import SimpleQueue
 
-    from polycephaly.image.program import Program
+    from ..drone.program import Program
 
     if file is not None:
         with one_line():

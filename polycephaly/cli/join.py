@@ -36,10 +36,9 @@ def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path 
     polycephaly and the modules that the work needs. The modules and the file that the pool was started with are loaded
     first (the file comes from there), and then those that are named here.
     """
-    from polycephaly.net.client import connect
-    from polycephaly.net.join import join as join_pool
-    from polycephaly.pool import Pool
-
+    from ..engines.remote.client import connect
+    from ..pool.pool import Pool
+    from ..server.join import join as join_pool
     from .loading import CannotLoad, Setup, load
 
     with one_line():

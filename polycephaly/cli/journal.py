@@ -17,8 +17,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polycephaly.net.places import check_name
-from polycephaly.output import Line, forward
+from ..engines.remote.pool_registry import check_name
+from ..wire.output import Line, forward
 
 if TYPE_CHECKING:
     from io import TextIOWrapper

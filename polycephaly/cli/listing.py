@@ -12,7 +12,7 @@ from .reach import complete_pool, one_line, reached
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
-    from polycephaly.net.keys import Card
+    from ..engines.remote.keys import Card
 
 __all__ = ["DRONES", "drone_row", "list_pools", "ps", "status_of"]
 
@@ -42,10 +42,10 @@ def list_pools(in_json: bool) -> None:
 
     CLIENTS does not count this command.
     """
-    from polycephaly.net import places
+    from ..engines.remote import pool_registry
 
     with one_line():
-        asked = [(card, *_asked(card)) for card in places.running()]
+        asked = [(card, *_asked(card)) for card in pool_registry.running()]
     found = [(card, status, error) for card, status, error in asked if status is not None or card.lives()]
     if in_json:
         as_json([status or _known(card) | {"error": error} for card, status, error in found])
@@ -103,7 +103,7 @@ def _running(drone: dict[str, Any]) -> str:
     told = drone.get("waiting")
     if told is None:
         return drone["running"] or ""
-    from polycephaly.waiting import Waiting
+    from ..pool.waiting import Waiting
 
     known = {name: told[name] for name in told.keys() - {"seconds"}}
     return str(Waiting(**known | {"since": time() - told["seconds"]}))  # its host's clock may differ

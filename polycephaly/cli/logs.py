@@ -14,7 +14,7 @@ import click
 from .reach import complete_pool, one_line
 
 if TYPE_CHECKING:
-    from polycephaly.net.keys import Card
+    from ..engines.remote.keys import Card
 
 LOOK = 0.2  # seconds between looks at whether there is more
 
@@ -37,15 +37,14 @@ def logs(name: str, lines: int, follow: bool) -> None:
     generation, and is still there when the pool has ended.
     """
     with one_line():
-        from polycephaly.net import places
-
+        from ..engines.remote import pool_registry
         from .journal import older, path_of
 
         path = path_of(name)
         if not path.exists():
-            places.find(name)  # says who runs, if it does not
+            pool_registry.find(name)  # says who runs, if it does not
             raise click.ClickException(f"{name} has no log: it was not begun by polycephaly start")
-        card = next((card for card in places.running() if card.name == name), None)
+        card = next((card for card in pool_registry.running() if card.name == name), None)
         last: deque[str] = deque(maxlen=lines)
         with suppress(FileNotFoundError), _opened(older(path)) as file:
             last.extend(file)

@@ -11,8 +11,8 @@ import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from polycephaly.net.client import RemotePool
-    from polycephaly.output import Line
+    from ..engines.remote.client import RemotePool
+    from ..wire.output import Line
 
 __all__ = ["complete_pool", "one_line", "reached", "said", "size"]
 
@@ -23,10 +23,10 @@ def complete_pool(ctx: click.Context, param: click.Parameter, incomplete: str) -
     """Names of running pools; files where there is a ``/``, as for connection files."""
     if "/" in incomplete:
         return [CompletionItem(incomplete, type="file")]
-    from polycephaly.net import places
+    from ..engines.remote import pool_registry
 
     try:
-        return [CompletionItem(card.name) for card in places.running() if card.name.startswith(incomplete)]
+        return [CompletionItem(card.name) for card in pool_registry.running() if card.name.startswith(incomplete)]
     except OSError:
         return []
 
@@ -63,6 +63,6 @@ def said(error: BaseException) -> str:
 def reached(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
     """The pool; a `click.ClickException` where there is none, or it does not answer."""
     with one_line():
-        from polycephaly.net.client import connect
+        from ..engines.remote.client import connect
 
         return connect(where, timeout=PATIENCE, output=output)

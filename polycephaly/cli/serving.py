@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from polycephaly.net import places
-from polycephaly.net.server import Server, serve
-from polycephaly.pool import Pool
-
+from ..engines.remote import pool_registry
+from ..pool.pool import Pool
+from ..server.server import Server, serve
 from .daemon import Tell
 from .journal import Journal
 from .loading import CannotLoad, Setup, load
@@ -82,7 +81,7 @@ class Serving:
         in_background: bool,
     ) -> None:
         """Raises `ValueError` for what is no name, `FileExistsError` where a pool of that name runs, `OSError`."""
-        places.check_free(name)
+        pool_registry.check_free(name)
         self._name = name
         self._drones = drones
         self._address = address
@@ -129,7 +128,7 @@ class Serving:
         size = len(server._pool._crew.links)
         lines = [f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {self._journal.path}"]
         if not server.address.startswith("tcp://127."):
-            file = places.path_of(self._name)
+            file = pool_registry.path_of(self._name)
             lines += [
                 f"It listens at {server.address}. From another host, with the same version of Python and polycephaly:",
                 f"  scp {socket.gethostname()}:{file} .     whoever has this file can run code as you",

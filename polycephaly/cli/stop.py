@@ -30,9 +30,9 @@ def stop(names: tuple[str, ...], now: bool) -> None:
 
 def _stop(name: str, now: bool) -> None:
     with one_line():
-        from polycephaly.net import places
+        from ..engines.remote import pool_registry
 
-        card = places.card_of(name)
+        card = pool_registry.card_of(name)
         pidfd = os.pidfd_open(card.pid) if card.lives() else None
     try:
         with one_line():

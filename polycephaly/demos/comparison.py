@@ -95,7 +95,7 @@ class Contender:
 
 
 CONTENDERS = {
-    OURS: Contender("polycephaly.Pool", "polycephaly.pool", polycephaly_pool),
+    OURS: Contender("polycephaly.Pool", "polycephaly.pool.pool", polycephaly_pool),
     "multiprocessing": Contender("multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool),
     "futures": Contender("ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=2_000),
     "loky": Contender("loky", "loky", loky, most=2_000),

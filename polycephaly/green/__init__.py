@@ -29,7 +29,7 @@ from .sleeping import current, sleep, timeout
 from .thread import Cancelled, GreenThread, spawn
 
 if TYPE_CHECKING:
-    from .far.ends import Receiver, Sender
+    from .distributed.ends import Receiver, Sender
 
 __all__ = [
     "Barrier",
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
         return import_module(".testing", __name__)
     if name not in ("Receiver", "Sender"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .far import ends
+    from .distributed import ends
 
     value = globals()[name] = getattr(ends, name)
     return value

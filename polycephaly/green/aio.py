@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Generator
 from types import coroutine
 from typing import Any, TypeVar
 
-from ..launch.safepoint import OwnThread
+from ..runtime.fork_guard import OwnThread
 from .scheduler import PARK, scheduler
 from .thread import Wake, outside
 

@@ -27,9 +27,9 @@ from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from ..coroutines import is_coroutine_function
 from ..errors import another
-from ..promises import FINISHED, Milestone, Promise
+from ..promises.promise import FINISHED, Milestone, Promise
+from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler

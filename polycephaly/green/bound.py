@@ -14,7 +14,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from ..launch import forked
+from ..runtime import forked
 from .scheduler import Driver, InContext, StandIn, scheduler
 from .thread import GreenThread
 

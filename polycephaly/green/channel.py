@@ -18,8 +18,8 @@ way to it: it goes on waiting for it, and is interrupted at its next await. So n
 Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send` and `receive`.
 
 Other images. A channel that is pickled, for a drone say, stays where it is, and arrives as a remote end of itself
-(far/). One that a drone has from the snapshot it was forked from looks as if it were its own; it is known by its
-*generation*, which is older than the drone, and becomes a remote end when it is first used.
+(distributed/). One that a drone has from the snapshot it was forked from looks as if it were its own; it is known by
+its *generation*, which is older than the drone, and becomes a remote end when it is first used.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from types import NoneType, TracebackType, coroutine
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ..errors import ChannelClosed, DroneDied
-from ..launch.shield import Shield
-from ..promises import Promise
-from ..wire import whereabouts
+from ..promises.promise import Promise
+from ..runtime.deferred_sigint import Shield
+from ..wire import addresses
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside, pause, start
 from .waiting import NOTHING, Line, Refused, Standing, Waiter
 
 if TYPE_CHECKING:
-    from .far import Receiver, Sender
+    from .distributed import Receiver, Sender
 
 __all__ = ["Channel"]
 
@@ -253,14 +253,14 @@ class Channel(Generic[T]):
         ...     green.run(main, pool)
         [0, 1, 2]
         """
-        from .far import Sender, new_end
+        from .distributed import Sender, new_end
 
         self._is_inherited()
         return cast("Sender[T]", new_end(Sender, self))
 
     def receiver(self) -> Receiver[T]:
         """The same for who receives: when the last of the receivers is gone, the channel is closed."""
-        from .far import Receiver, new_end
+        from .distributed import Receiver, new_end
 
         self._is_inherited()
         return cast("Receiver[T]", new_end(Receiver, self))
@@ -337,7 +337,7 @@ class Channel(Generic[T]):
 
     def __reduce__(self) -> Any:
         """For another image of this pool, or of another pool on this machine, an end of this very channel."""
-        from .far import export
+        from .distributed import export
 
         if self._is_inherited() and self.is_remote:
             return self.__reduce__()  # as what it has become
@@ -570,7 +570,7 @@ class Channel(Generic[T]):
         """Has it come with a fork? Then it has changed now into what it is here: a remote end, or one of our own."""
         if abs(self._plain) >= oldest:
             return False
-        from .far.inherited import settle
+        from .distributed.inherited import settle
 
         settle(self)
         return True
@@ -787,7 +787,7 @@ class Claim(Generic[T]):
 def _can_be_known() -> None:
     """A snapshot has been taken: who was forked from it may use the channels that it has with it."""
     if made:
-        from .far.post import the_post
+        from .distributed.transport import the_post
 
         with suppress(OSError):  # no socket: who wants to use them is told that nobody is there
             the_post()
@@ -807,5 +807,5 @@ def _another_image() -> None:
     oldest = generation
 
 
-whereabouts.at_start.append(_can_be_known)
+addresses.at_start.append(_can_be_known)
 os.register_at_fork(before=_fork_begins, after_in_parent=_fork_begins, after_in_child=_another_image)

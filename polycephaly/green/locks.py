@@ -10,8 +10,8 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
-from ..launch.shield import Shield
-from ..promises import Promise
+from ..promises.promise import Promise
+from ..runtime.deferred_sigint import Shield
 from .parking import Parking, parks
 from .scheduler import scheduler
 from .thread import GreenThread, start

@@ -14,10 +14,10 @@ from operator import length_hint
 from time import monotonic
 from typing import Any, Generic, TypeVar, overload
 
-from ..coroutines import is_awaitable, is_coroutine_function
 from ..errors import ChannelClosed
-from ..progress import Progress, total_of
-from ..promises import Promise
+from ..pool.progress import Progress, total_of
+from ..promises.promise import Promise
+from ..runtime.coroutines import is_awaitable, is_coroutine_function
 from ..timeline.trail import SHORTEST, trail
 from .call import call_long
 from .channel import Channel

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from ..promises import callbacks
+from ..promises.promise import callbacks
 
 __all__ = ["Workers"]
 

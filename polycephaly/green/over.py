@@ -19,9 +19,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..coroutines import is_coroutine
 from ..errors import ChannelClosed, Deadlock, ItemLost, another
-from ..promises import Promise
+from ..promises.promise import Promise
+from ..runtime.coroutines import is_coroutine
 from .channel import Channel
 from .collected import Collected
 from .group import Group
@@ -181,7 +181,7 @@ _END = -1
 
 async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int) -> None:
     """In a drone: `width` green threads that take what there is to do."""
-    from ..wire.definitions import label
+    from ..wire.functions import label
     from .mapping import applier
 
     apply, _ = applier(fn, None)

@@ -17,9 +17,9 @@ from itertools import islice
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
-from .. import promises
 from ..errors import Deadlock
-from ..launch import safepoint
+from ..promises import promise
+from ..runtime import fork_guard
 from ..timeline import Timeline
 from ..timeline.trail import lives_now, spans_of, trail
 from .parking import Parking
@@ -143,7 +143,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return str(name).startswith((OWN, "polycephaly.promises", "polycephaly.combining"))
+    return str(name).startswith((OWN, "polycephaly.promises"))
 
 
 # -- deadlock ----------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _look_for_deadlock() -> None:
     """By an owner that has had nothing to do for a while."""
-    waiting = dict(promises.waiting)
+    waiting = dict(promise.waiting)
     if not waiting or scheduler.outside or scheduler.away > len(waiting) or scheduler.timers.left() is not None:
         return
     stuck = [p for p, end in waiting.values() if isinstance(p, GreenThread) and end is None and p._value is PARKED]
@@ -167,7 +167,7 @@ def _look_for_deadlock() -> None:
 
 
 def somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
-    known = safepoint.own_idents() | scheduler.workers.idle() | {scheduler.owner, watchdog.ident}
+    known = fork_guard.own_idents() | scheduler.workers.idle() | {scheduler.owner, watchdog.ident}
     by_ident = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident in known:

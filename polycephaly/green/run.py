@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
-from ..coroutines import is_coroutine
-from ..launch.shield import Shield
+from ..runtime.coroutines import is_coroutine
+from ..runtime.deferred_sigint import Shield
 from .scheduler import scheduler
 from .thread import start
 

@@ -28,7 +28,7 @@ and function entries: so exactly one of them gets it. A call that does not find 
 nothing of the scheduler's in between.
 
 A forked child has no scheduler: `_forget` makes everything as it was before the first spawn. A step that has forked
-cannot wait there, as every await raises, and the child ends with that step (launch/forked.py).
+cannot wait there, as every await raises, and the child ends with that step (runtime/forked.py).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from .. import promises
-from ..launch import forked, safepoint
-from ..launch.shield import Shield
-from ..timers import Timers
+from ..promises import promise
+from ..runtime import fork_guard, forked
+from ..runtime.deferred_sigint import Shield
+from ..runtime.timers import Timers
 from .native import LINGER, Workers
 
 if TYPE_CHECKING:
-    from .far.post import Post
+    from .distributed.transport import Post
     from .thread import GreenThread
 
 __all__ = [
@@ -225,7 +225,7 @@ class Scheduler:
             try:
                 told = base.run(self._loop, driver, base)
             except BaseException as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
-                promises.callbacks.error("a callback of a green thread failed", exc_info=error)
+                promise.callbacks.error("a callback of a green thread failed", exc_info=error)
                 continue
             if told is None:
                 break
@@ -402,7 +402,7 @@ class Scheduler:
         self.live = set()
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
-        promises.waiting.clear()
+        promise.waiting.clear()
         self.mail = None
         self.away = self.outside = 0
 
@@ -521,5 +521,5 @@ def foreign(told: Any) -> TypeError:
 
 
 scheduler = Scheduler()
-safepoint.add_pause(scheduler._standing_still)
+fork_guard.add_pause(scheduler._standing_still)
 os.register_at_fork(after_in_child=scheduler._forget)

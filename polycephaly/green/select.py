@@ -7,8 +7,8 @@ All of this is done by the scheduler's owner, so choosing, and taking the other 
 offer can be taken up in between, also where both sides of a channel are in a `select`.
 
 Where the channel is known to other images, that one step may have to span several. Then who would bring the two sides
-together first has each `select` *held* (far/deal.py): it cannot choose anything else until it is told that it has
-happened, or that it has not. Its offers to this image's own channels are taken back meanwhile.
+together first has each `select` *held* (distributed/transaction.py): it cannot choose anything else until it is
+told that it has happened, or that it has not. Its offers to this image's own channels are taken back meanwhile.
 
 The names are occam's and ProcessJ's: a guarded alternative, with preconditions (`when`).
 """
@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import EllipsisType, coroutine
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
-from ..promises import Promise
+from ..promises.promise import Promise
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, outside
 from .waiting import NOTHING, Refused, Waiter
@@ -65,7 +65,7 @@ class Offer(Waiter):
     def refuse(self, error: BaseException) -> None:
         self.select.commit(self, Refused(error))
 
-    # -- for deals with other images, which have it held first (far/deal.py) --------------------------------
+    # -- for deals with other images, which have it held first (distributed/transaction.py) -----------------------
 
     def happen(self, value: Any) -> None:
         self.select.happen(Chosen(self.index, value))

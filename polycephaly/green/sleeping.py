@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
-from ..timers import Timer
+from ..runtime.timers import Timer
 from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
 from .thread import Cancelled, GreenThread, here, outside

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 
-from .. import promises
+from ..promises import promise
 from .report import somebody_else_could_act
 from .scheduler import scheduler
 from .sleeping import sleep
@@ -50,7 +50,7 @@ class Clock:
         waits_for_others = scheduler.outside or scheduler.mail is not None
         if not self._jumps or scheduler.ready or waits_for_others:
             return False
-        if scheduler.away and somebody_else_could_act(dict(promises.waiting)):
+        if scheduler.away and somebody_else_could_act(dict(promise.waiting)):
             return False
         self._to(when)
         return True

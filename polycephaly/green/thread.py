@@ -24,11 +24,11 @@ from types import CoroutineType, FrameType, GeneratorType, coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakSet
 
-from .. import promises
-from ..coroutines import is_awaitable, is_coroutine, is_coroutine_function
-from ..launch import forked
-from ..launch.shield import Shield
-from ..promises import CANCELLED, FINISHED, Promise
+from ..promises import promise as promises
+from ..promises.promise import CANCELLED, FINISHED, Promise
+from ..runtime import forked
+from ..runtime.coroutines import is_awaitable, is_coroutine, is_coroutine_function
+from ..runtime.deferred_sigint import Shield
 from ..timeline.trail import LIVES, SHORTEST, trail
 from .history import history
 from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
@@ -243,8 +243,8 @@ class GreenThread(Promise[T]):
             self._unseen = None
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        # See promises.py. At birth, a `__dict__` would be 64 bytes for each that waits; made in the place of one that
-        # has just been freed, it comes without a collection.
+        # See promises/promise.py. At birth, a `__dict__` would be 64 bytes for each that waits; made in the place
+        # of one that has just been freed, it comes without a collection.
         room: dict[str, Any] = {}
         del room
         self.__dict__  # noqa: B018

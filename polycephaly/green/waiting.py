@@ -89,12 +89,12 @@ class Waiter:
     __slots__ = ("item", "line", "thread")
 
     is_far = False
-    """It waits in another image: `Op` (far/home.py)."""
+    """It waits in another image: `Op` (distributed/owner.py)."""
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
-        self.line: Any = None  # the Line where it stands; or a Deal (far/deal.py) that has it in the hand
+        self.line: Any = None  # the Line where it stands; or a Deal (distributed/transaction.py) that has it
 
     def serve(self, value: Any) -> None:
         """It has its turn: `value` is what its await gives."""

@@ -20,15 +20,15 @@ from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..tuning import tuning
+from ..pool.task import Answer
+from ..runtime.tuning import tuning
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as ERRONEOUS
-from ..work import Answer
 from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 
 if TYPE_CHECKING:
-    from ..wire.definitions import Definition
-    from ..work import Work
+    from ..pool.task import Work
+    from ..wire.functions import Definition
 from .trail import read, spans_of
 
 __all__ = ["Entry", "Folded", "Record"]

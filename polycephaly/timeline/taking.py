@@ -10,7 +10,7 @@ from .spans import RUNNING, SENT, Span, short_name
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from ..crew import Crew
+    from ..pool.dispatcher import Crew
 
 __all__ = ["take"]
 

@@ -23,7 +23,7 @@ __all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "Sorter", "chunk"]
 TAG = "T"
 """What follows in this pipe is on behalf of the body, a short name; none: of nobody."""
 LOG = "L"
-"""In stderr's pipe. What was logged: its number, a space, the record (records.py)."""
+"""In stderr's pipe. What was logged: its number, a space, the record (log_records.py)."""
 ORDER = "O"
 """In stdout's pipe: what follows was printed after the log record of that number."""
 MARK = b"\x1e"

@@ -25,8 +25,8 @@ from typing import cast
 
 import zmq
 
-from ..limits import ZMQ_THREADS, check_threads
-from . import whereabouts
+from ..runtime.system_limits import ZMQ_THREADS, check_threads
+from . import addresses
 
 __all__ = ["Endpoint", "connect", "has_news", "new_context", "news_fd"]
 
@@ -62,11 +62,11 @@ class Endpoint:
             router.setsockopt(zmq.RCVHWM, 0)
             router.bind(address(self.home))
             self._made = undo.pop_all()
-        whereabouts.begin(self.home)
+        addresses.begin(self.home)
         return router
 
     def close(self) -> None:
-        whereabouts.end(self.home)
+        addresses.end(self.home)
         self._made.close()
 
 
@@ -103,9 +103,9 @@ def news_fd(end: zmq.Socket[bytes]) -> int:
 
 def _choose_home() -> str:
     longest = _SOCKET_PATH_MAX - len("/hub")
-    if whereabouts.home_of_parent is not None:
-        inside = os.path.join(whereabouts.home_of_parent, str(os.getpid()))
-        if len(inside) <= longest and os.path.isdir(whereabouts.home_of_parent):
+    if addresses.home_of_parent is not None:
+        inside = os.path.join(addresses.home_of_parent, str(os.getpid()))
+        if len(inside) <= longest and os.path.isdir(addresses.home_of_parent):
             return inside
     place = tempfile.gettempdir()
     _sweep(place)

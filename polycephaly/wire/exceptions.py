@@ -180,6 +180,6 @@ def _message(error: BaseException) -> str:
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame that is the user's."""
     first = trace
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("polycephaly.image"):
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("polycephaly.drone"):
         trace = trace.tb_next
     return trace or first

@@ -16,7 +16,7 @@
     RETURNED  drone ->   numbers: this I have not started and shall not start
     OPEN      -> drone   connect your DEALER: something waits that the lane cannot carry
     FRAMES    -> drone   numbers: (request,): in which frames are your threads, and what do your tasks wait in?
-    FRAMES    drone ->   the same request, and the answer as JSON (image/frames.py)
+    FRAMES    drone ->   the same request, and the answer as JSON (drone/frames.py)
     STOP      -> drone   finish what you have, then end
 
 A batch carries one pickle per piece of work, opaque here: what is wrong with one harms no neighbour.
@@ -51,15 +51,16 @@ VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GI
 # CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, times of start, times of end, values).
 # TRAIL is of no work either: what green threads did, as JSON (timeline/trail.py).
-# BRING, FETCH and DROP are of a kept value (image/shelf.py), PACKED and NOT_PACKED what came of FETCH: their number is
+# BRING, FETCH and DROP are of a kept value (drone/store.py), PACKED and NOT_PACKED what came of FETCH: their number is
 # that of the work whose value it is, or that which its drone gave it. GIVEN lists such in what comes of a work.
-# CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (loans.py) which its receiver is done with.
+# CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (store/references.py) which its receiver is
+# done with.
 
 LARGE = 0x80
 """Set in an item's kind: its payload is a frame of its own, so that it is not copied into the body."""
 LARGE_FROM = 64 * 1024
 SHARED = 0x40
-"""Set in an item's kind: its payload is the waybill (loans.py) of what lies in shared memory."""
+"""Set in an item's kind: its payload is the waybill (store/references.py) of what lies in shared memory."""
 KEEP = 0x20
 """Set in the kind of a call: its value stays in the drone, under the call's number, and the answer describes it."""
 
@@ -173,7 +174,8 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
 
 
 def pack_outcome(number: int, status: int, started: float, finished: float, payload: bytes, output: bytes) -> bytes:
-    """One entry of a RESULTS body: also the form in which it waits in the running page (launch/page.py)."""
+    """One entry of a RESULTS body: also the form in which it waits in the running page
+    (engines/local/status_table.py)."""
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
     return entry + payload + output if output else entry + payload
 

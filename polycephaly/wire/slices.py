@@ -18,10 +18,10 @@ from pickle import dumps, loads
 from struct import Struct
 from typing import Any, NamedTuple
 
-from .capture import ATOMS, join
-from .loans import Parcel, load_beside, load_joined
+from ..store.blocks import Store
+from ..store.references import Parcel, load_beside, load_joined
 from .messages import Malformed
-from .store import Store
+from .pickling import ATOMS, join
 
 __all__ = [
     "ENDED", "FAILED", "ITEMS", "PICKLED", "ROWS", "RUNNING", "SHORT", "SMALL", "TOGETHER", "Answers", "Packed",

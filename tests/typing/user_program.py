@@ -16,7 +16,7 @@ from typing import Any, assert_type
 
 import polycephaly as poly
 from polycephaly import green
-from polycephaly.output import Line
+from polycephaly.wire.output import Line
 
 heard: list[str] = []
 

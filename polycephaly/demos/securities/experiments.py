@@ -19,9 +19,10 @@ from time import perf_counter
 from typing import Any
 
 import polycephaly as poly
-from polycephaly import green
-from polycephaly.demos.securities.model import LISTS, PAGES, Fund, Lists
-from polycephaly.demos.securities.site import Site
+
+from ... import green
+from .model import LISTS, PAGES, Fund, Lists
+from .site import Site
 
 FUND_THREADS = 13
 """The green threads that load funds in experiment *combined*: as many as were best in the talk's III."""

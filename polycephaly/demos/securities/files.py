@@ -9,7 +9,7 @@ import gzip
 import zlib
 from pathlib import Path
 
-from polycephaly.demos.securities.parse import Document, SourceError
+from .parse import Document, SourceError
 
 NASDAQ_LISTED = "nasdaqlisted.txt"
 OTHER_LISTED = "otherlisted.txt"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice, product
 
-from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
-from polycephaly.demos.securities.parse import Document
+from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
+from .parse import Document
 
 HOUSES = """
     Alder Ashford Avon Birch Beacon Bramley Cedar Corvid Cobalt Dover Drake Dunmore Elm Eastgate Ember Fairfax

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from polycephaly.demos.securities.model import NASDAQ, Fund, Listing
+from .model import NASDAQ, Fund, Listing
 
 FOOTER = "File Creation Time"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from polycephaly.demos.securities.experiments import Experiment, Outcome
-from polycephaly.timeline.picture import Bar
+from ...timeline.picture import Bar
+from .experiments import Experiment, Outcome
 
 BAR_WIDTH = 50
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from polycephaly.demos.securities import files, parse
-from polycephaly.demos.securities.generate import symbol_directory
-from polycephaly.demos.securities.model import PAGES, page_of
-from polycephaly.demos.securities.parse import Document, SourceError
+from . import files, parse
+from .generate import symbol_directory
+from .model import PAGES, page_of
+from .parse import Document, SourceError
 
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import httpx
 
-from polycephaly import Promise
-from polycephaly.demos.securities import parse
-from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
-from polycephaly.demos.securities.model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stocks
-from polycephaly.demos.securities.parse import Document, SourceError
+from ... import Promise
+from . import parse
+from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
+from .model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stocks
+from .parse import Document, SourceError
 
 NASDAQ_TRADER = "https://www.nasdaqtrader.com/dynamic/SymDir"
 SECONDS_TO_ANSWER = 30.0

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from polycephaly.demos.securities.parse import SourceError
-from polycephaly.demos.securities.site import Site
+from .parse import SourceError
+from .site import Site
 
 
 @contextmanager

@@ -1,0 +1,543 @@
+"""What a drone does, however messages come to it: it takes work in batches, runs it in its main thread, and has sent
+what came of it.
+
+    WORK ── hear ──> todo ──main thread: run──> outcomes ── flush ──> RESULTS
+      RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
+
+An engine's drone is a `Runner` that hears and sends in its own way, with a thread, the *ear*, that does so while the
+main thread is busy. Whoever hears or sends holds `socket_turn`. `todo` is a deque: main takes from its left, the ear
+from its right or the middle, and each of these steps is atomic, so a task is either run or given back, never both.
+
+Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
+that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
+interrupt that comes as the task ends is reported as the task's error, and one that comes later is ignored.
+One that comes as the task begins: the ear notes the number in `_missed` and then looks who runs; the main thread
+says that it runs and then looks into `_missed`. So one of them sees the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, process_time
+from typing import Any
+
+from ..engines.local.status_table import Row
+from ..promises import promise
+from ..store.placeholders import here
+from ..store.references import Ledger, Parcel
+from ..timeline.trail import trail
+from ..wire.messages import (
+    BRING,
+    CALL_SLICE,
+    CALLS,
+    CAME_BACK,
+    CANCEL,
+    DEFINES,
+    DROP,
+    ERROR,
+    FETCH,
+    FORGET,
+    FRAMES,
+    NOT_PACKED,
+    PACKED,
+    RECALL,
+    RETURNED,
+    SHARED,
+    SPLIT,
+    STOP,
+    VALUE,
+    WITHDRAWN,
+    WORK,
+    Malformed,
+    head_type,
+    numbers,
+    pack_frames,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
+    unpack_together,
+    unpack_work,
+)  # fmt: skip
+from ..wire.pickling import MainSnapshot
+from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
+from .child import leave_exit_handlers
+from .console import Tail, stay_behind, tag, tagged
+from .frames import frames_now
+from .functions import Definition, define
+from .inbox import Calls, Task
+from .overlap import Overlap
+from .result_buffer import Outcomes
+from .slices import Slice
+from .store import Shelf
+
+__all__ = ["Runner", "dropped"]
+
+log = logging.getLogger(__name__)
+
+BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
+BULK_ARRIVES = 0.25  # seconds that ZeroMQ's thread may take to write a message
+FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
+FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
+
+
+class Runner:
+    def __init__(
+        self, name: str, row: Row, snapshot: MainSnapshot, store: Any, ledger: Ledger, tail: Tail
+    ) -> None:
+        """In the main thread, whose signal handler for SIGINT it sets."""
+        self._row = row
+        self._definitions: dict[int, Definition] = {}
+        self._todo: deque[Task | Calls] = deque()
+        self._calls: Calls | None = None  # being run
+        self._overlap: Overlap | None = None
+        self._slice: Slice | None = None
+        self._split_by_bulk = False
+        self._last_done = 0
+        self._flushed = 0.0
+        self._by_bulk = -BULK_ARRIVES  # when results went so
+        self._stopping = False
+        self._current = self._target = 0
+        self._missed: set[int] = set()
+        self._main_thread = threading.get_ident()
+        self.socket_turn = threading.Lock()
+        self._store = store
+        self._ledger = ledger
+        self._shelf = Shelf(name)
+        self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
+        self._outcomes = Outcomes(row, snapshot, store, ledger, tail, self._shelf)
+        signal.signal(signal.SIGINT, self._on_sigint)
+        _runners[:] = [self]  # of a drone that this one descends from, nothing is left to be done
+
+    # -- what each engine's drones do in their own way ---------------------------------------------
+
+    def _send(self, frames: list[bytes]) -> bool:
+        """Holding the socket's turn. Whether what is sent next cannot pass it."""
+        raise NotImplementedError
+
+    def _send_by_bulk(self, frames: list[bytes]) -> None:
+        """The same, behind all that was."""
+        raise NotImplementedError
+
+    def _listen(self, wait: bool) -> None:
+        """In the main thread: hears what has come; with `wait`, after waiting for something."""
+        raise NotImplementedError
+
+    def _ring(self) -> None:
+        """In any thread: something is to be told, or looked at, though the main thread may be waiting."""
+
+    def _overlaps(self, overlap: Overlap) -> None:
+        """There will be tasks that run beside each other."""
+        raise NotImplementedError
+
+    # -- a child that work has forked --------------------------------------------------------------
+
+    def stay_behind(self) -> None:
+        """Make of this object one that does nothing. What it is connected by was closed by `lifeline`.
+
+        The queues are emptied, so that a slice ends with the call that has forked, and no call is begun here too.
+        """
+        self._todo.clear()
+        if self._calls is not None:
+            self._calls.queue.clear()
+        if self._slice is not None:
+            self._slice.calls.clear()
+
+    # -- the main thread --------------------------------------------------------------------------
+
+    def _take_next(self) -> bool:
+        """Runs the next task; False where the ear has just given it back."""
+        try:
+            task = self._todo.popleft()
+        except IndexError:
+            return False
+        if tagged() and not task.definition.relays():  # a client's tag stays on between its calls
+            tag("")
+        self._run(task)
+        return True  # what it held is not kept while waiting for more
+
+    def _run(self, task: Task | Calls) -> None:
+        if isinstance(task, Calls):
+            self._calls = task
+            try:
+                self._do_calls(task)
+            finally:
+                self._calls = None
+        elif task.definition.overlaps:
+            self._begin(task)
+        else:
+            self._do(task)
+
+    def _do_calls(self, calls: Calls) -> None:
+        """What `_do` does, for many; values that are small and immutable are sent together."""
+        take, call, start = calls.queue.popleft, calls.definition.call_with, self._row.start
+        outcomes = self._outcomes
+        note_value = outcomes.note_value
+        finished = monotonic()
+        while True:
+            try:
+                number, args = take()
+            except IndexError:
+                return
+            start(number)
+            started = finished
+            try:
+                try:
+                    self._current = number
+                    if number in self._missed:
+                        raise KeyboardInterrupt("interrupted by the controller")
+                    value = call(args)
+                    kind = type(value)
+                    together = kind in SMALL or ((kind is str or kind is bytes) and len(value) < SHORT)
+                    if not together:
+                        payload = outcomes.pack(value)
+                        value = None
+                finally:
+                    self._current = 0
+            except BaseException as error:
+                self._current = 0
+                finished = monotonic()
+                outcomes.note(number, ERROR, started, finished, outcomes.pack_error(error))
+                kept = outcomes.keep()
+            else:
+                finished = monotonic()
+                if together:
+                    kept = note_value(number, started, finished, value)
+                else:
+                    outcomes.note(number, VALUE, started, finished, payload)
+                    kept = outcomes.keep()
+            self._last_done = number
+            if not kept or finished - self._flushed > FLUSH_AFTER:
+                self._flush()
+                self._listen(wait=False)
+                finished = monotonic()
+
+    def _do(self, task: Task) -> None:
+        outcomes = self._outcomes
+        number = task.number
+        self._row.start(number)
+        status = VALUE
+        payload: bytes | Parcel = b""
+        definition = task.definition
+        used = 0.0 if definition.brief else process_time()
+        started = monotonic()
+        try:
+            try:
+                self._current = number
+                if number in self._missed:
+                    raise KeyboardInterrupt("interrupted by the controller")
+                if task.kind == CALL_SLICE:
+                    self._slice = Slice(number, task.payload, task.definition.function, outcomes.pack)
+                    self._slice.run()
+                else:
+                    value = task.definition.call(task.kind, task.payload)
+                    if task.keeps:
+                        payload = self._shelf.keep(number, value)
+                    elif value is not None:
+                        payload = outcomes.pack(value)
+                    del value
+            finally:
+                self._current = 0
+        except BaseException as error:
+            self._current = 0
+            status, payload = ERROR, outcomes.pack_error(error)
+            if task.keeps:  # interrupted as it was put there
+                self._shelf.drop(number)
+        finished = monotonic()
+        brief = finished - started < BRIEF
+        if not brief and not definition.brief:
+            trail.work.append((number, round((process_time() - used) * 1e6)))
+        definition.brief = brief
+        head = b""
+        if self._slice is not None:
+            status, head, payload = self._end_slice(self._slice)
+        outcomes.note(number, status, started, finished, payload, head)
+        self._last_done = number
+        late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
+        # The last part of a slice does not outlive this drone where the part before it may not.
+        kept = not self._split_by_bulk and outcomes.keep()
+        if not kept or (late and self._todo):
+            self._flush()
+            self._listen(wait=False)
+
+    def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
+        """What came of it, as far as the ear has not sent it: status, head and payload."""
+        error = None
+        if run.error is not None:
+            with self.socket_turn:
+                run.blame()
+            if run.error is not None:
+                error = self._outcomes.pack_error(run.error)
+        with self.socket_turn:
+            self._slice = None
+            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
+            rest = run.cut()
+        done = len(run.done) - run.sent + (error is not None)
+        return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
+
+    def _send_what_waits(self) -> None:
+        """In the ear, holding the socket's turn: what was done before the task that takes so long."""
+        self._send_outcomes()
+
+    def _send_outcomes(self) -> bool:
+        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these. Whether
+        something went by the lane."""
+        frames = self._outcomes.take()
+        if not frames:
+            return False
+        if self._split_by_bulk:
+            self._send_by_bulk(frames)
+        elif self._send(frames):
+            return True
+        self._by_bulk = monotonic()
+        return False
+
+    def _cut_slice(self) -> None:
+        """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
+        run = self._slice
+        if run is None or run.was_cut:
+            return
+        rest = run.cut()
+        run.was_cut = True
+        run.sent = len(run.done)
+        if rest or run.sent:
+            answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
+            head = split_head(run.sent, rest, RUNNING)
+            given = self._outcomes.given(run.number)  # before the answers that have handles of it
+            entry, large = self._outcomes.entry(run.number, SPLIT, run.started, monotonic(), answers, head)
+            self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
+
+    def _begin(self, task: Task) -> None:
+        """A task that is run beside others."""
+        overlap = self._overlap
+        if overlap is None:
+            overlap = self._overlap = Overlap()
+            self._overlaps(overlap)
+        self._row.start(task.number)
+        started = monotonic()
+        try:
+            if task.number in self._missed:
+                raise KeyboardInterrupt("interrupted by the controller")
+            if task.keeps:
+                self._keeping.add(task.number)
+            overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
+            if self._is_missed(task.number):  # since the look before
+                overlap.interrupt({task.number})
+        except BaseException as error:
+            self._keeping.discard(task.number)
+            self._note_overlapped(task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error))
+
+    def _take_ended(self, overlap: Overlap) -> None:
+        for number, thread, started, finished in overlap.take_ended():
+            status = VALUE
+            payload: bytes | Parcel = b""
+            try:
+                value = thread.result()
+                if number in self._keeping:
+                    payload = self._shelf.keep(number, value)
+                elif value is not None:
+                    payload = self._outcomes.pack(value)
+            except BaseException as error:
+                status, payload = ERROR, self._outcomes.pack_error(error)
+            finally:
+                del thread  # no cycle through the error's traceback, which would keep the arguments
+            self._keeping.discard(number)
+            self._note_overlapped(number, status, started, finished, payload)
+            if not overlap.running:
+                self._last_done = number
+
+    def _note_overlapped(
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel
+    ) -> None:
+        self._outcomes.note(number, status, started, finished, payload)
+        if not self._outcomes.keep():
+            self._flush()
+
+    def _flush(self) -> None:
+        with self.socket_turn:
+            by_lane = self._send_outcomes()
+            self._flushed = monotonic()
+            self._split_by_bulk = False
+            # With overlapped tasks: of those before them.
+            self._row.sent(self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES)
+
+    def pack_wanted(self) -> None:
+        """Kept values that other images ask for. In the main thread between tasks, or in the ear."""
+        outcomes, wanted = self._outcomes, self._shelf.wanted
+        while wanted:
+            try:
+                number = wanted.popleft()
+            except IndexError:  # the other one has just taken it
+                return
+            status = PACKED
+            payload: bytes | Parcel
+            try:
+                here.asked_for = True
+                payload = outcomes.pack(self._shelf.value(number))
+            except BaseException as error:
+                status, payload = NOT_PACKED, outcomes.pack_error(error)
+            finally:
+                here.asked_for = False
+            entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
+            with self.socket_turn:
+                self._send(pack_outcomes([entry], large))
+            self._ring()  # by bulk, it may have taken note of news for which the main thread waits
+
+    # -- either thread, holding the socket's turn ---------------------------------------------------
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            self._HEARD[head_type(frames)](self, frames)
+        except (Malformed, KeyError) as wrong:
+            dropped(wrong)
+
+    def _hear_work(self, frames: list[bytes]) -> None:
+        definitions, todo = self._definitions, self._todo
+        for number, kind, definition, payload in unpack_work(frames):
+            if kind & SHARED:
+                kind &= ~SHARED
+                payload = self._ledger.arrived(payload)
+            if kind in DEFINES:
+                definitions[number] = define(kind, payload)
+            elif kind == FORGET:
+                definitions.pop(number, None)
+            elif kind == CALLS and definition in definitions:
+                todo.append(Calls(definitions[definition], *_calls(payload)))
+            elif kind == CAME_BACK:
+                self._ledger.came_back(number)
+            elif kind == BRING:
+                self._shelf.bring(number, payload)
+            elif kind == FETCH:
+                self._shelf.wanted.append(number)
+            elif kind == DROP:
+                self._shelf.drop(number, definition)
+            elif definition in definitions:
+                todo.append(Task(number, kind, definitions[definition], payload))
+            else:
+                self._not_defined(definition, _calls(payload)[0] if kind == CALLS else [number])
+
+    def _not_defined(self, definition: int, unknown: list[int]) -> None:
+        """These are calls of something that is not known here."""
+        bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
+        error = self._outcomes.pack_error(bug)
+        self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
+
+    def _hear_recall(self, frames: list[bytes]) -> None:
+        returned: list[int] = []
+        with suppress(IndexError):
+            while True:
+                task = self._todo.pop()
+                if isinstance(task, Calls):
+                    returned += task.take_from_end()
+                else:
+                    returned.append(task.number)
+        if self._calls is not None:
+            returned += self._calls.take_from_end()
+        self._send(pack_numbers(RETURNED, returned[::-1]))
+
+    def _hear_cancel(self, frames: list[bytes]) -> None:
+        targets = set(numbers(frames))
+        withdrawn = []
+        tasks = list(self._todo)
+        if self._calls is not None:
+            tasks.append(self._calls)
+        for task in tasks:
+            if isinstance(task, Calls):
+                withdrawn += task.withdraw(targets)
+            elif task.number in targets:
+                with suppress(ValueError):  # the main thread has just begun it
+                    self._todo.remove(task)
+                    withdrawn.append(task.number)
+        targets -= set(withdrawn)
+        if withdrawn:
+            self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
+        self._missed |= targets - {0}
+        current, overlap = self._current, self._overlap
+        if overlap is not None:
+            begun = {each for each in targets if each in overlap.running and self._is_missed(each)}
+            overlap.interrupt(begun | (targets & {0}))
+        if current and (current in targets or 0 in targets):
+            self._missed.discard(current)
+            self._target = current
+            signal.pthread_kill(self._main_thread, signal.SIGINT)
+
+    def _is_missed(self, number: int) -> bool:
+        """For one of those who ask: it interrupts it."""
+        try:
+            self._missed.remove(number)
+        except KeyError:
+            return False
+        return True
+
+    def _hear_frames(self, frames: list[bytes]) -> None:
+        asked = numbers(frames)
+        if len(asked) != 1:
+            raise Malformed(f"a request for frames with {len(asked)} numbers")
+        overlapped = {} if self._overlap is None else dict(self._overlap.running)
+        self._send(pack_frames(asked[0], frames_now(self._main_thread, self._current, overlapped)))
+
+    def _hear_stop(self, frames: list[bytes]) -> None:
+        self._stopping = True
+
+    _HEARD: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
+        WORK: _hear_work,
+        RECALL: _hear_recall,
+        CANCEL: _hear_cancel,
+        FRAMES: _hear_frames,
+        STOP: _hear_stop,
+    }
+
+    def _on_sigint(self, signum: int, frame: Any) -> None:
+        if self._target and self._target == self._current:
+            self._target = 0
+            raise KeyboardInterrupt("interrupted by the controller")
+
+    @property
+    def current(self) -> int:
+        """What is run; 0: nothing; negative: it is between two tasks that came together."""
+        return self._current or (-1 if self._calls is not None else 0)
+
+    def beat(self) -> None:
+        self._row.beat()
+        beside = self._overlap is not None and bool(self._overlap.running)
+        if beside or self._main_thread in promise.waiting:
+            green = sys.modules.get("polycephaly.green.scheduler")
+            self._row.steps(1 if green is None else 1 + green.scheduler.bouts)
+        else:
+            self._row.steps(0)
+
+    def has_ear(self, thread: int) -> None:
+        self._row.ear(thread)
+
+
+_runners: list[Runner] = []
+
+
+def _stay_behind() -> None:
+    """In a forked child. Exit handlers that were registered before are the drone's; signals are the child's own."""
+    for runner in _runners:
+        runner.stay_behind()
+        stay_behind()
+        leave_exit_handlers()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _runners.clear()
+
+
+os.register_at_fork(after_in_child=_stay_behind)
+
+
+def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
+    numbers, calls = unpack_together(payload, 2)
+    if set(map(type, calls)) != {tuple} or min(numbers) < 0 or max(numbers) >= 1 << 64:
+        raise Malformed("calls that are none")
+    return numbers, calls
+
+
+def dropped(wrong: Exception) -> None:
+    log.warning("a malformed message was dropped: %s", wrong)

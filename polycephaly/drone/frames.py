@@ -1,0 +1,85 @@
+"""In which frames the threads of a drone are, and at which line each of its tasks waits.
+
+    hub ──FRAMES, a request──> the ear (or the main thread, between tasks) ──FRAMES, `frames_now` as JSON──> hub
+
+Nothing is stopped for the answer: `sys._current_frames` shows where each thread is. While C code keeps the interpreter,
+the ear cannot run, and there is no answer before it can.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+from ..promises import promise
+
+__all__ = ["frames_now"]
+
+Place = tuple[str, int, str]
+"""File, line and function."""
+
+MAX_FRAMES = 200  # of one thread, the innermost ones: a deep recursion would fill megabytes
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-packages"))
+
+
+def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[str, Any]:
+    """Plain data for JSON. Any thread may ask.
+
+    ``threads`` has for each thread its ``id`` (the kernel's), its ``name``, whether it is the ``main`` one, and its
+    ``frames`` as (file, line, function), innermost first. ``places`` has for each task that runs, by its number, where
+    it is: in the innermost frame that is neither ours nor the standard library's, if there is one.
+
+    Parameters
+    ----------
+    main
+        The identifier of the thread that runs the tasks.
+    current
+        The number of the task that it runs, or 0.
+    overlapped
+        The green threads of tasks that run beside each other, by their numbers.
+    """
+    frames = sys._current_frames()
+    threads = [
+        {
+            "id": thread.native_id,
+            "name": thread.name,
+            "main": thread.ident == main,
+            "frames": list(islice(_places(frames.get(thread.ident or 0)), MAX_FRAMES)),
+        }
+        for thread in threading.enumerate()
+    ]
+    places = {number: _place_of_green(thread) for number, thread in overlapped.items()}
+    if current > 0:
+        awaited, _ = promise.waiting.get(main, (None, None))
+        places[current] = _place_of_green(awaited) or _place_of(list(_places(frames.get(main))))
+    return {"threads": threads, "places": places}
+
+
+def _places(frame: FrameType | None) -> Iterator[Place]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
+        frame = frame.f_back
+
+
+def _place_of(places: list[Place]) -> Place | None:
+    beyond_us = [each for each in places if not each[0].startswith(_OURS)]
+    return next((each for each in beyond_us if not _is_library(each[0])), beyond_us[0] if beyond_us else None)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<frozen ", _LIBRARY)) and not file.startswith(_INSTALLED)
+
+
+def _place_of_green(awaited: object) -> Place | None:
+    """Where a green thread is; None for what is none, or runs only our code, as the one by which plain code waits."""
+    green = sys.modules.get("polycephaly.green.report")
+    info = None if green is None else green.info_of(awaited)
+    return None if info is None or info.file.startswith(_OURS) else (info.file, info.line, info.doing)

@@ -1,0 +1,52 @@
+"""What a drone was sent to do, until it does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from ..wire.messages import KEEP
+from .functions import Definition
+
+__all__ = ["Calls", "Task"]
+
+
+class Task:
+    __slots__ = ("definition", "keeps", "kind", "number", "payload")
+
+    def __init__(self, number: int, kind: int, definition: Definition, payload: Any) -> None:
+        self.number = number
+        self.kind = kind & ~KEEP
+        self.keeps = bool(kind & KEEP)  # the value stays here
+        self.definition = definition
+        self.payload = payload
+
+
+class Calls:
+    """Several tasks of one definition, which came together. The main thread takes them from the left, the ear what it
+    gives back from the right or the middle."""
+
+    __slots__ = ("definition", "queue")
+
+    def __init__(self, definition: Definition, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
+        self.definition = definition
+        self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
+
+    def take_from_end(self) -> list[int]:
+        """The numbers of all that were not begun, the last one first."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self.queue.pop()[0])
+        return taken
+
+    def withdraw(self, targets: set[int]) -> list[int]:
+        """Those of `targets` that were not begun."""
+        withdrawn = []
+        for call in list(self.queue):
+            if call[0] in targets:
+                with suppress(ValueError):  # the main thread has just begun it
+                    self.queue.remove(call)
+                    withdrawn.append(call[0])
+        return withdrawn

@@ -1,0 +1,276 @@
+"""A local drone's life: how its `Runner` gets work, and sends back what came of it.
+
+    hub ──WORK──> sockets ─> todo ──main thread: run──> outcomes ──RESULTS──> hub
+                    └──> the ear (a thread): hears while the main thread is busy
+
+The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short
+work crosses no thread. Only when one task has run for a *window* does the ear begin to listen. Whoever touches
+the sockets holds `socket_turn`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import json
+import os
+import select
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from ..engines.local.status_table import RunningPage
+from ..engines.local.zygote import Nest, Order
+from ..runtime import forked, parent_death
+from ..runtime.tuning import tuning
+from ..store.arena import Arena
+from ..store.blocks import Store
+from ..store.references import Ledger
+from ..wire import addresses, endpoint
+from ..wire.fast_transport import Lane
+from ..wire.messages import (
+    HELLO,
+    OPEN,
+    PROTOCOL,
+    Malformed,
+    pack_numbers,
+)  # fmt: skip
+from ..wire.pickling import MainSnapshot, shared_with
+from .child import become_child
+from .console import open_console
+from .control_thread import BEAT, Ear
+from .executor import Runner, dropped
+from .logs import send_logs_home
+from .notebook import leave_the_kernel
+from .overlap import Overlap
+
+__all__ = ["hatch"]
+
+
+def hatch(
+    order: Order,
+    nest: Nest,
+    lane: socket.socket,
+    page: RunningPage,
+    arena: Arena,
+    snapshot: MainSnapshot,
+    control: socket.socket,
+) -> None:
+    """The drone's main function: serves until told to stop. `control` is open where the drone reports its own start."""
+    addresses.home_of_parent, addresses.name_here = nest.home, order.name
+    channel = sys.modules.get("polycephaly.green.channel")
+    if channel is not None and addresses.address_of_parent is not None:
+        channel.lineage.append((channel.oldest, addresses.address_of_parent))
+    become_child(order.name, nest.heirloom)
+    if nest.main is not None:
+        snapshot = nest.main.make(arena)
+    shared_with[:] = [lambda: snapshot]
+    if nest.imports_main():
+        _report_start(order, snapshot, control)
+    drone = Drone(order, nest, lane, page, arena, snapshot)
+    try:
+        drone.serve()
+    finally:
+        drone.close()
+
+
+def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) -> None:
+    report = {"started": order.number, "pid": os.getpid(), "names": snapshot.names()}
+    try:
+        control.send(json.dumps(report).encode())
+    except OSError:  # more names than a message has room for: all of `__main__` goes by value
+        control.send(json.dumps({**report, "names": []}).encode())
+    parent_death.close(control)
+
+
+class Drone(Runner):
+    def __init__(
+        self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
+    ) -> None:
+        tail = open_console()
+        send_logs_home()
+        leave_the_kernel()
+        faulthandler.enable(file=2)
+        store = Store(arena, order.number)
+        super().__init__(order.name, page.row(order.slot), snapshot, store, Ledger(arena, None, self._ring), tail)
+        self._home, self._identity = nest.home, bytes.fromhex(order.identity)
+        self._lane = parent_death.own(Lane(lane))
+        self._bulk: zmq.Socket[bytes] | None = None
+        self._bulk_may_hide = self._waiting = False
+        self.busy = False
+        """Whether the main thread has something to run, or is about to look."""
+        self._news = parent_death.own(select.epoll())
+        self._news.register(self._lane.fileno(), select.EPOLLIN)
+        self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
+        self._news.register(self._bell.fd, select.EPOLLIN)
+        self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
+        self._ear = Ear(self)  # before it says that it is up: a drone that cannot start a thread never is
+        self._send(self._hello)
+
+    # -- the main thread --------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        todo = self._todo
+        while True:
+            overlap = self._overlap
+            if overlap is not None:
+                self._take_ended(overlap)
+            self.pack_wanted()
+            if not todo:
+                self.busy = False
+                self._flush()
+                self._let_ends_go()
+                if self._may_end():
+                    return
+                self._listen(wait=not todo)
+                continue
+            self.busy = True  # before that: see control_thread.py
+            self._ear.wake()
+            self._take_next()
+
+    def _let_ends_go(self) -> None:
+        """An error that ends a loop over a channel is in a cycle with its traceback, which from CPython 3.12 on keeps
+        the frames of all callers, and so the ends that came with a call: that is over now."""
+        ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
+        if ends is not None and ends.some_arrived:
+            ends.some_arrived = False
+            gc.collect()
+
+    def _may_end(self) -> bool:
+        busy = self._todo or self._shelf.wanted or (self._overlap is not None and self._overlap.running)
+        return self._stopping and not busy
+
+    def stay_behind(self) -> None:
+        super().stay_behind()
+        self._waiting = False  # nobody has to be woken
+
+    def _overlaps(self, overlap: Overlap) -> None:
+        self._news.register(overlap.bell, select.EPOLLIN)
+
+    def _ring(self) -> None:
+        """In any thread: a loan is over. While the main thread waits it has to be woken; else it looks before that."""
+        if self._waiting:
+            os.eventfd_write(self._bell.fd, 1)
+
+    def _listen(self, wait: bool) -> None:
+        """Hears what has come; with `wait`, after waiting for something.
+
+        What the ear heard before `_waiting` was set is seen here, under the same lock; after that it hears
+        nothing, so nothing can come to `todo` behind the back of a main thread that waits.
+        """
+        if wait:
+            with self.socket_turn:
+                if self._todo or self._shelf.wanted or self._may_end():
+                    return
+                if self._bulk_may_hide:
+                    self.hear_all()
+                    return
+                self._missed.clear()  # nothing is between
+                self._waiting = True
+            if not self._ledger.returned:  # looked at after `_waiting` was set: see `_ring`
+                self._sleep()
+        with self.socket_turn:
+            self._waiting = False
+            self.hear_all()
+
+    def _sleep(self) -> None:
+        """Until there is news. Warm memory is given back when nothing comes for a while. What is overlapped runs on
+        meanwhile, and the drone shows that it lives."""
+        news: list[tuple[int, int]] = []
+        overlap = self._overlap
+        while not news and ((beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()):
+            news = self._news.poll(BEAT if beside else tuning.warm_seconds)
+            self.beat()
+            if not news:
+                self._store.tidy()
+        for fd, _ in news or self._news.poll():
+            if fd == self._bell.fd:
+                os.eventfd_read(fd)
+
+    def close(self) -> None:
+        """Runs the exit handlers registered here, and delivers what is in the socket."""
+        generation = forked.generation
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        forked.leave_if_forked(generation)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        with self.socket_turn:
+            self._waiting = True  # the ear leaves them alone from now on
+            if self._bulk is not None:
+                self._bulk.close()
+                self._context.term()
+
+    # -- either thread, holding the socket's turn ---------------------------------------------------
+
+    def hear_all(self) -> None:
+        """Hears all that has come. The lane first, also before each bulk message: see wire/fast_transport.py."""
+        self._hear_lane()
+        bulk = self._bulk
+        self._bulk_may_hide = False
+        while bulk is not None and endpoint.has_news(bulk):
+            frames = bulk.recv_multipart(zmq.NOBLOCK)
+            self._hear_lane()
+            self._hear(frames)
+
+    def _hear_lane(self) -> None:
+        while True:
+            try:
+                frames = self._lane.receive()
+            except Malformed as wrong:
+                dropped(wrong)
+                continue
+            if frames is None:
+                return
+            if not frames:  # the hub has let go of us
+                os._exit(0)
+            self._hear(frames)
+
+    def _send(self, frames: list[bytes]) -> bool:
+        """Whether it went by the lane."""
+        if self._lane.send(frames):
+            return True
+        self._send_by_bulk(frames)
+        return False
+
+    def _send_by_bulk(self, frames: list[bytes]) -> None:
+        self.open_bulk().send_multipart(frames)
+        # Its descriptor tells of news only, and this call may have taken note of some: look before waiting.
+        self._bulk_may_hide = True
+
+    def open_bulk(self) -> zmq.Socket[bytes]:
+        if self._bulk is None:
+            self._context, self._bulk = endpoint.connect(self._home, self._identity)
+            self._bulk.send_multipart(self._hello)
+            self._bulk_may_hide = True
+            self._news.register(endpoint.news_fd(self._bulk), select.EPOLLIN)
+        return self._bulk
+
+    def _hear_open(self, frames: list[bytes]) -> None:
+        self.open_bulk()
+
+    def _hear_stop(self, frames: list[bytes]) -> None:
+        self._stopping = True
+
+    _HEARD = {**Runner._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
+
+    # -- what the ear looks at ----------------------------------------------------------------------
+
+    def hear_if_free(self) -> None:
+        if self.socket_turn.acquire(blocking=False):
+            try:
+                if not self._waiting:
+                    self._send_what_waits()
+                    self._cut_slice()
+                    self.hear_all()
+            finally:
+                self.socket_turn.release()
+
+    @property
+    def news_fd(self) -> int:
+        return self._news.fileno()

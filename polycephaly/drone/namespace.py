@@ -1,0 +1,30 @@
+"""What `drone[name]`, `name in drone`, `push` and `pull` do, on the drone: plain work, sent like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import NoSuchName
+from ..wire.pickling import main_namespace
+
+__all__ = ["get", "has", "pull", "push"]
+
+
+def push(names: dict[str, Any]) -> None:
+    main_namespace().update(names)
+
+
+def pull(*names: str) -> tuple[Any, ...]:
+    namespace = main_namespace()
+    for name in names:
+        if name not in namespace:
+            raise NoSuchName(f"name {name!r} is not defined", name=name)
+    return tuple(namespace[name] for name in names)
+
+
+def get(name: str) -> Any:
+    return pull(name)[0]
+
+
+def has(name: str) -> bool:
+    return name in main_namespace()

@@ -1,0 +1,1 @@
+"""Whatever runs drones: forks of this process, actors of Ray, pools of other processes."""

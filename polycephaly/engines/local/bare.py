@@ -1,0 +1,177 @@
+"""A bare zygote: a fresh interpreter that has imported this package, and nothing of the user's.
+
+    main image ── as `multiprocessing` spawns a process ──> bare zygote ──fork──> drone: makes its __main__
+
+It has one thread and has never run code of users, so it can be forked at any time, whatever the main image and the
+drones do with threads. Each drone makes its `__main__` after the fork: from what the main image held, by value
+(wire/main_snapshot.py), or, with ``start="spawn"``, by importing the main module, as the standard library's spawned
+processes do.
+
+`multiprocessing` knows how to start an interpreter with the same flags, path and keys, and how its queues and locks get
+there. It would have the zygote import the main module too: so the steps are taken here, without that one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from io import open_code
+from multiprocessing import process, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen
+from pkgutil import get_importer
+from runpy import run_path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...store.arena import Arena
+from ...wire.main_snapshot import Snapshot, enter
+from ...wire.pickling import MainSnapshot
+from .status_table import RunningPage
+
+if TYPE_CHECKING:
+    from .zygote import Nest
+
+__all__ = ["MainMaker", "start_bare"]
+
+_MODULE = ("init_main_from_name", "init_main_from_path")
+"""How `multiprocessing` says which module is to be imported as the main one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MainMaker:
+    """How `__main__` is made in a drone of a bare zygote."""
+
+    snapshot: Snapshot | None  # None: the main module is imported
+    module: dict[str, str]  # which one; empty if there is none, as under `python -c`
+
+    def make(self, arena: Arena) -> MainSnapshot:
+        """Makes it, in a drone. Raises what the import of the main module raises."""
+        _old_main.append(sys.modules["__main__"])  # its code still runs
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+        if self.snapshot is not None:
+            return enter(self.snapshot, arena)
+        current: Any = process.current_process()
+        current._inheriting = True  # a script that starts processes as it is imported is refused, with the reason
+        try:
+            _import_main(**self.module)
+        finally:
+            del current._inheriting
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        return MainSnapshot()
+
+
+_old_main: list[ModuleType] = []
+
+
+def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -> None:
+    """Run the main module's code in `__main__` itself. (`multiprocessing` runs the code elsewhere and copies what comes
+    of it, so that functions of the module do not see what is set in `__main__` later.)"""
+    main = vars(sys.modules["__main__"])
+    main["__name__"] = "__mp_main__"
+    name, path = init_main_from_name, init_main_from_path
+    if name.endswith("__main__") or os.path.basename(path).partition(".")[0] == "ipython":
+        return  # a package's command line, which `multiprocessing` does not import again either
+    if name:
+        spec: Any = find_spec(name)
+        if spec is None:
+            raise ImportError(f"no module named {name!r}, which is the main module", name=name)
+        main.update(__spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin)
+        exec(spec.loader.get_code(name), main)
+    elif path and get_importer(path) is not None:  # a directory, or an archive
+        main.update(run_path(path, run_name="__mp_main__"))
+    elif path:
+        main["__file__"] = path
+        with open_code(path) as file:
+            exec(compile(file.read(), path, "exec", dont_inherit=True), main)
+
+
+class _Zygote:
+    """What the interpreter is sent. `multiprocessing` calls `_bootstrap` there."""
+
+    def __init__(self, control: int, page: int, arena: Arena, nest: Nest) -> None:
+        self.descriptors = control, page, arena.fd
+        self._ceiling = arena.ceiling
+        self._nest = nest
+        self._owner = os.getpid()
+
+    def _bootstrap(self, parent_sentinel: int) -> NoReturn:
+        from .zygote import run_zygote
+
+        os.close(parent_sentinel)
+        for fd in self.descriptors:
+            os.set_inheritable(fd, False)
+        control, page, arena = self.descriptors
+        run_zygote(
+            socket.socket(fileno=control),
+            self._nest,
+            RunningPage(self._nest.slots, page),
+            Arena(self._ceiling, arena),
+            MainSnapshot(()),
+            self._owner,
+        )
+
+
+class _Spawning:
+    """Whom `multiprocessing` asks, while it pickles its queues and locks, to have their descriptors inherited."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.descriptors.append(fd)
+        return fd
+
+    class DupFd:
+        def __init__(self, fd: int) -> None:
+            self.fd = fd
+
+        def detach(self) -> int:
+            return self.fd
+
+
+def start_bare(control: int, page: int, arena: Arena, nest: Nest, snapshot: Snapshot | None) -> int:
+    """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module; gives its pid.
+
+    Raises what the pickling of the pool's `initargs` raises, and `RuntimeError` in a main module that is being imported
+    by a spawned process.
+    """
+    prepared = spawn.get_preparation_data("polycephaly-zygote")
+    module = {key: prepared.pop(key) for key in _MODULE if key in prepared}
+    spawning, pickled = _Spawning(), io.BytesIO()
+    set_spawning_popen(spawning)  # type: ignore[arg-type]  # it does what is asked of a Popen
+    try:
+        heirloom = None if nest.heirloom is None else _pickled(nest.heirloom)
+        zygote = _Zygote(control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module)))
+        reduction.dump(prepared, pickled)
+        reduction.dump(zygote, pickled)
+    finally:
+        set_spawning_popen(None)
+    tracker: Any = resource_tracker.getfd()
+    sent = os.memfd_create("polycephaly-zygote", os.MFD_CLOEXEC)
+    try:
+        with open(sent, "wb", closefd=False) as file:
+            file.write(pickled.getbuffer())
+        os.lseek(sent, 0, os.SEEK_SET)
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=sent)
+        inherited = [sent, tracker, *zygote.descriptors, *spawning.descriptors]
+        return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited)
+    finally:
+        os.close(sent)
+
+
+def _pickled(heirloom: Any) -> bytes:
+    try:
+        return bytes(reduction.ForkingPickler.dumps(heirloom))
+    except Exception as error:
+        error.add_note(
+            "while pickling the initargs for drones that are fresh interpreters. Queues and locks for these are made "
+            "by multiprocessing.get_context('spawn'), which serves forked drones too; or use start='fork'"
+        )
+        raise

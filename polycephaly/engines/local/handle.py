@@ -1,0 +1,172 @@
+"""The hub's end of a local drone: its lane, its output, its row of the running page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ...pool.drone_handle import Link, Times
+from ...pool.handlers import hear_kept
+from ...pool.task import Work
+from ...runtime import parent_death
+from ...runtime.procfs import descendants, memory_of, processor_times, state_of, system_call_of, threads_of
+from ...store.references import Ledger
+from ...wire.fast_transport import Lane
+from ...wire.messages import OPEN, pack_numbers
+from ...wire.output import Heard, Merge, Stream
+from .launcher import Launcher
+
+if TYPE_CHECKING:
+    import zmq
+
+    from ...pool.dispatcher import Crew
+
+__all__ = ["LocalLink"]
+
+SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is in transit
+TICK = 0.002  # seconds until a full lane is tried again
+
+_WHY = {
+    "T": "it is stopped by a signal",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk, or for memory that was swapped out",
+    "Z": "it has ended, and its zygote does not say so",
+}
+_IDLE = "it holds its interpreter and does nothing"
+
+
+class LocalLink(Link):
+    def __init__(self, crew: Crew, number: int, slot: int, name: str, launcher: Launcher) -> None:
+        super().__init__(crew, number, name)
+        self.slot = slot
+        self.launcher = launcher
+        self.identity = b"\x01" + os.urandom(16)
+        self.streams: list[Stream] = []
+        self._merge = Merge()
+        self.lane: Lane | None = None
+        self.bulk_open = False
+        self._bulk_waiting: list[list[bytes]] = []
+        self._asked = False
+        self.ledger = Ledger(launcher.arena, number, self._ring)
+
+    @property
+    def keeper(self) -> Launcher:  # type: ignore[override]
+        return self.launcher
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+        """By the lane if it can go there without passing anything sent by bulk; see wire/fast_transport.py."""
+        if not self.bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
+            return
+        for work in works:
+            if work.sending is not None:
+                work.sending.by_bulk = True
+        self.bulk_unanswered += len(works)
+        if self.bulk_open:
+            hub = self.crew.hub
+            hub.router.send_multipart([self.identity, *frames])
+            hub.wake()  # in a caller's thread, this may have taken note of news for which the hub sleeps
+        else:
+            self._bulk_waiting.append(frames)
+            self._ask_to_open()
+
+    def _ask_to_open(self) -> None:
+        """Something waits for bulk: the drone is to open it."""
+        if self._bulk_waiting and not self._asked and self.lane is not None:
+            self._asked = self.lane.send(pack_numbers(OPEN))
+            if not self._asked:  # its lane is full: it is busy, and will read it
+                self.crew.hub.after(TICK, self._ask_to_open)
+
+    def open_bulk(self, router: zmq.Socket[bytes]) -> None:
+        """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
+        self.bulk_open = True
+        for frames in self._bulk_waiting:
+            router.send_multipart([self.identity, *frames])
+        self._bulk_waiting.clear()
+
+    def kill(self, verdict: str = "") -> None:
+        self.verdict = self.verdict or verdict
+        self.launcher.kill(self.number)
+
+    def is_up(self) -> bool:
+        return self.alive and self.lane is not None
+
+    # -- what is known of it ----------------------------------------------------------------------
+
+    def started(self) -> int:
+        return self.launcher.page.started(self.slot)
+
+    def sent(self) -> int:
+        return self.launcher.page.sent(self.slot)
+
+    def pulse(self) -> tuple[object, Times]:
+        assert self.pid is not None
+        page, slot, pid = self.launcher.page, self.slot, self.pid
+        threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
+        hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
+        return (page.started(slot), page.sent(slot), page.beat(slot), hundredths), threads
+
+    def waits(self) -> bool:
+        assert self.pid is not None
+        return all(state_of(self.pid, thread) == "S" for thread in threads_of(self.pid))
+
+    def why_quiet(self) -> str:
+        assert self.pid is not None
+        return _WHY.get(state_of(self.pid), _IDLE)
+
+    def worked(self, threads: Times) -> tuple[object, Times] | None:
+        """Its ear only shows that it lives. While its main thread waits for promises, that looks up twice a second, and
+        wakes the one that runs green threads: then the steps of these count, and threads that compute; else any thread
+        that was let run."""
+        page, slot = self.launcher.page, self.slot
+        others = {thread: times for thread, times in threads.items() if thread != str(page.ear(slot))}
+        done = page.started(slot), page.sent(slot), self.tasks_done
+        steps = page.steps(slot)
+        if steps:
+            return (*done, steps), others
+        return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
+
+    def others_worked(self) -> object:
+        assert self.pid is not None
+        return {
+            (other, thread): processor_times(other, thread)[0]
+            for other in descendants(self.pid)
+            for thread in threads_of(other)
+        }
+
+    def system_call(self) -> str | None:
+        return None if self.pid is None else system_call_of(self.pid, str(self.pid))
+
+    def memory(self, enough: int) -> int:
+        return 0 if self.pid is None else memory_of(self.pid, enough)
+
+    def printed(self) -> Heard:
+        heard = self._merge.read([stream for stream in self.streams if stream.open])
+        self.remember(heard)
+        return heard
+
+    def catch_up(self) -> None:
+        self.crew.hub.receive_by_lane(self, all_of_it=True)
+
+    def last_words(self) -> None:
+        hub = self.crew.hub
+        self.catch_up()  # what had already reached this process counts
+        hub.receive(SENT_MOST)
+        hear_kept(self, self.launcher.page.kept(self.slot))
+
+    def close(self) -> None:
+        hub = self.crew.hub
+        hub.remove_link(self)
+        ends: list[Stream | Lane] = [*self.streams]
+        if self.lane is not None:
+            ends.append(self.lane)
+        for end in ends:
+            with suppress(ValueError, OSError):
+                hub.unwatch(end.fileno())
+            parent_death.close(end)
+        self.streams.clear()
+        self.lane = None
+        self.ledger.close()

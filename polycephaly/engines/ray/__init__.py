@@ -1,0 +1,32 @@
+"""The Ray engine: drones are Ray actors, on any node of a cluster.
+
+    Pool(8, engine="ray", address="auto") ──> Crew, as ever ──> RayEngine ──> RayLink ── actor calls ──> Nest (an actor)
+                                                                    ^                                     holds a Runner
+                                                                    └────── Switch (an actor): orders ──────> its ear
+                                                                                news, output, beats <──────── its ear
+
+Placement, resources, restarts and transport of objects are Ray's. Ours are the messages (wire/messages.py), many
+calls in one, and what runs in a drone (drone/executor.py): the same as on one machine.
+
+This module imports Ray only when a pool asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...pool.engine import Machine
+
+__all__ = ["reach"]
+
+
+def reach(options: dict[str, Any]) -> Machine:
+    """The cluster that `options` name. Raises `ImportError` without Ray, and as `Cluster` does."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as missing:
+        raise ImportError("engine='ray' needs Ray: pip install 'polycephaly[ray]'") from missing
+    from .cluster import Cluster
+
+    return Cluster(options)

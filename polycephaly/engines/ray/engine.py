@@ -1,0 +1,402 @@
+"""The Ray engine: starts actors, carries messages to them, hears what they say, notices their ends.
+
+    hub's turns ── start, send, kill ──> Ray          Ray's threads ── post ──> hub's turns
+
+Whatever Ray answers comes as a future's callback in a thread of Ray's, which posts to the hub: so all that changes a
+link or the roster happens in turns, as on one machine. No turn waits for anything that is done elsewhere; but where a
+drone starts or ends, Ray's head is asked for nodes and free resources, or told of an actor, which takes milliseconds.
+
+An actor's death is told by each call that it has not answered. A drone that has none, be it idle or waiting for what it
+overlaps, is asked now and then; that is the watch. Then a task on its node reads what it has left there, if the node
+lives, and only after that the roster hears of the death: it decides by what was begun.
+
+All actors are the driver's: Ray ends them with it. They are those of one session (buffers.py): after `ray.shutdown` Ray
+would start another cluster for whatever it is asked, and after another `ray.init` it does not know them. So who asks
+in a turn looks first whether the session is still there; where it is not, the pool is broken, at the next `_look` or by
+who could not send. If Ray does not take a message of work for any other reason, that work is rejected, and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ...errors import Lost
+from ...pool.drone_handle import Link, State
+from ...pool.task import Work
+from ...runtime.procfs import boot_of_this_machine
+from ...runtime.tuning import tuning
+from ...store.arena import Full
+from ...wire import main_snapshot as snapshot
+from ...wire.functions import Book
+from ...wire.main_snapshot import Snapshot
+from ...wire.pickling import MainSnapshot
+from .buffers import Cargo, Lying, Plasma, session
+from .cluster import where_in
+from .drone import Birth, Born, Nest, Report
+from .exit_record import Remains, kill_owner, read_remains
+from .handle import RayLink
+from .shared import RayShared, share
+from .switch import MOST, Switch
+
+if TYPE_CHECKING:
+    from ...pool.supervisor import Roster
+    from ...pool.task import Work
+
+__all__ = ["RayEngine"]
+
+log = logging.getLogger(__name__)
+
+PROBE_EVERY = 2.0  # seconds after which a drone that is silent is asked
+PROBES_A_SECOND = 50  # of idle drones, however many there are: a probe costs the driver a millisecond
+LAST_WITHIN = 5.0  # seconds for what a drone that ends has told by the switch
+REMAINS_WITHIN = 6.0  # seconds for a task on a dead drone's node
+SWITCH_CALLS = 2 * MOST
+_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)  # which need not be of one kind
+
+
+class RayEngine:
+    def __init__(self, roster: Roster, placement: dict[str, Any]) -> None:
+        self.crew = roster.crew
+        self._roster = roster
+        self._plan = self.crew.plan
+        self._hub = self.crew.hub
+        self._session = session()
+        self._placement = placement
+        self._ended = False
+        hang = self._plan.hang_timeout
+        self._probe_every = PROBE_EVERY if hang is None else min(PROBE_EVERY, hang / 4)
+        self._home = ray.get_runtime_context().get_node_id()
+        self._taken = self.snapshot()
+        self._store = Plasma()
+        options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._plan.size}
+        here = NodeAffinitySchedulingStrategy(self._home, soft=False)
+        self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
+        self._nest = ray.remote(Nest)  # once: Ray keeps each of these for ever
+        self._says_what_is_awaited = False
+        self._open_book()
+
+    def _open_book(self) -> None:
+        names = self._taken.names()
+        self._ref = ray.put(self._taken)
+        store: Any = self._store
+        self._roster.book = Book(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)
+
+    def is_there(self) -> bool:
+        """Its Ray."""
+        return ray.is_initialized() and session() == self._session
+
+    def fail(self, error: Exception) -> None:
+        if not self._is_lost():
+            self.crew.fail(error)
+
+    def _is_lost(self) -> bool:
+        lost = not self.is_there()
+        if lost and not self._ended:
+            self.crew.break_(RuntimeError(f"Ray was shut down while {self._plan.name} was open"))
+        return lost
+
+    def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return initializer, initargs
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._listen()
+        self._hub.after(self._probe_every, self._look)
+
+    def can_start(self) -> bool:
+        return not self._ended and self.is_there()
+
+    def start(self, number: int, name: str, index: int) -> RayLink | None:
+        plan = self._plan
+        birth = Birth(number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None)
+        try:
+            actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
+        except Exception as error:
+            self._roster.cannot_start(error)
+            return None
+        link = RayLink(self, number, name, actor)
+        self._when_done(actor.begin.remote(), partial(self._started, link), partial(self._not_started, link))
+        if not self._says_what_is_awaited:
+            self._says_what_is_awaited = True
+            self._hub.after(tuning.start_report_seconds, self._say_what_is_awaited)
+        return link
+
+    def _started(self, link: RayLink, born: Born) -> None:
+        link.born_as = born
+        if born.boot != boot_of_this_machine():
+            asked = monotonic()
+            self._when_done(link.actor.clock.remote(), partial(self._set_clock, link, asked), partial(self.lost, link))
+        self._roster.started(link, born.pid)
+        self._roster.hello(link)
+
+    def _set_clock(self, link: RayLink, asked: float, its: float) -> None:
+        """Its answer was made about halfway between question and answer."""
+        link.ahead = its - (asked + monotonic()) / 2
+
+    def _not_started(self, link: RayLink, error: Exception) -> None:
+        init_failed = isinstance(error, RayActorError) and error.actor_init_failed
+        if link.dying or (isinstance(error, _DEATHS) and not init_failed and not _cannot_be(error)):
+            self.lost(link, error)
+            return
+        if link.state is not State.DEAD:
+            link.dying = True
+            why = RuntimeError(f"Ray could not start {link.name}: {_fate(error)}")
+            why.__cause__ = error
+            self._roster.not_started(link, why)
+
+    def _say_what_is_awaited(self) -> None:
+        """Looks at drones that are being started, as long as there are any: is there one that has no place?"""
+        starting = [link for link in self._roster.links if isinstance(link, RayLink) and not link.pid and link.alive]
+        self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
+        if not self._says_what_is_awaited:
+            return
+        wait = min(link.asked_for for link in starting) + tuning.start_report_seconds - self._hub.timers.now()
+        if wait <= 0:
+            more = len(starting) - 1
+            log.warning(
+                "%s still waits for %s%s%s; the cluster has %s free",
+                self._plan.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
+                ray.available_resources(),
+            )  # fmt: skip
+            wait = 6 * tuning.start_report_seconds
+        self._hub.after(wait, self._say_what_is_awaited)
+
+    # -- what links use, in turns -------------------------------------------------------------------
+
+    def await_answer(
+        self, link: RayLink, answer: Any, cargo: Any, frames: Sequence[bytes] = (), works: Sequence[Work] = ()
+    ) -> None:
+        link.calls += 1
+        not_answered = partial(self._not_answered, link, frames, works)
+        self._when_done(answer, partial(self._answered, link, cargo), not_answered)
+
+    def _not_answered(self, link: RayLink, frames: Sequence[bytes], works: Sequence[Work], error: Exception) -> None:
+        link.calls -= 1
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if not isinstance(cause, ObjectLostError):
+            self.lost(link, error)
+        elif link.is_up():
+            why = str(cause).strip().splitlines()[0]
+            lost = Lost(f"what work was to take lay with a node that is lost: {why}", drone=link.name)
+            link.not_begun(frames, works, lost)
+
+    def _answered(self, link: RayLink, cargo: Any, told: bytes) -> None:
+        link.calls -= 1
+        link.last_heard = self._hub.timers.now()
+        link.hear(Report.unpack(told), cargo)
+
+    def not_sent(self, link: RayLink, frames: list[bytes], works: Sequence[Work], error: Exception) -> None:
+        """In the turn that was to send it, which goes on with other drones: so not before the next."""
+        if not self.is_there():
+            self._hub.post(self._is_lost)
+        elif works:
+            self._hub.post(partial(link.not_sent, frames, works, error))
+        else:
+            raise error
+
+    def land(self, cargo: Any) -> Lying | Cargo:
+        """What came beside a report."""
+        if isinstance(cargo, Cargo):
+            try:
+                ref = self._store.put(cargo, sum(memoryview(each).nbytes for each in cargo.buffers))
+            except Full:  # then it stays where it is
+                return cargo
+            return Lying(ref, self._session)
+        return Lying(cargo, self._session)
+
+    def order(self, link: RayLink, frames: list[bytes]) -> None:
+        self._switch.order.remote(link.number, frames)
+
+    def stop(self, link: RayLink) -> None:
+        answer, cargo = link.call_end()
+        link.calls += 1
+        self._when_done(answer, partial(self._stopped, link, cargo), partial(self.lost, link))
+
+    def _stopped(self, link: RayLink, cargo: Any, told: bytes) -> None:
+        link.last_report = Report.unpack(told).number
+        self._answered(link, cargo, told)
+        self._hub.after(LAST_WITHIN, partial(self.ended, link))
+
+    def ended(self, link: RayLink) -> None:
+        """It has ended as it was told to, and all that it said was heard."""
+        if link.state is not State.DEAD:
+            if self.is_there():
+                ray.kill(link.actor)
+            self._died(link, 0)
+
+    def kill(self, link: RayLink) -> None:
+        if not self.is_there():  # its actors have ended with it
+            link.fate = "Ray was shut down"
+            self._hub.after(0.0, partial(self._died, link, None))
+            return
+        link.exitcode = -signal.SIGKILL
+        ray.kill(link.actor)
+        born = link.born_as
+        if born is not None and born.node == self._home:
+            kill_owner(born.folder)
+        elif born is not None and self._lives(born.node):
+            self._on_node(born.node, kill_owner).remote(born.folder)
+        link.probe()
+
+    def _lives(self, node: str) -> bool:
+        return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
+
+    def _on_node(self, node: str, act: Callable[..., Any]) -> Any:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+
+    def forget(self, link: RayLink) -> None:
+        if not self._ended and self.is_there():
+            self._switch.forget.remote(link.number)
+
+    # -- deaths -----------------------------------------------------------------------------------
+
+    def lost(self, link: RayLink, error: Exception) -> None:
+        """A call of it has failed."""
+        if link.dying:
+            return
+        if not isinstance(error, _DEATHS):
+            self.fail(error)
+            return
+        link.dying = link.deaf = True
+        link.fate, link.cause = _fate(error), error.with_traceback(None)  # its frames know the pool
+        ray.kill(link.actor)  # one that could not be reached for a moment must not go on unseen
+        born = link.born_as
+        if born is None:
+            self._buried(link, Remains())
+        elif born.node == self._home:
+            self._buried(link, read_remains(born.folder, link.out_read, link.err_read))
+        elif self._lives(born.node):
+            remains = self._on_node(born.node, read_remains).remote(born.folder, link.out_read, link.err_read)
+            self._when_done(remains, partial(self._buried, link), lambda _: self._buried(link, None))
+            self._hub.after(REMAINS_WITHIN, partial(self._buried, link, None))
+        else:
+            self._buried(link, None)
+
+    def _buried(self, link: RayLink, remains: Remains | None) -> None:
+        if link.state is not State.DEAD:
+            link.leave(remains)
+            self._died(link, link.exitcode)
+
+    def _died(self, link: RayLink, exitcode: int | None) -> None:
+        if link.state is not State.DEAD:
+            link.dying = True
+            self._roster.died(link, exitcode)
+
+    def released(self, link: Link) -> None:
+        """Ray has done it."""
+
+    def _look(self) -> None:
+        """A drone of which nothing was heard may have died."""
+        if self._ended or self._is_lost():
+            return
+        now = self._hub.timers.now()
+        links = self._roster.links
+        idle_every = max(self._probe_every, len(links) / PROBES_A_SECOND)
+        for link in links:
+            if not isinstance(link, RayLink) or link.born_as is None or link.calls or not link.is_up():
+                continue
+            if now - link.last_heard >= (self._probe_every if link.flight else idle_every):
+                link.probe()
+        self._hub.after(self._probe_every, self._look)
+
+    # -- hearing ----------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self._when_done(self._switch.news.remote(), self._hear, self._deaf)
+
+    def _hear(self, news: list[tuple[int, Any]]) -> None:
+        if self._ended:
+            return
+        for number, (told, cargo) in news:
+            link = next((each for each in self._roster.links if each.number == number), None)
+            if isinstance(link, RayLink):
+                link.last_heard = self._hub.timers.now()
+                link.hear(Report.unpack(told), cargo)
+        self._listen()
+
+    def _deaf(self, error: Exception) -> None:
+        if not self._ended:
+            why = RuntimeError(f"the switch of {self._plan.name} was lost: {_fate(error)}")
+            self.crew.break_(why)
+
+    def _when_done(self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]) -> None:
+        """One of the two, in a turn."""
+        hub = self._hub
+
+        def tell(future: Any) -> None:
+            try:
+                value = future.result()
+            except Exception as error:
+                hub.post(_Turn(self, failed, error))
+            else:
+                hub.post(_Turn(self, act, value))
+
+        ref.future().add_done_callback(tell)
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        return snapshot.take()
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        self._taken = snapshot
+        if self.is_there():
+            self._open_book()
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """It is only bytes."""
+
+    def left_out(self, name: str) -> str | None:
+        return self._taken.left_out.get(name)
+
+    def share(self, obj: Any) -> RayShared[Any]:
+        return share(obj, self._roster.book)
+
+    def end(self) -> None:
+        self._ended = True
+        if not sys.is_finalizing() and self.is_there():
+            ray.kill(self._switch)
+
+
+class _Turn:
+    """Something to be done in a turn; if it fails, its crew does."""
+
+    def __init__(self, engine: RayEngine, act: Callable[[Any], object], value: Any) -> None:
+        self.__self__ = engine
+        self._act = act
+        self._value = value
+
+    def __call__(self) -> None:
+        if self.__self__.is_there():
+            self._act(self._value)
+
+
+def _fate(error: Exception) -> str:
+    """What Ray says of it, without the table."""
+    text = str(error).strip()
+    _, found, why = text.partition("The actor is dead because ")
+    lines = (why if found else text).splitlines() or [type(error).__name__]
+    return lines[0].partition(" Some common causes")[0].strip()
+
+
+def _cannot_be(error: Exception) -> bool:
+    return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")

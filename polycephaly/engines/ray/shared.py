@@ -1,0 +1,115 @@
+"""`RayShared`: a value that lies in Ray's object store, for many calls."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from ...pool.inputs import StandIn
+from ...promises.promise import FINISHED, Promise, pickling
+from ...store.references import Parcel, load_beside
+from ...wire.functions import Book
+from ...wire.pickling import MainSnapshot, pack_strictly
+from .buffers import Lying, Plasma
+
+__all__ = ["RayShared", "share"]
+
+T = TypeVar("T")
+
+
+class RayShared(StandIn, Generic[T]):
+    """The handle of a value that was put into the cluster's object store once; made by `Pool.share`.
+
+    As an argument by itself it arrives as the value; inside another argument as a handle with that `value`. Large
+    buffers in it (arrays, data frames) are not copied for that: drones of a node look at the same memory, which is
+    read-only. It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; when
+    Ray is shut down, the value is `Lost`. Any thread may use it.
+    """
+
+    def __init__(self, part: Parcel) -> None:
+        self._promise: _Settled | None = _Settled(part)
+
+    @property
+    def value(self) -> T:
+        """The value, built anew each time. Raises `ValueError` after `release`, and `Lost`."""
+        value: T = self._held().result()
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        return len(self._held().where)
+
+    def release(self) -> None:
+        """Frees the memory as soon as nobody looks at it. Twice is no error."""
+        self._promise = None
+
+    def stands_for(self) -> Promise[T]:
+        return self._held()
+
+    def _held(self) -> _Settled:
+        promise = self._promise
+        if promise is None:
+            raise ValueError("this shared value was released")
+        return promise
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if pickling.stand_in is None:
+            raise TypeError("a value shared on Ray goes among the arguments of its pool's calls only: give it as one")
+        return Landed, (_Slot(self._held()), self.nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<RayShared {'released' if self._promise is None else f'{self.nbytes:,} bytes'} at {id(self):#x}>"
+
+
+class Landed(Generic[T]):
+    """What it is in a drone, where it came inside another value."""
+
+    def __init__(self, value: T, nbytes: int) -> None:
+        self.value = value
+        self.nbytes = nbytes
+
+
+class _Slot:
+    """Is unpickled as the value of that promise."""
+
+    def __init__(self, promise: Promise[Any]) -> None:
+        self._promise = promise
+
+    def __reduce__(self) -> Any:
+        assert pickling.stand_in is not None
+        return pickling.stand_in(self._promise)
+
+
+class _Settled(Promise[Any]):
+    """By a value that lies in the store."""
+
+    _may_be_anywhere = _lies = True
+
+    def __init__(self, part: Parcel) -> None:
+        super().__init__()
+        self.where = part
+        self._settle(FINISHED, None, None)
+
+    def _bring_here(self) -> Any:
+        views = [Lying(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
+        return load_beside(self.where.inline, [memoryview(each) for each in views])
+
+    def _part(self, book: Any) -> Parcel | None:
+        here = isinstance(book.store, Plasma) and all(
+            sealed.session == book.store.session  # type: ignore[attr-defined]
+            for sealed, _, _ in self.where.places
+        )
+        return self.where if here else None
+
+
+def share(value: T, book: Book) -> RayShared[T]:
+    snapshot: MainSnapshot = book.snapshot
+    part = pack_strictly(value, snapshot, book.store)  # type: ignore[arg-type]
+    return RayShared(part if isinstance(part, Parcel) else Parcel(part, []))

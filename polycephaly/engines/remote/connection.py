@@ -1,0 +1,490 @@
+"""A client's connection: the socket to a served pool, and its thread. To work and promises it is a crew and its hub.
+
+    callers ──append──> waiting ──┐            ┌── WORK, at most `AHEAD` calls unanswered ──> server
+                                  ├── thread ──┤
+    promises <──settle────────────┘            └── RESULTS, OUTPUT, TELL <──
+
+One thread owns the socket. What waits when it gets to send goes as one message; a function is sent once. Arguments are
+pickled when the call is made, and functions and classes of this image's `__main__` travel by value: the server's image
+is another one.
+
+When the connection is lost, what was not answered is rejected with `ConnectionError`: nobody knows whether it was done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import threading
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pickle import dumps
+from typing import Any
+
+import zmq
+
+from ...drone.forwarded import NOTHING
+from ...errors import another
+from ...pool.config import Terms
+from ...pool.handlers import finish, settle
+from ...pool.task import Work
+from ...promises.promise import CANCELLED, FINISHED, Milestone, Promise, callbacks, settlers
+from ...runtime import fork_guard
+from ...runtime.timers import Timers
+from ...runtime.tuning import tuning
+from ...wire.functions import Book, Defined, Definition
+from ...wire.messages import FORGET, WITHDRAWN, Malformed
+from ...wire.output import Line
+from .bell import Bell
+from .client_socket import Dealer
+from .keys import Card
+from .messages import (
+    AHEAD,
+    ASK,
+    ASKS,
+    BYTES_AHEAD,
+    CANCEL,
+    GIVE_UP,
+    HELLO,
+    LINE,
+    LIVES,
+    OUTPUT,
+    RECALL,
+    REFUSED,
+    RESULTS,
+    RUNNING,
+    SEEN,
+    SHARES,
+    TELL,
+    Item,
+    hello,
+    pack_definition,
+    pack_note,
+    pack_numbers,
+    pack_share,
+    pack_shares,
+    pack_work,
+    read_hello,
+    read_lines,
+    read_note,
+    read_numbers,
+    read_results,
+)
+from .shared import Lease, here
+
+__all__ = ["Connection"]
+
+log = logging.getLogger(__name__)
+
+PACKET = 256 * 1024  # bytes after which a message is full
+AS_THE_POOL_SAYS = -1  # retries
+
+_NO_LEASES: list[Lease] = []
+_ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
+"""Of what was asked: all others are `RuntimeError`."""
+
+
+class Connection:
+    """Raises `ConnectionError` where nobody answers, or we are not let in."""
+
+    def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
+        self._output = output
+        self.address = card.address
+        self.hub = self
+        self.terms = Terms(None, AS_THE_POOL_SAYS)
+        self.name = ""  # of the pool
+        self.drones = 0
+        self.refusal: BaseException | None = None  # why no more work is taken
+        self.book = Book(NOTHING, None)
+        self.welcome: Promise[None] = Promise()
+        self.ended: Milestone[None] = Milestone()
+        self._queue: deque[Work] = deque()
+        self._asked: dict[int, Promise[Any]] = {}
+        self._questions: deque[list[Any]] = deque()  # those not sent yet
+        self._unanswered = 0  # questions that are sent
+        self._told: list[Callable[[], object]] = []
+        self._timers = Timers()
+        self._ask_numbers = itertools.count(1)
+        self._acts: deque[Callable[[], object]] = deque()
+        self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
+        self._bytes = 0
+        self._waiting: set[Work] = set()
+        self._defined = Defined()  # at the server
+        self._bell = Bell()
+        self._stopping = self._lost = self._left_behind = False
+        self._cancels = ""
+        self._recalled = False
+        self._signed = 0.0
+        self._turn = fork_guard.Turn()
+        try:
+            self._dealer = Dealer(card)
+        except BaseException:
+            self._bell.close()
+            raise
+        _connections.add(self)
+        self._thread = threading.Thread(target=self._live, name="polycephaly-client", daemon=True)
+        fork_guard.add_turn(self._thread, self._turn)
+        self._thread.start()
+        try:
+            self.welcome.result(timeout)
+        except TimeoutError:
+            self.close(cancel="all")
+            raise self._dealer.no_answer(timeout) from None
+        except BaseException:
+            self.close(cancel="all")
+            raise
+
+    # -- what work and promises use, in any thread ------------------------------------------------------
+
+    def submit(
+        self,
+        what: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any = None,
+        terms: Terms | None = None,
+        work: Work | None = None,
+    ) -> Work:
+        self.check_open()
+        if work is not None and work.keeps:
+            raise TypeError(
+                f"{self.name} is served by another process, and keeps no results for its clients: give the work "
+                "without keep=True, or use a Pool of this process"
+            )
+        work = work or Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        work.target = target  # a `Berth`
+        terms = terms or self.terms
+        work.timeout, work.retries = terms
+        try:
+            definition = self.book.define(what)
+            leases: list[Lease] = []
+            here.connection, here.leases = self, leases
+            try:
+                inputs = work.capture(definition, args, kwargs, self.book)
+            finally:
+                here.connection, here.leases = None, _NO_LEASES
+            if leases:
+                work.leases = leases
+        except Exception as error:
+            work._settle(FINISHED, None, error)
+            return work
+        if inputs:
+            self._waiting.add(work)
+            work.wait_for(inputs)
+        else:
+            self._enqueue(work)
+        return work
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise another(self.refusal)
+
+    def ask(self, what: str, **more: Any) -> Promise[Any]:
+        """A promise of what the server says; `RuntimeError` where it refuses."""
+        self.check_open()
+        number, promise = next(self._ask_numbers), Promise[Any]()
+        self._asked[number] = promise
+        note = {"id": number, "what": what, **more}
+        self.post(lambda: self._question(pack_note(ASK, note)))
+        if self._lost:
+            self._reject_all()
+        return promise
+
+    def _question(self, frames: list[Any]) -> None:
+        """In the thread: `ASKS` at once, for the server takes more for an attack."""
+        self._questions.append(frames)
+        self._send_questions()
+
+    def _send_questions(self) -> None:
+        while self._questions and self._unanswered < ASKS:
+            self._unanswered += 1
+            self._dealer.send(self._questions.popleft())
+
+    def share(self, runs: Sequence[Any]) -> int:
+        """Has the server hold it: its number."""
+        self.check_open()
+        number, asked, promise = next(self._ask_numbers), next(self._ask_numbers), Promise[Any]()
+        self._asked[asked] = promise
+        self.post(lambda: self._question(pack_share(number, asked, runs)))
+        if self._lost:
+            self._reject_all()
+        promise.result()
+        return number
+
+    def give_up(self, number: int) -> None:
+        """Takes no lock, so finalizers may call it."""
+        if not self._lost:
+            self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
+
+    def filled(self, work: Work) -> None:
+        if not work.done():
+            self._enqueue(work)
+        self._waiting.discard(work)
+
+    def _enqueue(self, work: Work) -> None:
+        self._queue.append(work)
+        self._bell.ring()
+        if self._lost:
+            self._reject_all()
+
+    def somebody_waits(self, work: Work) -> None:
+        """For that one, which itself waits for promises: nothing that this could tell."""
+
+    def drive(self, promise: Promise[Any], end: float | None) -> None:
+        """Nothing that a waiting thread could do."""
+        if self._left_behind:
+            raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
+
+    def post(self, act: Callable[[], object]) -> None:
+        self._acts.append(act)
+        self._bell.ring()
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        """In the thread."""
+        self._timers.set(self._timers.now() + seconds, act)
+
+    def deliver(self, act: Callable[[], object]) -> None:
+        """In the thread: after the turn."""
+        self._told.append(act)
+
+    def withdraw(self, work: Work) -> None:
+        """In the thread: it was cancelled."""
+        self._waiting.discard(work)
+        if work.number in self._flight:
+            self._dealer.send(pack_numbers(CANCEL, [work.number]))
+            self._answered(work.number)
+
+    def explain(self, error: BaseException) -> None:
+        """There is nothing to add."""
+
+    def close(self, *, cancel: str = "", wait: bool = True) -> None:
+        """What was submitted is finished first; or cancelled: "all" of it, or what is "not begun"."""
+        self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.name}")
+        self._cancels = cancel or self._cancels
+        self._stopping = True
+        self._bell.ring()
+        if wait:
+            while self._thread.is_alive():
+                self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        settlers.add(get_ident())
+        poller = zmq.Poller()
+        for each in (self._dealer.socket, self._dealer.monitor, self._bell):
+            poller.register(each, zmq.POLLIN)
+        self._dealer.send(hello(output=self._output is not None))
+        try:
+            while not self._is_over():
+                self._bell.asleep = True
+                if not (self._acts or self._cancels or self._could_send() or self._is_over()):
+                    left = self._timers.left()
+                    longest = tuning.client_sign_seconds
+                    poller.poll(math.ceil(min(longest if left is None else left, longest) * 1000))
+                self._bell.asleep = False
+                self._once()
+        except Exception as error:
+            log.exception("a bug in polycephaly breaks the connection to %s", self.address)
+            self._lose(f"a bug in polycephaly: {error}")
+        finally:
+            self._end()
+
+    def _once(self) -> None:
+        """A turn, and after it what may run code of users: settling and cancelling."""
+        answered: list[Work] = []
+        with self._turn:
+            self._bell.hush()
+            self._hear_all(answered)
+            while self._acts:
+                self._acts.popleft()()
+            self._timers.fire()
+            self._send_what_waits()
+            self._sign()
+            told, self._told = self._told, []
+        for tell in told:  # what work has printed is out before its promise settles
+            tell()
+        for work in answered:
+            if work.status == WITHDRAWN:
+                finish(work, CANCELLED, None, None)
+            else:
+                settle([work])
+        if self._cancels:
+            cancels, self._cancels = self._cancels, ""
+            self._cancel_all(running=cancels == "all")
+
+    def _is_over(self) -> bool:
+        left = self._queue or self._flight or self._waiting or self._acts or self._cancels or self._asked
+        return self._lost or (self._stopping and not left)
+
+    def _end(self) -> None:
+        with self._turn:
+            fork_guard.remove_turn(self._thread)
+            _connections.discard(self)
+            self._dealer.close()
+            self._bell.close()
+        self._lost = True
+        self.refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
+        self._reject_all()
+        if not self.welcome.done():
+            self.welcome._settle(FINISHED, None, another(self.refusal))
+        self.ended._settle(FINISHED, None, None)
+        settlers.discard(get_ident())
+
+    def _reject_all(self) -> None:
+        """Whoever pops a piece of work rejects it."""
+        refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
+        for take in (self._queue.popleft, lambda: self._flight.popitem()[1][0], self._waiting.pop):
+            with suppress(IndexError, KeyError):
+                while True:
+                    finish(take(), FINISHED, None, another(refusal))
+        with suppress(KeyError):
+            while True:
+                self._asked.popitem()[1]._settle(FINISHED, None, another(refusal))
+
+    def _lose(self, why: str) -> None:
+        self._lost, self._dealer.lost = True, why
+        if self.refusal is None or not isinstance(self.refusal, ConnectionError):
+            self.refusal = ConnectionError(f"the connection to {self.address} is lost: {why}")
+
+    def _hear_all(self, answered: list[Work]) -> None:
+        for frames in self._dealer.received():
+            try:
+                if frames[0] == RESULTS:
+                    for number, status, payload, tail in read_results(frames):
+                        work = self._answered(number)
+                        if work is not None:
+                            work.status, work.payload, work.output = status, payload, tail
+                            answered.append(work)
+                elif frames[0] == HELLO:
+                    why, self.drones, who = read_hello(frames, "the server", "this client")
+                    if why is not None:
+                        raise Malformed(why)
+                    self.name = str(who.get("name"))
+                    self._dealer.welcomed = True
+                    self.welcome._settle(FINISHED, None, None)
+                elif frames[0] == RUNNING:
+                    for number in read_numbers(frames):
+                        if (known := self._flight.get(number)) is not None:
+                            known[0].runs_elsewhere = True
+                elif frames[0] == OUTPUT:
+                    self._told.append(partial(self._print, [Line(*each) for each in read_lines(frames, 3)]))
+                elif frames[0] == TELL:
+                    self._hear_answer(read_note(frames))
+                elif frames[0] == REFUSED:
+                    self._lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
+                else:
+                    raise Malformed(f"a message of type {frames[0][:8]!r}")
+            except Malformed as wrong:
+                self._lose(str(wrong))
+        if self._dealer.lost:
+            self._lose(self._dealer.lost)
+
+    def _print(self, lines: list[Line]) -> None:
+        for line in lines:
+            try:
+                if self._output is not None:
+                    self._output(line)
+            except BaseException:
+                log.exception("the output callable of %s failed", self.name)
+        self.post(partial(self._dealer.send, pack_numbers(SEEN, [sum(len(line.text) + LINE for line in lines)])))
+
+    def _hear_answer(self, note: dict[str, Any]) -> None:
+        self._unanswered -= 1
+        self._send_questions()
+        promise = self._asked.pop(note.get("id", 0), None)
+        if promise is not None:
+            error = _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"])) if "error" in note else None
+            self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
+
+    def _answered(self, number: int) -> Work | None:
+        work, size = self._flight.pop(number, (None, 0))
+        self._bytes -= size
+        return work
+
+    def _could_send(self) -> bool:
+        return bool(self._queue) and self._has_credit()
+
+    def _has_credit(self) -> bool:
+        return self.welcome.done() and len(self._flight) < AHEAD and (not self._flight or self._bytes < BYTES_AHEAD)
+
+    def _send_what_waits(self) -> None:
+        while not self._lost and (self._defined.unused or self._could_send()):
+            items = [Item(number, 0, FORGET) for number in self._defined.take_unused()]
+            leased: list[Any] = []  # until they are sent
+            size = 0
+            while size < PACKET and self._has_credit():
+                try:
+                    work = self._queue.popleft()
+                except IndexError:
+                    break
+                if work.done():  # cancelled while it waited
+                    continue
+                definition = work.definition
+                if definition.number not in self._defined:
+                    self._define(definition, items)
+                    size += len(definition.payload)
+                payload = work.payload
+                if work.args is not None:
+                    payload = dumps(work.args, 5) if work.args else b""
+                work.payload = b""
+                retries = None if work.retries == AS_THE_POOL_SAYS else work.retries
+                target = 0 if work.target is None else work.target.number
+                kind = work.kind
+                if work.leases is not None:
+                    kind, payload = kind | SHARES, pack_shares([lease.number for lease in work.leases], payload)
+                    leased.append(work.leases)
+                    work.leases = None
+                items.append(Item(work.number, definition.number, kind, payload, target, work.timeout, retries))
+                self._flight[work.number] = work, len(payload)
+                self._bytes += len(payload)
+                size += len(payload) + 32
+            if items:
+                self._dealer.send(pack_work(items))
+
+    def _define(self, definition: Definition, items: list[Item]) -> None:
+        items += [Item(oldest, 0, FORGET) for oldest in self._defined.add(definition)]
+        payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]  # without a store
+        items.append(Item(definition.number, 0, definition.kind, payload))
+
+    def _sign(self) -> None:
+        """A PING of the server's may lie behind much that is on its way: this tells it that we live."""
+        now = self._timers.now()
+        if now - self._signed >= tuning.client_sign_seconds and self.welcome.done():
+            self._signed = now
+            self._dealer.send([LIVES])
+
+    def _cancel_all(self, running: bool) -> None:
+        """All, or what the server has not begun: of what it has it knows that."""
+        sent = list(self._flight)
+        for work in [*self._queue, *self._waiting, *(work for work, _ in reversed(self._flight.values()) if running)]:
+            try:
+                work.cancel()
+            except BaseException:
+                callbacks.exception("a callback of %r failed", work)
+        if not running and not self._lost and not self._recalled:  # after the first, nothing new was sent
+            self._recalled = True
+            with self._turn:
+                self._dealer.send(pack_numbers(RECALL, sent))
+
+
+_connections: set[Connection] = set()
+_left_behind: list[Connection] = []
+
+
+def _forget_connections() -> None:
+    """In a forked child: they stayed behind with their threads."""
+    for connection in _connections:
+        connection._lost = connection._left_behind = True
+        connection._bell.asleep = False  # its lock may be held by a thread that is not here
+        connection.refusal = RuntimeError(f"the connection to {connection.address} belongs to another process")
+    _left_behind.extend(_connections)
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forget_connections)

@@ -1,0 +1,108 @@
+"""`RemoteShared`: a value that lies in the shared memory of a pool in another process, for many calls of one client.
+
+    share(obj) ── SHARE: pickle and large buffers ──> server: hold ──> segment <── each drone maps the same pages
+    a call that is given the handle ── its number ──> server: the call, and the value beside it ──> drone: `lent`
+
+The server opens nothing of it: it puts the bytes where they are to lie. They are freed when the handle is released or
+lost and no call that has it waits to be sent; and with the client. What is given to calls goes by a *lease*, which each
+of these holds until it is sent, so that the word that it is over comes after them.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from ...drone.forwarded import lent
+
+if TYPE_CHECKING:
+    from .client import RemotePool
+
+__all__ = ["Lease", "RemoteShared", "here"]
+
+T = TypeVar("T")
+
+
+class _Here(threading.local):
+    """The call whose arguments this thread is pickling: through which connection it goes, and what it is given."""
+
+    connection: object = None
+    leases: list[Lease]
+
+
+here = _Here()
+
+
+class Lease:
+    def __init__(self, pool: RemotePool, number: int) -> None:
+        self.number = number
+        self.connection = pool._connection
+
+    def __del__(self) -> None:
+        self.connection.give_up(self.number)
+
+
+class RemoteShared(Generic[T]):
+    """The handle of a value that was given to a `RemotePool` once; made by `RemotePool.share`.
+
+    Among the arguments of that pool's calls, also inside others, it arrives as the value. Large buffers in it (arrays,
+    data frames) are not copied for that: every drone maps the same memory, and what a call writes into them is that
+    call's alone. It lives until `release`, the end of its ``with`` block, the loss of the last reference to it, or the
+    end of the connection. Any thread may use it.
+
+    >>> import polycephaly as poly, os, tempfile
+    >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
+    >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+    ...     with remote.share(bytearray(1_000_000)) as zeros:
+    ...         remote.doit(len, zeros)
+    1000000
+    """
+
+    def __init__(self, pool: RemotePool, number: int, nbytes: int) -> None:
+        self._pool = pool
+        self._lease: Lease | None = Lease(pool, number)
+        self._nbytes = nbytes
+
+    @property
+    def value(self) -> T:
+        """The value, fetched from the pool. Raises `ValueError` after `release`."""
+        self._held()
+        value: T = self._pool.doit(_same, self)
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        self._held()
+        return self._nbytes
+
+    def release(self) -> None:
+        """Frees the memory as soon as no call needs it. Twice is no error."""
+        self._lease = None
+
+    def _held(self) -> Lease:
+        lease = self._lease
+        if lease is None:
+            raise ValueError("this shared value was released")
+        return lease
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        lease = self._held()
+        if here.connection is not lease.connection:
+            raise TypeError("a remote pool's shared value goes to that pool's calls only, and among their arguments")
+        here.leases.append(lease)
+        return lent, (len(here.leases) - 1,)
+
+    def __repr__(self) -> str:
+        return f"<RemoteShared {'released' if self._lease is None else f'{self._nbytes:,} bytes'} at {id(self):#x}>"
+
+
+def _same(value: T) -> T:
+    return value

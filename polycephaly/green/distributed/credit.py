@@ -1,0 +1,124 @@
+"""A buffer at home, and the credit that other images have with it.
+
+    remote end ──ITEM──> a place that was granted      no answer: many go in one write
+               <──CREDIT── free places                 <──RECALL── give back what you have not used ──BACK──>
+
+Who sends is granted some of the free places; who is granted places and sends no more gives them back when others need
+them. A channel that is closed takes what was sent into granted places before the end was known: it is over when all
+are back.
+
+Receivers are given nothing ahead: what lay unused in an image that dies could not be told from what it had used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..channel import _Buffered
+from ..waiting import NOTHING
+from . import opcodes
+from .connection import Peer
+from .owner import AtHome, Known
+from .packed import Packed
+from .transaction import Deal, chooses
+from .transport import Post
+
+__all__ = ["BufferedAtHome", "bring_home"]
+
+
+class Account:
+    """The places of one buffer that are granted to one image."""
+
+    __slots__ = ("channel", "granted", "recalled")
+
+    def __init__(self, channel: BufferedAtHome) -> None:
+        self.channel = channel
+        self.granted = 0
+        self.recalled = False
+
+
+class BufferedAtHome(AtHome, _Buffered[Any]):
+    __slots__ = ()
+
+    def _next_item(self) -> Any:
+        item = super()._next_item()
+        if item is NOTHING and self._buffer:
+            item = self._buffer.popleft()  # no `_refill` here: the select that it served might be the receiver's
+        return item
+
+    def _store(self, item: Any) -> bool:
+        if self._free() < 1:
+            self._recall()
+            return False
+        self._buffer.append(item)
+        return True
+
+    def _put_in_buffer(self, item: Any) -> None:
+        self._buffer.append(item)
+
+    def _free(self) -> int:
+        extra = self._extra
+        return self.capacity - len(self._buffer) - extra.promised - extra.granted
+
+    def _refill(self) -> None:
+        while not self._closed and (sender := self._first("send", None)) is not None:
+            if self._free() < 1:
+                self._recall()
+                return
+            self._take_from_line("send", sender)
+            if chooses(sender):
+                self._extra.promised += 1
+                Deal(self, sender, None, sender.item).begin()
+            else:
+                self._buffer.append(sender.item)
+                sender.serve(None)
+                if sender.is_far:
+                    self._grant(sender.peer)  # type: ignore[attr-defined]
+        for peer, account in self._extra.accounts.items():
+            if not account.granted:
+                self._grant(peer)
+
+    def _grant(self, peer: Peer) -> None:
+        extra = self._extra
+        account = extra.accounts.get(peer)
+        if account is None:
+            account = extra.accounts[peer] = peer.accounts[extra.number] = Account(self)
+        share = self.capacity // (1 + len(extra.accounts))
+        more = min(share - account.granted, self._free())
+        if more > 0 and account.granted <= share // 2 and more > share // 4 and not (account.recalled or self._closed):
+            account.granted += more
+            peer.put(opcodes.CREDIT, extra.number, more)
+
+    def _recall(self) -> None:
+        for peer, account in self._extra.accounts.items():
+            if account.granted and not account.recalled:
+                account.recalled = True
+                peer.put(opcodes.RECALL, self._extra.number)
+
+    def _has_come(self, peer: Peer, item: Packed) -> None:
+        """Into a place that was granted."""
+        self._extra.accounts[peer].granted -= 1
+        self._buffer.append(item)
+        self._grant(peer)
+        self._match()
+
+    def _came_back(self, peer: Peer, places: int) -> None:
+        account = self._extra.accounts[peer]
+        account.granted -= places
+        account.recalled = False
+        self._match()
+
+
+def bring_home(channel: Any, post: Post, number: int) -> None:
+    """The owner: from now on it serves other images too."""
+    if isinstance(channel._extra, Known) and channel._extra.post is post:
+        channel._extra.number = number  # another one, if it is sent away after its end
+        channel._end_if_over()
+        return
+    old = channel._make_extra()
+    extra = Known(post, number)
+    extra.holder, extra.next_holders = old.holder, old.next_holders
+    extra.put_aside, extra.given_back = old.put_aside, old.given_back
+    channel._extra = extra
+    channel.__class__ = BufferedAtHome if isinstance(channel, _Buffered) else AtHome
+    channel._end_if_over()

@@ -1,0 +1,353 @@
+"""The home: the image where a channel was made runs its only real rendezvous, also for others.
+
+    green threads of this image ──────────────────> lines of the channel <── Op: a send or receive of another image
+                                                            │
+                                                            └──> Deal (transaction.py): one sender, one receiver
+
+A channel that has been sent away is changed in place: it becomes an `AtHome`, whose lines hold threads and `Op`s alike,
+and which has no fast path. Channels that never leave are not touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ChannelClosed
+from ..channel import Channel, _Extra
+from ..waiting import NOTHING, Waiter
+from . import opcodes
+from .connection import Peer
+from .packed import opened, pack_reason
+from .transaction import Deal, chooses
+from .transport import Post
+
+if TYPE_CHECKING:
+    from .credit import Account
+
+__all__ = ["AtHome", "Known", "Op"]
+
+
+class _Select:
+    """That of another image. As a `thread` it is one and the same in all its ops."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Op(Waiter):
+    """A send or receive of another image, which waits for this one's answer."""
+
+    __slots__ = ("channel", "number", "peer", "select", "withdrawn")
+
+    is_far = True
+
+    def __init__(self, channel: Any, peer: Peer, number: int, select: int, item: Any = None) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.number = number
+        self.select = _Select(select) if select else None
+        # A select must not meet itself: its ops have one "thread".
+        super().__init__((peer.who, select) if select else self, item)  # type: ignore[arg-type]
+        self.withdrawn = False
+        peer.ops[number] = self
+
+    @property
+    def can_be_relied_on(self) -> bool:
+        """A plain send is out of its image's hands."""
+        return self.select is None and self.item is not None
+
+    def passes(self) -> None:
+        """PASS has come, or what means the same."""
+        deal, answer = self.peer.given.pop(self.number, None), self.peer.asked.pop(self.number, None)
+        if deal is not None:
+            deal.off(self)
+        elif answer is not None:
+            answer(False)
+
+    def ask(self, answer: Any) -> None:
+        self.peer.asked[self.number] = answer
+        self.peer.put(opcodes.HOLD, 0, self.number)
+
+    def give(self, deal: Deal, content: bytes) -> int:
+        self.peer.given[self.number] = deal
+        return self.peer.put(opcodes.GIVE, 0, self.number, content)
+
+    def serve(self, value: Any) -> None:
+        """What it sent has been received, or is in the buffer."""
+        self._answer(opcodes.DONE)
+
+    def happen(self, value: Any) -> None:
+        self._answer(opcodes.COMMIT)
+
+    def refuse(self, error: BaseException) -> None:
+        self._answer(opcodes.REFUSED, pack_reason(error))
+
+    fail = refuse
+
+    def release(self) -> None:
+        self.peer.put(opcodes.RELEASE, 0, self.number)
+
+    def drop(self) -> None:
+        self.peer.ops.pop(self.number, None)
+
+    def _answer(self, kind: int, payload: bytes = b"") -> None:
+        self.drop()
+        self.peer.put(kind, 0, self.number, payload)
+
+
+class Known(_Extra):
+    """What a channel has that other images know."""
+
+    __slots__ = ("accounts", "closing", "deals", "number", "pairing", "post", "promised", "reason", "undecided")
+
+    def __init__(self, post: Post, number: int) -> None:
+        super().__init__()
+        self.post = post
+        self.number = number
+        self.deals = 0
+        self.undecided = 0  # those that gave an item of the buffer to a select, which may not want it
+        self.promised = 0  # places of the buffer that deals have in the hand
+        self.accounts: dict[Peer, Account] = {}
+        self.pairing = self.closing = False
+        self.reason: BaseException | None = None  # why it was closed, where somebody has died
+
+    def is_empty(self) -> bool:
+        return False
+
+    @property
+    def granted(self) -> int:
+        return sum(account.granted for account in self.accounts.values()) if self.accounts else 0
+
+
+class AtHome(Channel[Any]):
+    """A channel that other images know. Its methods are the owner's."""
+
+    __slots__ = ()
+    _extra: Known
+
+    # -- this image's threads: what can be done at once ---------------------------------------------------
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        self._check_open()
+        if self._is_claimed("send", thread):
+            return False
+        receiver = self._first("receive", thread)
+        if receiver is None:
+            return self._store(item)
+        if receiver.is_far or self._keeps_order():  # it has to say that it has it; it must not have it yet
+            if self._store(item):
+                self._match()
+                return True
+            return False
+        self._take_from_line("receive", receiver)
+        try:
+            receiver.serve(opened(item))
+        except Exception as error:  # it has the item, and cannot open it
+            receiver.refuse(error)
+        return True
+
+    def _try_receive(self, thread: Any) -> Any:
+        if self._is_claimed("receive", thread):
+            if not self._may_come():
+                self._check_open()
+            return NOTHING
+        if self._keeps_order():
+            return NOTHING
+        item = self._next_item()
+        if item is NOTHING:
+            sender = self._first("send", thread)
+            if sender is None:
+                if not self._may_come():
+                    self._check_open()
+                return NOTHING
+            if sender.is_far and chooses(sender):
+                return NOTHING
+            self._take_from_line("send", sender)
+            item = sender.item
+            sender.serve(None)
+        else:
+            self._refill()
+            self._end_if_over()
+        return opened(item)
+
+    def _first(self, end: str, other: Any) -> Waiter | None:
+        """Who stands first in that line, and is not `other`."""
+        line = self._sender if end == "send" else self._receiver
+        if line is None:
+            return None
+        return next((each for each in line if each.thread != other), None)
+
+    def _take_from_line(self, end: str, waiter: Waiter) -> None:
+        waiter.line.remove(waiter)
+        waiter.line = None
+        self._forget_empty(end)
+
+    # -- items that nobody sends any more -----------------------------------------------------------------
+
+    def _next_item(self) -> Any:
+        if self._extra.given_back:
+            return self._extra.given_back.popleft()
+        return NOTHING
+
+    def _keeps_order(self) -> bool:
+        """Is an item that was sent before all others undecided? A receiver that has a later one must not get it."""
+        return self._extra.undecided > 0
+
+    def _store(self, item: Any) -> bool:
+        return False
+
+    def _put_in_buffer(self, item: Any) -> None:
+        raise AssertionError("there is no buffer")
+
+    def _put_back_item(self, item: Any) -> None:
+        """It comes before all others."""
+        self._extra.given_back.appendleft(item)
+
+    def _refill(self) -> None:
+        """There may be room in the buffer."""
+
+    def _may_come(self) -> bool:
+        """Closed or not, might there still be an item for who receives?"""
+        return self._has_items() or bool(self._extra.deals or self._extra.granted)
+
+    # -- bringing together -----------------------------------------------------------------------------
+
+    def _enlist(self, end: str, waiter: Waiter) -> None:
+        super()._enlist(end, waiter)
+        self._match()
+
+    def _match(self) -> None:
+        """Begins a deal of each two that stand in the lines and can meet."""
+        extra = self._extra
+        if extra.pairing:
+            return
+        extra.pairing = True
+        try:
+            while not self._keeps_order() and self._match_one():
+                pass
+            self._refill()
+        finally:
+            extra.pairing = False
+        self._end_if_over()
+
+    def _match_one(self) -> bool:
+        for receiver in self._receiver or ():  # what changes the line returns at once
+            item = self._next_item()
+            if item is not NOTHING:
+                self._take_from_line("receive", receiver)
+                Deal(self, None, receiver, item).begin()
+                return True
+            sender = self._first("send", receiver.thread)
+            if sender is not None:
+                self._take_from_line("receive", receiver)
+                self._take_from_line("send", sender)
+                Deal(self, sender, receiver, sender.item).begin()
+                return True
+            if self._sender is None:
+                return False
+        return False
+
+    def _put_back(self, end: str, waiter: Any) -> None:
+        """It was in the hand of a deal that came to nothing: first in its line again."""
+        if waiter.is_far:
+            if waiter.peer.lost:
+                return
+            if waiter.withdrawn:
+                waiter.drop()
+                if end == "send" and waiter.select is None:
+                    waiter.peer.put(opcodes.WITHDRAWN, 0, waiter.number)
+                return
+        elif chooses(waiter) and not waiter.stands:
+            return
+        if self._closed and end == "send":
+            self._refuse(waiter)
+            return
+        line = self._queue(end)
+        line.appendleft(waiter)
+        waiter.line = line
+
+    def _strike(self, end: str, waiter: Waiter) -> bool:
+        return False if isinstance(waiter.line, Deal) else super()._strike(end, waiter)
+
+    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
+        if isinstance(waiter.line, Deal):
+            waiter.line.told.append(error)
+        else:
+            super()._interrupt_served(waiter, error)
+
+    # -- other images --------------------------------------------------------------------------------------
+
+    def _offered(self, op: Op) -> None:
+        try:
+            if op.select is None and self._try_send(op.thread, op.item):
+                op.serve(None)
+                self._grant(op.peer)
+                return
+            self._check_open()
+        except ChannelClosed as error:
+            op.refuse(error)
+            return
+        self._enlist("send", op)
+
+    def _demanded(self, op: Op) -> None:
+        if self._closed and not self._may_come():
+            self._refuse(op)
+        else:
+            self._enlist("receive", op)
+
+    def _withdraw(self, op: Op) -> None:
+        end = "send" if op.item is not None else "receive"
+        if isinstance(op.line, Deal):
+            op.withdrawn = True
+            if not op.can_be_relied_on:
+                op.passes()  # it has not seen yet what it is asked, and has said no
+        elif op.line is not None:
+            self._strike(end, op)
+            op.drop()
+            if end == "send" and op.select is None:
+                op.peer.put(opcodes.WITHDRAWN, 0, op.number)
+
+    def _grant(self, peer: Peer) -> None:
+        """It sends: perhaps it is to have places for more."""
+
+    # -- closing ---------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._error()
+
+    def _error(self) -> ChannelClosed:
+        error = ChannelClosed(f"{self!r} was closed")
+        error.__cause__ = self._extra.reason
+        return error
+
+    def _refuse(self, waiter: Waiter) -> None:
+        waiter.refuse(self._error())
+
+    def _close_here(self) -> None:
+        extra = self._extra
+        if extra.closing:
+            return
+        extra.closing = True
+        for waiter in self._waiting("send"):
+            self._strike("send", waiter)
+            self._refuse(waiter)
+        told = pack_reason(self._error())
+        for peer, account in extra.accounts.items():
+            peer.put(opcodes.REFUSED, extra.number, 0, told)
+            if account.granted:
+                peer.put(opcodes.RECALL, extra.number)
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """No item can come any more: those who wait for one are told."""
+        if self._closed and not self._may_come():
+            for waiter in self._waiting("receive"):
+                self._strike("receive", waiter)
+                self._refuse(waiter)
+            extra = self._extra
+            for peer in extra.accounts:
+                peer.accounts.pop(extra.number, None)
+            extra.post.forget_channel(extra.number, extra.reason)

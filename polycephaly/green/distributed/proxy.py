@@ -1,0 +1,487 @@
+"""A remote end: in this image, of a channel that was made in another one, and lives there.
+
+    await send(item) ──pickled──> Ask, parked ──OFFER──> home ──DONE──> goes on
+    await receive()  <──opened── Ask, parked <──GIVE── home <──DEMAND──┘        TAKE ──> home
+
+It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A thread that waits
+here waits for another image, so it is no deadlock. That the home has closed the channel is known here when an answer
+has told it, or the home's end: `ended`, which nothing of this file goes by, as the home's own answer says more.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Generator
+from types import coroutine
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from ...errors import ChannelClosed, ItemLost
+from .. import channel as channels
+from ..channel import Channel, Claim, _Buffered
+from ..parking import Parking
+from ..scheduler import PARK, scheduler
+from ..select import Offer
+from ..waiting import NOTHING, Refused, Waiter
+from . import opcodes
+from .connection import OBEYED, TOLD_OF_LOSS, Ending, Peer
+from .credit import bring_home
+from .packed import NOT_KNOWN, Packed, opened, packed, unpack_reason
+from .transport import Post, the_post
+
+__all__ = ["Remote", "remote_end"]
+
+
+class _Away:
+    """What a remote end knows of its channel."""
+
+    __slots__ = ("ended", "home", "name", "number", "reason")
+
+    def __init__(self, home: str, number: int, name: str) -> None:
+        self.ended = False  # closed by others, as far as is known
+        self.reason: BaseException | None = None  # why, where its home has told it unasked
+        self.home = home
+        self.number = number
+        self.name = name
+
+
+class _Credit:
+    """The places that the home has granted to this image."""
+
+    __slots__ = ("places",)
+
+    def __init__(self) -> None:
+        self.places = 0
+
+
+class Ask(Parking):
+    """A send or receive that the home has been asked for; what is awaited is its answer."""
+
+    __slots__ = ("errors", "number", "payload", "peer", "remote", "was_sent")
+
+    def __init__(self, remote: Remote, peer: Peer, payload: bytes | None) -> None:
+        super().__init__()
+        self.remote = remote
+        self.peer = peer
+        self.payload = payload  # of a send
+        self.errors: list[BaseException] = []
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"Channel.{'receive' if self.payload is None else 'send'}"
+
+    def enter(self, thread: Any) -> bool:
+        peer, self.number = self.peer, next(self.peer.numbers)
+        peer.waiting[self.number] = self
+        self.was_sent = not peer.lost
+        kind = opcodes.DEMAND if self.payload is None else opcodes.OFFER
+        peer.put(kind, self.remote._extra.number, self.number, _PLAIN + (self.payload or b""))
+        return True
+
+    def send(self, value: Any) -> Any:
+        if value.__class__ is Refused:
+            raise value.error
+        return super().send(value)
+
+    def throw(self, error: BaseException, *_: Any) -> Any:
+        if self.number not in self.peer.waiting:  # it has been answered: that first
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+            return PARK
+        if self.payload is None:  # the home will be told PASS if it has given something
+            self.leave()
+            raise error
+        self.errors.append(error)
+        if len(self.errors) == 1:
+            self.peer.put(opcodes.WITHDRAW, 0, self.number)
+        return PARK
+
+    def leave(self) -> None:
+        if self.peer.waiting.pop(self.number, None) is not None:
+            self.peer.put(opcodes.WITHDRAW, 0, self.number)
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.leave()
+
+    # -- the home's answers ----------------------------------------------------------------------------
+
+    def done(self, value: Any = None) -> None:
+        self.wake(value)
+        for error in self.errors:
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+
+    def withdrawn(self) -> None:
+        self.wake(Refused(self.errors[0]))
+        for error in self.errors[1:]:
+            self.thread._interrupt(error)  # type: ignore[union-attr]
+
+    def refused(self, error: BaseException) -> None:
+        if self.errors:
+            self.withdrawn()
+        else:
+            self.wake(Refused(error))
+
+    def lost(self, error: ChannelClosed) -> None:
+        if self.payload is None or not self.was_sent:
+            self.refused(error)
+            return
+        self.wake(Refused(_lost_item(error)))
+        for each in self.errors:
+            self.thread._interrupt(each)  # type: ignore[union-attr]
+
+
+class Remote(Channel[Any]):
+    __slots__ = ()
+    _extra: _Away  # type: ignore[assignment]
+    is_remote = True
+
+    # -- what green threads do -------------------------------------------------------------------------
+
+    @coroutine
+    def send(self, item: Any) -> Generator[Any, Any, None]:
+        if get_ident() != scheduler.owner:
+            yield from self._from_outside(self._send_here, item)
+        else:
+            yield from self._send_here(item)
+
+    @coroutine
+    def receive(self) -> Generator[Any, Any, Any]:
+        if get_ident() != scheduler.owner:
+            return (yield from self._from_outside(self._receive_here))
+        return (yield from self._receive_here())
+
+    @coroutine
+    def _send_here(self, item: Any) -> Generator[Any, Any, None]:
+        peer = self._peer()
+        content = packed(item)
+        if not self._send_by_credit(peer, content):
+            yield from Ask(self, peer, content)
+
+    @coroutine
+    def _receive_here(self) -> Generator[Any, Any, Any]:
+        return opened((yield from Ask(self, self._peer(may_be_closed=True), None)))
+
+    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+        return False
+
+    def _peer(self, may_be_closed: bool = False) -> Peer:
+        """The connection to its home. Raises `ChannelClosed`."""
+        if self._closed and not may_be_closed:
+            raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
+        away = self._extra
+        try:
+            post = the_post()
+        except RuntimeError:  # this image has no pool any more
+            raise _gone(self, Ending("has ended, as all drones of this image have", None)) from None
+        peer = post.dial(away.home, away.name)
+        if peer is None:
+            raise _gone(self, post.gone.get(away.home, Ending("has ended", None)))
+        return peer
+
+    # -- for select ------------------------------------------------------------------------------------
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        self._peer()
+        return False
+
+    def _try_receive(self, thread: Any) -> Any:
+        self._peer(may_be_closed=True)
+        return NOTHING
+
+    def _enlist(self, end: str, waiter: Waiter) -> None:
+        assert isinstance(waiter, Offer)
+        select = waiter.select
+        try:
+            peer = self._peer(may_be_closed=end == "receive")
+            if not select.number:
+                select.number = next(the_post().selects)
+            payload = opcodes.SELECT.pack(select.number) + (packed(waiter.item) if end == "send" else b"")
+        except Exception as error:
+            waiter.refuse(error)
+            return
+        number = next(peer.numbers)
+        peer.waiting[number] = waiter
+        waiter.at = peer, number, self
+        peer.put(opcodes.OFFER if end == "send" else opcodes.DEMAND, self._extra.number, number, payload)
+
+    def _strike(self, end: str, waiter: Waiter) -> bool:
+        assert isinstance(waiter, Offer)
+        if waiter.at is None:
+            return False
+        (peer, number, _), waiter.at = waiter.at, None
+        if peer.waiting.pop(number, None) is not None:
+            peer.put(opcodes.WITHDRAW, 0, number)
+        return True
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[Any]:
+        raise RuntimeError(f"an end of {self!r} can be claimed only in the image where it was made")
+
+    def close(self) -> None:
+        self._closed = True
+        scheduler.post(self._close_here)
+
+    def _close_here(self) -> None:
+        try:
+            self._peer(may_be_closed=True).put(opcodes.CLOSE, self._extra.number)
+        except ChannelClosed:
+            pass
+
+    def _give_back_here(self, item: Any) -> None:
+        try:
+            self._peer(may_be_closed=True).put(opcodes.RETURN, self._extra.number, 0, packed(item))
+        except ChannelClosed:  # nobody can receive it any more
+            pass
+
+    def __reduce__(self) -> Any:
+        away = self._extra
+        return remote_end, (away.home, away.number, self.capacity, away.name)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._extra.ended
+
+    def __repr__(self) -> str:
+        kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
+        return f"<{kind}{' closed' if self.closed else ''} made in {self._extra.name}>"
+
+
+class BufferedRemote(Remote, _Buffered[Any]):
+    __slots__ = ()
+
+    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+        credit = peer.credits.get(self._extra.number)
+        if credit is None or not credit.places:
+            return False
+        credit.places -= 1
+        peer.put(opcodes.ITEM, self._extra.number, 0, content)
+        return True
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        credit = self._peer().credits.get(self._extra.number)
+        return credit is not None and credit.places > 0 and self._send_by_credit(self._peer(), packed(item))
+
+
+_PLAIN = opcodes.SELECT.pack(0)
+ends: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
+"""A channel is one object in each image, however often it comes."""
+
+
+def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]:
+    """What a channel is unpickled as: itself, where it lives; else a remote end of it."""
+    post = the_post()
+    if home == post.address:
+        own = post.channels.get(number)
+        if own is not None:
+            return own
+        return _closed_here(post, number, capacity)
+    end = ends.get((home, number))
+    if end is None:
+        end = ends.setdefault((home, number), become_remote(Channel(capacity), home, number, name))
+    return end
+
+
+def _closed_here(post: Post, number: int, capacity: int) -> Channel[Any]:
+    """What a channel of this image has become that is closed, empty and forgotten; it still tells why."""
+    closed: Channel[Any] = Channel(capacity)
+    reason = post.reasons.get(number)
+    if reason is not None:
+        bring_home(closed, post, number)
+        closed._extra.reason = reason  # type: ignore[union-attr]
+    closed.close()
+    return closed
+
+
+def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
+    """Nobody waits in it."""
+    channel.__class__ = BufferedRemote if channel.capacity else Remote
+    channel._extra = _Away(home, number, name)  # type: ignore[assignment]
+    channel._plain = -channels.generation  # no fast path
+    channel._receiver = channel._sender = channel._item = None
+    return channel
+
+
+def _lost_item(error: ChannelClosed) -> ItemLost:
+    lost = ItemLost(f"{error}; perhaps it had the item that was being sent")
+    lost.__cause__ = error
+    return lost
+
+
+def _gone(remote: Remote, ending: Ending) -> ChannelClosed:
+    error = ChannelClosed(f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}")
+    error.__cause__ = ending.death
+    remote._extra.ended = True
+    return error
+
+
+def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
+    """What the home has answered; with the channel's name, where the home has forgotten that."""
+    if str(error).endswith(NOT_KNOWN):
+        error.args = (f"{remote!r} {NOT_KNOWN}",)
+    remote._extra.ended = True
+    return error
+
+
+# -- what a home says ----------------------------------------------------------------------------------
+
+
+def _hear_done(peer: Peer, _: int, op: int, __: bytes) -> None:
+    ask = peer.waiting.pop(op, None)
+    if ask is not None:
+        ask.done()
+
+
+def _hear_withdrawn(peer: Peer, _: int, op: int, __: bytes) -> None:
+    ask = peer.waiting.pop(op, None)
+    if ask is not None:
+        ask.withdrawn()
+
+
+def _hear_give(peer: Peer, _: int, op: int, payload: bytes) -> None:
+    waiter = peer.waiting.get(op)
+    item = Packed(payload)
+    if waiter is None:
+        peer.put(opcodes.PASS, 0, op)
+    elif isinstance(waiter, Ask):
+        del peer.waiting[op]
+        peer.put(opcodes.TAKE, 0, op)
+        waiter.done(item)
+    elif op in peer.held:  # it was held, and this is for what
+        del peer.held[op]
+        _take(peer, op, waiter, item)
+    else:
+
+        def take(held: bool) -> None:
+            if held:
+                _take(peer, op, waiter, item)
+            else:
+                peer.put(opcodes.PASS, 0, op)
+
+        waiter.select.ask(take)
+
+
+def _take(peer: Peer, op: int, offer: Offer, item: Packed) -> None:
+    peer.put(opcodes.TAKE, 0, op)
+    _settle(peer, op, offer)
+    try:
+        value = opened(item)
+    except Exception as error:
+        offer.fail(error)
+    else:
+        offer.happen(value)
+
+
+def _settle(peer: Peer, op: int, offer: Offer) -> None:
+    """The home needs not be told that it is not to be had any more."""
+    peer.waiting.pop(op, None)
+    offer.at = None
+
+
+def _hear_hold(peer: Peer, _: int, op: int, __: bytes) -> None:
+    waiter = peer.waiting.get(op)
+    if waiter is None:
+        peer.put(opcodes.PASS, 0, op)
+        return
+
+    def answer(held: bool) -> None:
+        if held:
+            peer.held[op] = waiter
+        peer.put(opcodes.HELD if held else opcodes.PASS, 0, op)
+
+    waiter.select.ask(answer)
+
+
+def _hear_commit(peer: Peer, _: int, op: int, __: bytes) -> None:
+    offer = peer.held.pop(op, None)
+    if offer is not None:
+        _settle(peer, op, offer)
+        offer.happen(None)
+
+
+def _hear_release(peer: Peer, _: int, op: int, __: bytes) -> None:
+    offer = peer.held.pop(op, None)
+    if offer is not None:
+        offer.release()
+
+
+def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
+    error = unpack_reason(payload)
+    if not op:
+        end: Any = ends.get((peer.who, number))
+        if end is not None:
+            end._closed, end._extra.reason = True, error.__cause__
+        credit = peer.credits.get(number)
+        if credit is not None and not credit.places:  # else they are about to be recalled
+            del peer.credits[number]
+        return
+    waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
+    if isinstance(error, ChannelClosed) and waiter is not None:
+        error = _was_closed(waiter.remote if isinstance(waiter, Ask) else waiter.at[2], error)
+    if isinstance(waiter, Ask):
+        waiter.refused(error)
+    elif isinstance(waiter, Offer):
+        waiter.at = None
+        if held is not None:
+            waiter.fail(error)
+        else:
+            waiter.refuse(error)
+
+
+def _hear_credit(peer: Peer, number: int, places: int, _: bytes) -> None:
+    credit = peer.credits.get(number)
+    if credit is None:
+        credit = peer.credits[number] = _Credit()
+    credit.places += places
+
+
+def _hear_alias(peer: Peer, number: int, proper: int, _: bytes) -> None:
+    end = ends.pop((peer.who, number), None)
+    if end is not None:
+        end._extra.number = proper  # type: ignore[union-attr]
+        ends.setdefault((peer.who, proper), end)
+
+
+def _hear_recall(peer: Peer, number: int, _: int, __: bytes) -> None:
+    credit = peer.credits.pop(number, None)
+    if credit is not None:
+        peer.put(opcodes.BACK, number, credit.places)
+
+
+def _lost(peer: Peer) -> None:
+    """A home has gone: nothing can be sent to its channels, or come from them."""
+    waiting, peer.waiting = peer.waiting, {}
+    held, peer.held = peer.held, {}
+    for op, waiter in waiting.items():
+        if isinstance(waiter, Ask):
+            waiter.lost(_gone(waiter.remote, peer.ending))
+        elif isinstance(waiter, Offer):
+            error = _gone(waiter.at[2], peer.ending)
+            waiter.at = None
+            if op not in held:
+                waiter.refuse(error)
+            elif waiter.select.guards[waiter.index].end == "send":  # a receiver may have been given the item
+                waiter.fail(_lost_item(error))
+            else:
+                waiter.fail(error)
+    for reference in ends.valuerefs():  # a copy: other threads may unpickle ends meanwhile
+        end: Any = reference()
+        if end is not None and end._extra.home == peer.who:
+            end._extra.ended = True
+
+
+OBEYED.update(
+    {
+        opcodes.DONE: _hear_done,
+        opcodes.WITHDRAWN: _hear_withdrawn,
+        opcodes.GIVE: _hear_give,
+        opcodes.HOLD: _hear_hold,
+        opcodes.COMMIT: _hear_commit,
+        opcodes.RELEASE: _hear_release,
+        opcodes.REFUSED: _hear_refused,
+        opcodes.CREDIT: _hear_credit,
+        opcodes.ALIAS: _hear_alias,
+        opcodes.RECALL: _hear_recall,
+    }
+)
+TOLD_OF_LOSS.append(_lost)

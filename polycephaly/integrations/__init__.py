@@ -1,0 +1,1 @@
+"""Polycephaly inside Jupyter and IPython."""

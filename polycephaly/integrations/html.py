@@ -1,0 +1,106 @@
+"""How pools, drones and promises look in a notebook: small tables, with all that is the user's escaped.
+
+From any thread, without the hub's turn: what is read here may change meanwhile, so it is a picture, not a snapshot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..pool.drone_handle import Link, State
+
+if TYPE_CHECKING:
+    from ..pool.drone import Drone
+    from ..pool.pool import Pool
+    from ..promises.promise import Promise, Spans
+
+__all__ = ["drone_table", "pool_table", "promise_table"]
+
+_BAR = 320  # pixels
+_PHASES = (
+    ("queued", "#c9ced6", "waited"),
+    ("sent", "#8fa3bf", "on its way"),
+    ("started", "#2f6fb2", "ran"),
+    ("finished", "#8fa3bf", "on its way back"),
+    ("received", "", ""),
+)
+
+
+def pool_table(pool: Pool) -> str:
+    links = [] if pool._crew.over else list(pool._crew.links)
+    return _table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, links))
+
+
+def drone_table(drone: Drone) -> str:
+    return _table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._link)])
+
+
+def promise_table(promise: Promise[Any]) -> str:
+    spans = promise.spans
+    definition = getattr(promise, "definition", None)
+    rows: list[tuple[object, ...]] = [("work", definition.label)] if definition is not None else []
+    if spans.drone is not None:
+        rows.append(("drone", spans.drone))
+    return _table(repr(promise), (), rows, _bar(spans, promise))
+
+
+def _row(link: Link) -> tuple[object, ...]:
+    return link.name, link.pid or "", _state(link), _runs(link), link.tasks_done
+
+
+def _state(link: Link) -> str:
+    if link.state is State.DEAD:
+        return f"ended, exit code {link.exitcode}"
+    if link.unresponsive:
+        return f"unresponsive: {link.unresponsive}"
+    if link.state is not State.READY:
+        return link.state.name.lower()
+    return "busy" if link.flight else "idle"
+
+
+def _runs(link: Link) -> str:
+    """What it has begun and not answered."""
+    if not link.flight or not link.alive:
+        return ""
+    if link.overlapping:
+        return f"{link.overlapping} at once"
+    work = link.flight.get(link.started())
+    return "" if work is None else work.definition.label
+
+
+def _bar(spans: Spans, promise: Promise[Any]) -> str:
+    """Its life as a bar: waited, on its way, ran, on its way back. Of what is under way, as far as it is."""
+    times = [getattr(spans, name) for name, _, _ in _PHASES]
+    if times[0] is None:
+        return ""
+    if promise.running():
+        times[2] = times[1]  # when it began its drone tells with the result
+    if not promise.done():
+        times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
+    reached = [each for each in times if each is not None]
+    whole = max(reached[-1] - reached[0], 1e-9)
+    parts, told = [], []
+    for (_, colour, what), began, ended in zip(_PHASES, times, times[1:], strict=False):
+        if began is None or ended is None:
+            break
+        if began == ended:
+            continue
+        width = round(_BAR * (ended - began) / whole)
+        parts.append(f'<div style="width:{width}px;background:{colour}"></div>')
+        told.append(f"{what} {_seconds(ended - began)}")
+    return f'<div style="display:flex;height:10px">{"".join(parts)}</div><small>{", ".join(told)}</small>'
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = "") -> str:
+    head = f"<tr>{''.join(f'<th>{each}</th>' for each in columns)}</tr>" if columns else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(each))}</td>" for each in row) + "</tr>" for row in rows)
+    return f"<div><code>{escape(title)}</code><table>{head}{body}</table>{below}</div>"

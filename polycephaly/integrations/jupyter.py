@@ -1,0 +1,194 @@
+"""Magics for Jupyter and IPython: `%load_ext polycephaly`.
+
+    %%doit [POOL]  ── the cell, as a code string ──> a drone of the pool    ── value ──> Out, output ──> under the cell
+    %%everywhere [POOL] ─────────────────────────> each of its drones       ── values, one per drone
+
+A cell is what any code string is: statements in the drone's `__main__`; the value of a last expression is its own. So
+no `!commands` and no magics in it. An interrupt of the kernel cancels the work, and the pool goes on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from ..pool.base import Doer, Workforce, wait_for
+from ..promises.combining import gather
+from ..promises.promise import Promise
+from ..wire import output
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+_WORD = re.compile(r"\s*(\S+)")
+_FLAGS = {"-a": "async", "--async": "async"}
+_OPTIONS = {"-p": "pool", "--pool": "pool", "-d": "drone", "--drone": "drone", "-t": "timeout", "--timeout": "timeout"}
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """What `%load_ext polycephaly` calls."""
+    shell.register_magics(Heads)
+    shell.events.register("pre_run_cell", _note_cell)
+    _note_cell()
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    shell.events.unregister("pre_run_cell", _note_cell)
+    output.told_in = None
+    for kind in ("line", "cell"):
+        for name in ("doit", "everywhere"):
+            shell.magics_manager.magics[kind].pop(name, None)
+
+
+def _note_cell(*_: object) -> None:
+    """From now on what drones print appears under this cell, whichever thread reads it: a kernel finds the cell in the
+    context of the code that prints. (ipykernel 6 would show it under the cell that started the hub's thread.)"""
+    output.told_in = contextvars.copy_context()
+
+
+@magics_class
+class Heads(Magics):
+    """`%doit`, `%everywhere`."""
+
+    @line_cell_magic
+    def doit(self, line: str, cell: str | None = None) -> Any:
+        """Runs the cell in a drone, and gives the value of its last expression.
+
+            %%doit [POOL] [--drone NAME] [--timeout SECONDS] [--async]
+            %doit [--pool POOL] [...] CODE
+
+        POOL is a variable that holds a pool or a drone, or a pool's name; without it, the one that was used last, or
+        made last. `--drone`: by that one of its drones. `--timeout`: interrupted after so long. `--async` (`-a`): does
+        not wait, and gives the promise.
+        """
+        __tracebackhide__ = True  # IPython leaves such frames out
+        call = _Call(line, cell)
+        promise = call.doer(self._pools(), self).promise(call.code)
+        return promise if call.no_wait else wait_for(promise)
+
+    @line_cell_magic
+    def everywhere(self, line: str, cell: str | None = None) -> Any:
+        """Runs the cell once in each drone of a pool, and gives the list of the values, or nothing where all are None.
+
+            %%everywhere [POOL] [--timeout SECONDS] [--async]
+            %everywhere [--pool POOL] [...] CODE
+
+        The options are those of `%%doit`.
+        """
+        __tracebackhide__ = True
+        call = _Call(line, cell)
+        doer = call.doer(self._pools(), self)
+        each = getattr(doer, "everywhere", None)
+        if each is None or call.drone:
+            _refuse(f"everywhere takes a pool of this image, not {call.drone or type(doer).__name__}")
+        promises: list[Promise[Any]] = each(call.code)
+        if call.no_wait:
+            return promises
+        try:
+            values = wait_for(gather(*promises))
+        except BaseException:
+            for promise in promises:
+                promise.cancel()
+            raise
+        return values if any(value is not None for value in values) else None
+
+    last_used: Callable[[], Doer | None] = staticmethod(lambda: None)
+
+    def _pools(self) -> dict[str, Doer]:
+        """What there is, by the names of the variables."""
+        assert self.shell is not None
+        return {
+            name: each
+            for name, each in self.shell.user_ns.items()
+            if isinstance(each, Doer) and each._crew.refusal is None and not re.match(r"_\d*$|__", name)
+        }
+
+
+class _Call:
+    """What stands behind a magic: options, then (in a line) the code."""
+
+    def __init__(self, line: str, cell: str | None) -> None:
+        self.pool = self.drone = ""
+        self.timeout: float | None = None
+        self.no_wait = False
+        rest = line
+        while found := _WORD.match(rest):
+            word, equals, value = found[1].partition("=")
+            if word in _FLAGS and not equals:
+                self.no_wait = True
+            elif word in _OPTIONS:
+                if not equals:
+                    following = _WORD.match(rest, found.end())
+                    if following is None:
+                        _refuse(f"{word} needs a value")
+                    found, value = following, following[1]
+                self._set(_OPTIONS[word], value)
+            elif cell is not None and not word.startswith("-") and not self.pool:
+                self.pool = found[1]
+            else:
+                break
+            rest = rest[found.end() :]
+        if cell is None:
+            self.code = rest.strip()
+        elif rest.strip():
+            _refuse(f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS and --async")
+        else:
+            self.code = cell
+        if not self.code.strip():
+            _refuse("there is no code to run")
+
+    def _set(self, option: str, value: str) -> None:
+        if option != "timeout":
+            setattr(self, option, value)
+            return
+        try:
+            self.timeout = float(value)
+        except ValueError:
+            _refuse(f"--timeout takes seconds, not {value!r}")
+
+    def doer(self, there: dict[str, Doer], magics: Heads) -> Doer:
+        """Who is to do it."""
+        chosen = self._choose(there, magics.last_used())
+        magics.last_used = weakref.ref(chosen)  # a pool that nobody has any more ends
+        if self.drone:
+            drones = {each.name: each for each in getattr(chosen, "drones", ())}
+            found = drones.get(self.drone)
+            if found is None:
+                _refuse(f"no drone {self.drone!r}: there are {', '.join(drones) or 'none'}")
+            chosen = found
+        return chosen if self.timeout is None else chosen.options(timeout=self.timeout)
+
+    def _choose(self, there: dict[str, Doer], last_used: Doer | None) -> Doer:
+        if not there:
+            _refuse("there is no pool: make one, as in pool = polycephaly.Pool(2)")
+        if not self.pool:
+            if any(each is last_used for each in there.values()):
+                assert last_used is not None
+                return last_used
+            doers = list(there.values())
+            return next((each for each in reversed(doers) if isinstance(each, Workforce)), doers[-1])
+        if self.pool in there:
+            return there[self.pool]
+        for each in there.values():
+            if name_of(each) == self.pool:
+                return each
+        names = ", ".join(f"{name} ({name_of(each)})" for name, each in there.items())
+        _refuse(f"no pool {self.pool!r}: there are {names}")
+
+
+def name_of(doer: Doer) -> str:
+    crew: Any = doer._crew
+    plan = getattr(crew, "plan", None)
+    return str(crew.name if plan is None else plan.name)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise UsageError(why)

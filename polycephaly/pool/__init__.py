@@ -1,0 +1,1 @@
+"""A pool, its drones, its tasks, and all that it decides."""

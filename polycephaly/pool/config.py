@@ -1,0 +1,169 @@
+"""What was asked for, checked: bad input is refused at the call, with the value and the cure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from ..engines.local.launcher import START_METHODS
+from ..wire.output import Line, forward
+from .engine import Machine
+
+__all__ = [
+    "Plan",
+    "Terms",
+    "check_at_least",
+    "check_cwd",
+    "check_env",
+    "check_hang_timeout",
+    "check_initializer",
+    "check_keep",
+    "check_memory",
+    "check_output",
+    "check_report_waiting",
+    "check_seconds",
+    "check_start",
+    "check_timeout",
+    "check_work",
+]  # fmt: skip
+
+SHORTEST_HANG = 0.5  # seconds
+LEAST_MEMORY = 1 << 20  # bytes; less is a mistake
+
+
+class Terms(NamedTuple):
+    """What holds for one piece of work: how many seconds it may run, how often it is run again."""
+
+    timeout: float | None
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a crew is to be: what `Drone` and `Pool` were called with."""
+
+    size: int
+    name: str
+    drone_name: Callable[[int], str]
+    start: str | None  # None: forks, where that is safe
+    env: tuple[dict[str, str], ...]
+    cwd: str | None
+    initializer: Callable[..., object] | None
+    initargs: tuple[Any, ...]
+    output: Callable[[Line], object] | None
+    width: int
+    terms: Terms
+    max_tasks: int | None
+    max_memory: int | None  # bytes
+    max_queued: int | None
+    hang_timeout: float | None
+    report_waiting: float | None  # seconds
+    machine: Machine  # what runs its drones
+    on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
+
+
+def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if callable(work):
+        return
+    if isinstance(work, str):
+        if args or kwargs:
+            raise TypeError("a code string takes no arguments: push them, or use a callable")
+    else:
+        raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
+
+
+def check_start(start: str | None) -> str | None:
+    if start is not None and start not in START_METHODS:
+        raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
+    return start
+
+
+def check_seconds(name: str, seconds: float | None) -> float | None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real)):
+        raise TypeError(f"{name} is a number of seconds, not {seconds!r}")
+    return seconds
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    if check_seconds("timeout", timeout) is not None and not timeout > 0:  # type: ignore[operator]  # it is a number
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return timeout
+
+
+def check_hang_timeout(seconds: float | None) -> float | None:
+    if check_seconds("hang_timeout", seconds) is not None and not seconds >= SHORTEST_HANG:  # type: ignore[operator]
+        raise ValueError(
+            f"hang_timeout must be at least {SHORTEST_HANG} seconds, not {seconds!r}: "
+            "a drone shows every tenth of a second that it lives"
+        )
+    return seconds
+
+
+def check_report_waiting(seconds: float | None) -> float | None:
+    if check_seconds("report_waiting", seconds) is not None and not seconds > 0:  # type: ignore[operator]
+        raise ValueError(f"report_waiting must be a positive number of seconds, or None for never, not {seconds!r}")
+    return seconds
+
+
+def check_memory(limit: int | None) -> int | None:
+    if limit is not None and check_at_least("max_memory", limit, 1) < LEAST_MEMORY:
+        raise ValueError(f"max_memory is in bytes, at least {LEAST_MEMORY:,} of them, not {limit}")
+    return limit
+
+
+def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
+    if cwd is None:
+        return None
+    if not os.path.isdir(cwd):
+        kind = NotADirectoryError if os.path.exists(cwd) else FileNotFoundError
+        raise kind(f"cwd={os.fspath(cwd)!r} is not a directory")
+    return os.path.abspath(cwd)
+
+
+def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
+    """Each drone's own, by index. Asked for now: a replacement is started where no code of users runs."""
+    if env is None or isinstance(env, Mapping):
+        each = [env or {}] * size
+    elif callable(env):
+        each = [env(index) for index in range(size)]
+    else:
+        raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
+    for index, one in enumerate(each):
+        if not isinstance(one, Mapping):
+            raise TypeError(f"env gave {one!r} for the drone of index {index}: a mapping is wanted")
+    return tuple({str(name): str(value) for name, value in one.items()} for one in each)
+
+
+def check_initializer(initializer: Any) -> Any:
+    if initializer is not None and not callable(initializer):
+        raise TypeError(f"initializer must be a callable, not {initializer!r}")
+    return initializer
+
+
+def check_output(output: Any) -> Callable[[Line], object] | None:
+    if output == "forward":
+        return forward
+    if output == "discard":
+        return None
+    if callable(output):
+        return output  # type: ignore[no-any-return]
+    raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")
+
+
+def check_keep(keep: Any) -> None:
+    if keep is not True:
+        raise TypeError(
+            f"keep is True or False, not {keep!r}: it says whether the value stays in its drone; "
+            "a function that has a parameter of that name gets it by functools.partial"
+        )
+
+
+def check_at_least(what: str, number: int, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what} is a whole number, not {number!r}")
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, not {number}")
+    return number

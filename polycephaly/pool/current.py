@@ -1,0 +1,46 @@
+"""In which pool's ``with`` block this code is: what `flow` asks."""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+from weakref import ref
+
+if TYPE_CHECKING:
+    from .base import Workforce
+
+__all__ = ["entered", "innermost", "left"]
+
+_pools: ContextVar[tuple[ref[Workforce], ...]] = ContextVar("polycephaly pools", default=())
+"""From the outermost on, of this thread, asyncio task or green thread. It keeps none alive: copies of a context may
+live longer than the block."""
+
+
+_entered = _pools.get
+
+
+def entered(pool: Workforce) -> None:
+    _pools.set((*_entered(), ref(pool)))
+
+
+def left(pool: Workforce) -> None:
+    _pools.set(tuple(each for each in _entered() if each() is not pool))
+
+
+def innermost() -> Workforce | None:
+    pools = _entered()
+    while pools:
+        pool = pools[-1]()
+        if pool is not None:
+            return pool
+        pools = pools[:-1]
+    return None
+
+
+def _forget() -> None:
+    """In a forked child: they are its parent's."""
+    _pools.set(())
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,197 @@
+"""`Graph`: the picture of what `flow` has made, as text for Mermaid or Graphviz.
+
+    flow ── a node is made: its number, label, inputs' numbers ──> _nodes, the last `KEPT`
+    Graph(promise) ── upstream through these, and through what is still waiting ──> .mermaid(), .dot()
+
+What is noted keeps no promise and no value alive: the fate of a node whose promise is gone is that it was done, unless
+it was noted that it failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from ..promises.promise import CANCELLED, FINISHED, Promise
+from ..timeline.spans import short_name
+
+if TYPE_CHECKING:
+    from .task import Work
+
+__all__ = ["Graph", "Node", "note"]
+
+KEPT = 20_000
+"""Nodes of which it is known what they needed: 5 MB, about."""
+_AT_ONCE = 1000  # failures that are forgotten together: the oldest is far to find where many before it were taken out
+
+WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = "waiting", "ready", "running", "done", "rejected", "cancelled"
+_FILLS = {
+    WAITING: "#f2f2f2",
+    READY: "#fff3c4",
+    RUNNING: "#cfe3ff",
+    DONE: "#d5f0d5",
+    REJECTED: "#f8cfcf",
+    CALLED_OFF: "#e0d0e8",
+}
+
+
+class Node(NamedTuple):
+    """One call, or a promise by hand (``number`` is 0 or less). ``state`` is "waiting" (for inputs), "ready",
+    "running", "done", "rejected" or "cancelled"; ``drone`` is "" where it is not known; ``inputs`` are numbers."""
+
+    number: int
+    label: str
+    state: str
+    drone: str
+    inputs: tuple[int, ...]
+
+
+class _Noted(NamedTuple):
+    number: int
+    label: str
+    inputs: tuple[int, ...]
+    work: ref[Work]
+
+
+_nodes: deque[tuple[int, str, tuple[int, ...], ref[Work]]] = deque(maxlen=KEPT)
+_failed: dict[int, str] = {}  # by number, the oldest first
+
+
+def note(work: Work) -> None:
+    """It is a node."""
+    _nodes.append((work.number, work.label, work.needed, ref(work)))
+
+
+def note_failure(work: Work, state: str) -> None:
+    """A node has no value, and will have none."""
+    _failed[work.number] = CALLED_OFF if state == CANCELLED else REJECTED
+    if len(_failed) > KEPT + _AT_ONCE:
+        with suppress(RuntimeError):  # another thread is at it, and takes the oldest
+            for number in list(islice(_failed, _AT_ONCE)):
+                _failed.pop(number, None)
+
+
+class Graph:
+    """What `promises` depend on, upstream: those nodes that are nearest to them, at most so `many`.
+
+    Taken at this moment; pending and finished graphs alike. Of the calls of all `flow` functions the last 20,000 are
+    known. Where calls depend on each other by way of `gather`, `then` or promises by hand, that is shown as long as
+    these are pending. ``str()`` is `mermaid`; a notebook that knows Mermaid shows the picture. Any thread may use it.
+
+    Raises `TypeError` for what is no promise, `ValueError` for a number below 1.
+
+    >>> import polycephaly as poly
+    >>> double = poly.flow(lambda x: 2 * x)
+    >>> with poly.Pool(1):
+    ...     eight = double(double(2))
+    >>> [(node.state, len(node.inputs)) for node in poly.Graph(eight).nodes]
+    [('done', 0), ('done', 1)]
+    """
+
+    def __init__(self, *promises: Promise[Any], many: int = 200) -> None:
+        for each in promises:
+            if not isinstance(each, Promise):
+                raise TypeError(f"Graph takes promises, not {each!r}")
+        if many < 1:
+            raise ValueError(f"many must be at least 1, not {many}")
+        found = list(islice(_upstream(promises), many + 1))
+        self.whole = len(found) <= many
+        """Whether nothing was left out."""
+        self.nodes = sorted(found[:many])
+        """The nodes, as `Node`, inputs before those who take them."""
+
+    def mermaid(self) -> str:
+        """Text for Mermaid: GitHub, GitLab, Jupyter and https://mermaid.live draw it."""
+        known = {node.number for node in self.nodes}
+        lines = ["flowchart TD"]
+        for node in self.nodes:
+            lines.append(f'    {_name(node.number)}["{_escaped(_text(node))}"]:::{node.state}')
+        for node in self.nodes:
+            lines += [f"    {_name(each)} --> {_name(node.number)}" for each in node.inputs if each in known]
+        lines += [] if self.whole else ['    more["..."]']
+        used = dict.fromkeys(node.state for node in self.nodes)
+        lines += [f"    classDef {state} fill:{_FILLS[state]},stroke:#555,color:#111" for state in used]
+        return "\n".join(lines)
+
+    def dot(self) -> str:
+        """Text for Graphviz: ``dot -Tsvg``."""
+        known = {node.number for node in self.nodes}
+        lines = ["digraph flow {", '    node [shape=box, style="rounded,filled", fontname="sans-serif"];']
+        for node in self.nodes:
+            text = _text(node).replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'    {_name(node.number)} [label="{text}", fillcolor="{_FILLS[node.state]}"];')
+        for node in self.nodes:
+            lines += [f"    {_name(each)} -> {_name(node.number)};" for each in node.inputs if each in known]
+        lines += [] if self.whole else ['    more [label="..."];']
+        return "\n".join([*lines, "}"])
+
+    def __str__(self) -> str:
+        return self.mermaid()
+
+    def __repr__(self) -> str:
+        states = [node.state for node in self.nodes]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return f"<Graph of {len(self.nodes)}{'' if self.whole else ' and more'} nodes: {counts}>"
+
+    def _repr_markdown_(self) -> str:
+        return f"```mermaid\n{self.mermaid()}\n```"
+
+
+def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
+    """The nearest first. A promise that has no number, as it is by hand, gets one below 1."""
+    noted = {each[0]: _Noted(*each) for each in list(_nodes)}
+    by_hand: dict[int, int] = {}
+    seen: set[int] = set()
+    todo: deque[Promise[Any] | int] = deque(promises)
+
+    def number_of(promise: Any) -> int:
+        number: int = getattr(promise, "number", 0) or by_hand.setdefault(id(promise), -len(by_hand))
+        return number
+
+    while todo:
+        each = todo.popleft()
+        number = each if isinstance(each, int) else number_of(each)
+        if number in seen:
+            continue
+        seen.add(number)
+        one = noted.get(number)
+        promise: Any = (one and one.work()) if isinstance(each, int) else each
+        pending = [other for other in promise._waits_for() if isinstance(other, Promise)] if promise is not None else []
+        inputs = dict.fromkeys(one.inputs if one is not None else getattr(promise, "needed", ()))
+        inputs |= dict.fromkeys(map(number_of, pending))
+        todo += pending
+        todo += inputs
+        if promise is not None:
+            label = short_name(getattr(promise, "label", "promise"))
+            yield Node(number, label, _state(promise), promise.spans.drone or "", tuple(inputs))
+        elif one is not None:
+            yield Node(number, short_name(one.label), _failed.get(number, DONE), "", tuple(inputs))
+
+
+def _state(promise: Promise[Any]) -> str:
+    if promise._state == CANCELLED:
+        return CALLED_OFF
+    if promise._state == FINISHED:
+        return DONE if promise._exception is None else REJECTED
+    if promise.running():
+        return RUNNING
+    return WAITING if promise._waits_for() or not hasattr(promise, "label") else READY
+
+
+def _name(number: int) -> str:
+    return f"n{number}" if number > 0 else f"p{-number}"
+
+
+def _text(node: Node) -> str:
+    named = f"{node.label} {node.number}" if node.number > 0 else node.label
+    return f"{named} on {node.drone}" if node.drone else named
+
+
+def _escaped(text: str) -> str:
+    return (
+        text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;").replace("#", "#35;")
+    )

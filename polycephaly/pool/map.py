@@ -1,0 +1,357 @@
+"""`map`: a stream of calls.
+
+    iterables ──Source──> works: slices of calls, or one call each ──> drones ──> answers, in order ──> values
+
+A slice that turns out to take long is cut by its drone (drone/slices.py): it is answered with what there is, and its
+*followers* take its place in the order: the call that is being run, and the rest, which any drone may run.
+
+Who takes the values may be plain code, which waits, or a coroutine of asyncio or of a green thread, which awaits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Reversible
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from time import monotonic
+from typing import Any, TypeVar
+
+from ..promises.promise import FINISHED, Promise
+from ..wire.exceptions import unpack_exception
+from ..wire.slices import Answers
+from .map_source import OneByOne
+from .progress import REFRESH, Progress
+from .task import Slice, Work
+
+__all__ = ["Results", "results"]
+
+LOOK = 1.0  # seconds: no clock is set for longer, as the hub keeps it when the map that set it is long over
+
+T = TypeVar("T")
+
+
+class Results(chain[T]):
+    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code.
+
+    In a coroutine, ``async for`` takes the values without holding up the others there. One consumer, of either kind.
+    """
+
+    _flow: Generator[Iterable[Any], None, None]
+    _stream: _Ordered
+
+    def close(self) -> None:
+        """Cancels what is under way. Twice is no error."""
+        self._stream.is_read = True
+        self._flow.close()
+
+    def __repr__(self) -> str:
+        return f"<Results of {self._stream.source.label}: to be iterated, by `for` or `async for`>"
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _Steps(self)
+
+
+def results(
+    pool: object,
+    source: OneByOne,
+    total: int | None,
+    timeout: float | None,
+    buffersize: int | None,
+    ordered: bool,
+    progress: bool,
+) -> Results[Any]:
+    """Sends the first calls, and gives the results of all, `total` if that is known."""
+    end = None if timeout is None else monotonic() + timeout
+    shown = Progress(source.label, total) if progress else None
+    stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
+    stream.pool = pool
+    flow = _flow(stream)
+    next(flow)
+    made = Results.from_iterable(flow)
+    made._flow, made._stream = flow, stream  # type: ignore[attr-defined]
+    return made  # type: ignore[return-value]  # of the class that was asked for it
+
+
+def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
+    """Some results at a time; first of all none, when the first calls are on their way."""
+    values: list[Any] = []
+    works: list[Work] = []
+    try:
+        stream.fill()
+        yield values
+        stream.is_read = True
+        while True:
+            stream.fill()
+            works = stream.take()
+            if not works:
+                break
+            if not isinstance(works[0], Slice):
+                if works[0].exception() is not None:
+                    works.pop().result()  # which raises it
+                yield _emptied(works)
+                continue
+            answers: Answers = works.pop().result()
+            values = answers.values
+            yield values if answers.plain else _opened(answers, stream)
+            if answers.failed:
+                break
+            if answers.error is not None:
+                raise _failure(answers.error, stream)  # no local: the traceback would hold it, and be held by it
+        if stream.source.error is not None:
+            raise stream.source.error
+    finally:
+        values.clear()  # closed in the middle of these: they are not given
+        works.clear()
+        lacks = stream.lacks()
+        stream.cancel()
+        stream.source.error = None  # its traceback has the frames of whoever it was raised to, and what these hold
+        if lacks:  # code that is used to executors, which send all calls at once, may drop the results
+            warnings.warn(
+                f"the results of map({stream.source.label}, ...) were never read, so it has not made all of its calls: "
+                "they are sent as the results are taken, by list(...), say",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _failure(packed: Any, stream: _Ordered) -> BaseException:
+    error = unpack_exception(packed)
+    stream.source.explain(error)
+    return error
+
+
+def _emptied(works: list[Work]) -> Iterator[Any]:
+    """Their values, of which nothing here holds one."""
+    while works:
+        yield works.pop().result()
+
+
+def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
+    try:
+        yield from answers
+    except BaseException as error:
+        stream.cancel()  # at once: who asks for no more may keep the iterator
+        if answers.failed:
+            error.add_note(f"while unpickling a result of {stream.source.label}")
+        raise
+
+
+class _Ordered:
+    """The works of a stream, in the order of the calls."""
+
+    pool: object = None  # which would end if nobody had it any more; until the stream is exhausted, closed or failed
+
+    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
+        self.source = source
+        self._buffersize = buffersize
+        self._end = end  # `time.monotonic`, after which nobody waits
+        self._progress = progress
+        self._shown = 0.0  # when the bar was last looked at: what is under way is counted for that
+        self._under_way = 0  # calls
+        self._taken = 0
+        self.is_read = False  # or its user wants no result
+        self._closed = False
+        self._works: deque[Work] = deque()
+        self._deadline: Promise[None] | None = None
+        self._tick: Promise[None] | None = None
+
+    def fill(self) -> None:
+        """Has as many calls under way as there should be."""
+        most = self._buffersize or self.source.ahead()
+        works = self.source.works_ahead()
+        if self._closed:
+            return
+        while self._under_way < most and len(self._works) < works and (not self._works or self.source.has_room()):
+            best, room = self.source.best(), most - self._under_way
+            if self._buffersize is not None:
+                best = min(best, 1 + most // 32)
+            elif room < best and len(self._works) > 1:
+                return  # rather a whole slice later than a small one now, which would leave room for as small a one
+            work = self.source.take(min(best, room))
+            if work is None:
+                return
+            self._under_way += work.count
+            self._add(work)
+            self.source.latest = None
+
+    def take(self) -> list[Work]:
+        """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
+
+        Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has cancelled it."""
+        if not self._works:
+            return []
+        work = self._works[0]
+        self._wait_for(work)
+        if isinstance(work, Slice):  # they come before it goes: a Ctrl-C in between is to find them
+            for each in reversed(work.followers):
+                self._works.insert(1, each)
+            self._under_way += sum(each.count for each in work.followers)
+            self._taken -= sum(each.count for each in work.followers)
+        self._works.popleft()
+        self._under_way -= work.count
+        self.source.learn(work)
+        self._taken += work.count
+        return [work]
+
+    def news(self) -> Promise[Any] | None:
+        """For what `take` would wait, if it would."""
+        return self._works[0] if self._works else None
+
+    def lacks(self) -> bool:
+        """Nobody has wanted a result, and there are calls that were not made."""
+        if self.is_read:
+            return False
+        return not self.source.exhausted or any(not work.done() or work.cancelled() for work in self._works)
+
+    def cancel(self) -> None:
+        self._closed = True
+        self.show(last=True)
+        _cancel([*self._works, *self.source.untaken()])
+        self.pool = None
+
+    def _add(self, work: Work) -> None:
+        self._works.append(work)
+
+    def _wait_for(self, promise: Promise[Any]) -> None:
+        while self._progress is not None and not promise.done() and not self.is_late():
+            self.show()
+            with suppress(TimeoutError):
+                promise.exception(REFRESH if self._end is None else min(REFRESH, self._end - monotonic()))
+        promise.exception(None if self._end is None else self._end - monotonic())
+        self.show()
+
+    # -- what is the same for who awaits ---------------------------------------------------------------
+
+    async def wait(self) -> None:
+        """Until `take` would not wait. Who breaks this off cancels nothing by it."""
+        self.fill()  # here, not behind it: `take` would wait for what is sent only then
+        news = self.news()
+        while news is not None and not news.done() and not self.is_late():
+            self.show()
+            turn: Promise[None] = Promise()
+            wake = partial(_settle, turn)
+            awaited = (news, *self._clocks())
+            for each in awaited:
+                each._hook(wake)
+            try:
+                await turn
+            finally:
+                for each in awaited:
+                    each._unhook(wake)
+
+    def is_late(self) -> bool:
+        return self._end is not None and monotonic() >= self._end
+
+    def show(self, *, last: bool = False) -> None:
+        if self._progress is not None and (last or monotonic() - self._shown >= REFRESH):
+            self._shown = monotonic()
+            done = self._taken
+            for work in self._works:
+                if work.done():
+                    done += work.count - sum(each.count for each in getattr(work, "followers", ()))
+            self._progress.show(done)
+            if last:
+                self._progress.close()
+
+    def _clocks(self) -> Iterator[Promise[None]]:
+        """Settled when it is time to look whether it is the end, and at the bar."""
+        if self._end is not None:
+            if self._deadline is None or self._deadline.done():
+                self._deadline = self._clock(min(LOOK, self._end - monotonic()))
+            yield self._deadline
+        if self._progress is not None:
+            if self._tick is None or self._tick.done():
+                self._tick = self._clock(REFRESH)
+            yield self._tick
+
+    def _clock(self, seconds: float) -> Promise[None]:
+        hub, rung = self.source.hub, Promise[None]()
+        hub.post(lambda: hub.after(seconds, lambda: hub.deliver(partial(_settle, rung, None))))
+        return rung
+
+
+class _Unordered(_Ordered):
+    """As they come."""
+
+    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
+        super().__init__(source, buffersize, end, progress)
+        self._arrived: deque[Work] = deque()
+        self._news: Promise[None] = Promise()
+
+    def take(self) -> list[Work]:
+        while not self._arrived:
+            if not self._works:
+                return []
+            self._wait_for(self._news)
+            self._news = Promise()
+        work = self._arrived.popleft()
+        if isinstance(work, Slice):
+            for each in work.followers:
+                self._under_way += each.count
+                self._taken -= each.count
+                self._add(each)
+        self._works.remove(work)
+        self._under_way -= work.count
+        self.source.learn(work)
+        self._taken += work.count
+        return [work]
+
+    def news(self) -> Promise[Any] | None:
+        if self._works and not self._arrived and self._news.done():  # it told of some that were taken without a wait
+            self._news = Promise()
+        return self._news if self._works and not self._arrived else None
+
+    def _add(self, work: Work) -> None:
+        super()._add(work)
+        work._hook(self._settled)
+
+    def _settled(self, work: Promise[Any]) -> None:
+        assert isinstance(work, Work)
+        self._arrived.append(work)
+        self._news._settle(FINISHED, None, None)
+
+
+class _Steps(AsyncIterator[Any]):
+    """The values of `Results`, for ``async for``. Who breaks it off cancels what is under way."""
+
+    def __init__(self, of: Results[Any]) -> None:
+        self._of = of
+        self._values: Iterator[Any] = iter(())
+
+    async def __anext__(self) -> Any:
+        of = self._of
+        try:
+            while True:
+                for value in self._values:
+                    return value
+                await of._stream.wait()
+                some = next(of._flow, None)
+                if some is None:
+                    raise StopAsyncIteration
+                self._values = iter(some)
+        except StopAsyncIteration:
+            raise
+        except BaseException:
+            of.close()
+            raise
+
+    async def aclose(self) -> None:
+        self._of.close()
+
+
+def _settle(promise: Promise[None], _: object) -> None:
+    promise._settle(FINISHED, None, None)
+
+
+def _cancel(works: Reversible[Work]) -> None:
+    """The last first: a drone whose call ends by this would begin the next one, if that was not cancelled yet.
+
+    Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said
+    what follows it, and here it is the other way round, so one of the two sees both."""
+    for work in reversed(works):
+        work.cancel()
+        if isinstance(work, Slice):
+            _cancel(work.followers)

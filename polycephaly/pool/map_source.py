@@ -1,0 +1,296 @@
+"""Where the calls of a `map` come from: rows of its iterables, on their way as pieces of work.
+
+    iterables ──take──> rows ──> Slice: a millisecond of calls in one piece of work
+                 └──> what is large, or a promise, and all of unknown length: a call by itself
+
+How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece of work is shared
+by many short calls, and long ones go one by one. To a served pool, all go one by one: its server does not look into
+what it gets, and times nothing for its clients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from operator import length_hint
+from pickle import dumps
+from typing import TYPE_CHECKING, Any
+
+from ..promises.promise import Promise
+from ..store.kept import Kept
+from ..store.placeholders import meeting
+from ..store.shared import Shared
+from ..wire.functions import label
+from ..wire.pickling import BULKY, capture
+from ..wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, pack_calls
+from .task import Slice, Work
+
+if TYPE_CHECKING:
+    from ..runtime.reactor import Hub
+    from .config import Terms
+    from .dispatcher import Crew
+
+__all__ = ["OneByOne", "Source"]
+
+AHEAD = 1.0
+"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
+up those after it, whose results wait for it, the others are not to run dry."""
+MOST_AHEAD = 8192
+"""Calls under way; also bounds the results that a slow consumer leaves waiting."""
+BYTES_AHEAD = 64 << 20
+"""The same in bytes of arguments and results."""
+SLICE = 0.001
+"""Seconds of work in a slice."""
+ROWS_MOST = 2048
+BYTES_MOST = 16 * 1024
+"""Of a slice's rows: then several fit into a message."""
+
+_PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
+"""To take from these runs no code of users, so several rows are taken at the same moment."""
+
+
+_TAKE_THEM = "a map sends its calls as its results are taken: take them all before the pool ends (list(...))"
+
+
+class OneByOne:
+    """Each call is a piece of work. `error` is what ended the input, if not its end: an error of its own, or the pool's
+    shutdown. It is raised in its place, after the results of what was sent before."""
+
+    def __init__(
+        self, crew: Crew, terms: Terms | None, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]], ahead: int
+    ) -> None:
+        self.error: Exception | None = None
+        self._crew = crew
+        self._terms = terms
+        self._fn = fn
+        self._ahead = ahead
+        self._item = 0  # the index of the next call that is handed out
+        self._rows: Iterator[Any] = zip(*iterables, strict=False)
+        self.exhausted = False  # all was taken, and that was noticed
+        self.latest: Work | None = None  # the newest, until it is taken: Ctrl-C may come in between
+
+    @property
+    def label(self) -> str:
+        return label(self._fn)
+
+    @property
+    def hub(self) -> Hub:
+        return self._crew.hub
+
+    def ahead(self) -> int:
+        """How many calls are to be kept under way."""
+        return self._ahead
+
+    def works_ahead(self) -> int:
+        """In how many pieces."""
+        return self._ahead
+
+    def has_room(self) -> bool:
+        return True
+
+    def best(self) -> int:
+        """Calls in a piece."""
+        return 1
+
+    def take(self, most: int) -> Work | None:
+        """The next piece of work, on its way, of at most so many calls; None when there is none."""
+        try:
+            for row in self._rows:
+                work = self.latest = Work(self._crew)
+                work.item, self._item = self._item, self._item + 1
+                return self._crew.submit(self._fn, row, {}, None, self._terms, work)
+        except Exception as error:  # of the input, or the pool takes no more
+            self.error, self._rows = error, iter(())
+        self.exhausted = True
+        return None
+
+    def learn(self, work: Work) -> None:
+        """From what came of it."""
+
+    def untaken(self) -> list[Work]:
+        """The pieces of work that were made and not yet taken, in order."""
+        return [] if self.latest is None else [self.latest]
+
+    def explain(self, error: BaseException) -> None:
+        self._crew.explain(error)
+
+
+class Source(OneByOne):
+    """Short calls of known length go in slices."""
+
+    def __init__(
+        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+    ) -> None:
+        super().__init__(crew, terms, fn, iterables, 0)
+        self._given = terms
+        self._single = len(iterables) == 1
+        self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self._range = iterables[0] if self._single and type(iterables[0]) is range else None
+        if self._single:
+            self._rows = iter(iterables[0])
+        self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
+        self._next: Work | None = None
+        self._row_bytes = 1.0
+        self._answered = 0
+        self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
+        plan = crew.plan
+        self._one_by_one = terms.timeout is not None or plan.max_tasks is not None
+        self._definition = crew.book.define(fn)
+
+    @property
+    def label(self) -> str:
+        return self._definition.label
+
+    def ahead(self) -> int:
+        plan, seconds = self._crew.plan, self._definition.seconds
+        at_once = plan.size * (plan.width if self._definition.overlaps else 1)
+        if seconds is None:
+            return 4 * at_once
+        most: float = MOST_AHEAD
+        if self._calls:
+            seconds = self._seconds / self._calls
+            most = min(most, BYTES_AHEAD * self._calls / (self._bytes + 1))
+        return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
+
+    def works_ahead(self) -> int:
+        """Few at first: the first calls may tell little of how long the others take."""
+        return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
+
+    def has_room(self) -> bool:
+        return self._crew.has_room()
+
+    def learn(self, work: Work) -> None:
+        """What follows a slice that was cut counts when it is answered itself."""
+        self._answered += 1
+        answer = work.answered_with()
+        if answer is not None:
+            self._seconds += answer.finished - answer.started
+            self._bytes += answer.there + answer.back
+            followers = work.followers if isinstance(work, Slice) else ()
+            self._calls += work.count - sum(each.count for each in followers)
+
+    def take(self, most: int) -> Work | None:
+        work = self.latest = self._next
+        self._next = None
+        if work is None and not self.exhausted:
+            self._definition = self._crew.book.define(self._fn)
+            try:
+                work = self._gather(most)
+            except RuntimeError as error:
+                if self._crew.refusal is None:
+                    raise
+                error.add_note(_TAKE_THEM)
+                self.error, self.exhausted = error, True
+        if work is not None and not isinstance(work, Slice):
+            self._item += 1
+        return work
+
+    def best(self) -> int:
+        seconds = self._definition.seconds
+        if seconds is None or self._one_by_one or self._definition.overlaps or self._definition.captures:
+            return 1
+        best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
+        left = length_hint(self._length, 0) if self._range is None else _length(self._range)
+        if left:  # so that the last ones are divided among the drones
+            best = min(best, -(-left // self._crew.plan.size))
+        return max(1, best)
+
+    def _gather(self, most: int) -> Work | None:
+        form = ITEMS if self._single else ROWS
+        if self._range is not None:
+            part, self._range = self._range[:most], self._range[most:]
+            if most > 1:
+                return self._slice(form, part)
+            self._rows = iter(part)
+        rows: list[Any] = []
+        size = 0
+        work: Work | None
+        source: Iterator[Any] = islice(self._rows, most)
+        if self._at_once and most > 1:
+            try:
+                rows = list(source)
+            except Exception as error:  # it was changed since the last time, so at the first row of these
+                self.error = error
+            if self._travel_together(rows):
+                return self._slice(form, rows)
+            self._at_once = False  # nor will the next ones
+            self._rows = chain(rows, self._rows)
+            rows, source = [], islice(self._rows, most)
+        for row in self._taken(source):
+            if form != PICKLED and most > 1 and (type(row) in SMALL or self._travel_together([row])):
+                rows.append(row)
+                continue
+            args = (row,) if self._single else row
+            pickled = self._pickled(args) if most > 1 else None
+            if pickled is None:
+                self.latest = Work(self._crew)
+                self.latest.item = self._item + len(rows)
+                self._next = self._crew.submit(self._fn, args, {}, None, self._terms, self.latest)
+                break
+            if form != PICKLED:
+                rows = [dumps((row,) if self._single else row, 5) for row in rows]
+                form = PICKLED
+            rows.append(pickled)
+            size += len(pickled)
+            if size > BYTES_MOST:
+                break
+        else:
+            self.exhausted = len(rows) < most
+        if rows:
+            return self._slice(form, rows)
+        work, self._next = self._next, None
+        return work
+
+    def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from source
+        except Exception as error:  # of the input: to be raised in its place
+            self.error = error
+
+    def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
+        """A call's arguments, unless it has to go by itself."""
+        for arg in args:
+            if isinstance(arg, (Promise, Shared, Kept)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
+                return None
+        try:
+            with meeting(None) as pickling:
+                pickled = capture(args, self._crew.book.snapshot, small=True)
+            if pickling.moved is not None:  # something in it wants to know what becomes of its call
+                return None
+        except Exception:  # too large, or it cannot be pickled: then the call's promise says why
+            return None
+        return pickled if len(pickled) <= BYTES_MOST else None
+
+    def _travel_together(self, rows: list[Any]) -> bool:
+        """Are all arguments of these rows small and immutable?"""
+        args = rows if self._single else list(chain.from_iterable(rows))
+        kinds = set(map(type, args))
+        if tuple in kinds:
+            args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
+            kinds = set(map(type, args))
+        if kinds <= SMALL:
+            return True
+        return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
+
+    def untaken(self) -> list[Work]:
+        return super().untaken() + ([] if self._next is None else [self._next])
+
+    def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
+        if not rows:
+            self.exhausted = True
+            return None
+        calls = pack_calls(form, self._definition.once, rows)
+        self._row_bytes = max(1.0, len(calls) / len(rows))
+        work = self.latest = Slice(self._crew, self._definition, calls, len(rows))
+        work.retries = self._given.retries
+        work.item, self._item = self._item, self._item + len(rows)
+        self._crew.start(work)
+        return work
+
+
+def _length(numbers: range) -> int:
+    try:
+        return len(numbers)
+    except OverflowError:
+        return sys.maxsize

@@ -1,0 +1,553 @@
+"""One piece of work on its way: what was called, where it is, and, being a promise, what came of it.
+
+    call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
+
+Arguments are pickled when the call is made. Where there is a promise among them, a *hole* is pickled in its place (see
+inputs.py); a synchronization counter (CEFOS) counts the promises still open, and the work is queued as it reaches zero.
+A call of nothing but promises and what is small and immutable is not pickled before that: nobody can see that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pickle import dumps, loads
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import Lost, another
+from ..promises.promise import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans, outcome
+from ..store.blocks import pristine_view
+from ..store.kept import Kept
+from ..store.placeholders import Taking, meeting, taking, untaken
+from ..store.references import Arrived, Parcel, load, load_beside
+from ..store.shared import Shared
+from ..wire.functions import Book, Definition
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
+from ..wire.pickling import LARGE_BUFFER, MainSnapshot, capture, join, pack
+from ..wire.slices import SHORT, SMALL, Answers, part_of
+from .flow_graph import note_failure
+from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
+
+if TYPE_CHECKING:
+    from ..store.directory import Deposit
+    from .dispatcher import Crew
+    from .drone_handle import Link
+
+__all__ = ["Answer", "AnswersTogether", "KeptWork", "Sending", "Slice", "Work"]
+
+_numbers = itertools.count(1)
+_CURE = " (a future of the standard library does not go along: give `polycephaly.race(future)`, a promise of its value)"
+
+
+class Work(Promise[Any]):
+    """The work is its promise: one object for both. After the call it is changed in the hub's turns only."""
+
+    _can_be_interrupted = True
+    target: Link | None = None  # the only drone it may run on, if there is one
+    prefers: Link | None = None  # the drone that has most of what it takes, if one is known
+    burden = 0  # bytes that would have to be moved for any other
+    favoured = 0.0  # since when it waits for that one
+    keeps = False  # its value stays where it is computed
+    sending: Sending | None = None  # with which it was sent
+    kind = CALL
+    args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others;
+    # while it waits for them, promises too
+    weight = 16  # bytes of these, about
+    payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
+    status = 0  # of the answer, as in wire/messages.py
+    count = 1  # calls
+    item: int | None = None  # of a `map`: the index of its first call
+    place = 0  # among the overlapped work that was sent to its drone, from 1
+    definition: Definition
+    answer: Answer | AnswersTogether | None = None
+    timeout: float | None = None  # seconds that it may run
+    retries = 0  # how often it is run again when its drone dies
+    party = ""  # the client of a served pool that has given it (server/fairness.py)
+    relays: Any = None  # what of another process's it is, where it is such (server/session.py)
+    leases: Any = None  # of a remote pool's shared values (engines/remote/shared.py), until it is sent
+    given: list[Deposit] | None = None  # of which handles are in what came back, until that is opened
+    lent = False  # another process has it, and may be running it
+    runs_elsewhere = False  # another process has told that it has begun
+    inputs: Sequence[Any] = ()  # while it waits: the promises for which it does; and what else is in `args`
+    recipe: Any = None  # its pickled arguments, where its value lies with a node that may be lost, and `retries` allow
+    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None  # the arguments without what lies so, and the promises
+    _lying: Any = None
+    needed: tuple[int, ...] = ()  # the numbers of works whose values it waited for
+    followed: Sequence[Any] = ()  # by these, which went along and want to know whether they arrived
+    is_node = False  # of a graph (flow.py): cancelling it goes upstream
+    _filling: Iterator[int]  # as many steps as there are inputs but one: the synchronization counter
+
+    def __init__(self, crew: Crew) -> None:
+        self._open = None  # as Promise.__init__ does
+        if DICT_AT_BIRTH:
+            self.__dict__  # noqa: B018
+        self.number = next(_numbers)
+        self.crew = crew
+        self.queued = monotonic()
+
+    def capture(
+        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book
+    ) -> Sequence[Promise[Any]]:
+        """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
+        self.definition = definition
+        inputs: list[Promise[Any]] = []
+        together, bulky, shared, nested = not kwargs, False, False, False
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(arg)
+            if kind in SMALL:
+                continue
+            if kind is Work:
+                inputs.append(arg)
+                continue
+            if kind is str or kind is bytes:
+                size = len(arg)
+                self.weight += size
+                together = together and size < SHORT
+                bulky = bulky or size >= LARGE_BUFFER
+                continue
+            if isinstance(arg, Promise):
+                inputs.append(arg)
+                continue
+            together = False
+            if kind in CONTAINERS:
+                nested = True
+            elif isinstance(arg, StandIn):
+                shared = nested = True
+            elif kind is Shared:
+                shared = True
+            elif kind is bytearray:
+                bulky = bulky or len(arg) >= LARGE_BUFFER
+        if together:
+            self.args = args
+            return inputs
+        if shared:
+            args, kwargs = _with_stand_ins(args, kwargs, book.snapshot)
+        if inputs or nested:
+            return self._capture_with_holes(args, kwargs, book, bulky)
+        with meeting(book.vault) as pickling:
+            try:
+                if kwargs:
+                    self.kind = CALL_KEYWORDS
+                    self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                elif args:
+                    self.payload = pack(args, book.snapshot, book.store, bulky)
+            except Exception as error:
+                error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
+                raise
+        self._note(pickling)
+        return inputs
+
+    def _capture_with_holes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book, bulky: bool
+    ) -> Sequence[Promise[Any]]:
+        self.kind = CALL_KEYWORDS
+        with Holes() as holes, meeting(book.vault) as pickling:
+            try:
+                self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                if holes.inputs:
+                    holes.check(args, kwargs)
+            except Exception as error:
+                error.add_note(
+                    f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, book)}"
+                )
+                raise
+        self._note(pickling)
+        return holes.inputs
+
+    def _note(self, pickling: meeting) -> None:
+        if pickling.met:
+            self.take(pickling.met)
+        if pickling.moved:
+            self._followed_by(pickling.moved)
+
+    def take_captured(self) -> None:
+        """What its function has captured goes with this call."""
+        definition = self.definition
+        kept, definition.kept = definition.kept, {}
+        self.take(kept)
+        if definition.moved:
+            self._followed_by(definition.moved)
+
+    def _followed_by(self, moved: list[Any]) -> None:
+        self.followed = [*self.followed, *moved]
+        for each in moved:
+            each._goes_with(self)
+
+    def never_began(self) -> None:
+        """In a turn: it was settled while its drone had it, and that has not opened it, nor will, or has died."""
+        self.payload = b""
+        followed, self.followed = self.followed, ()
+        for each in followed:
+            self.crew.hub.deliver(partial(each._never_arrived, self))
+
+    def take(self, deposits: dict[int, Deposit]) -> None:
+        """It needs these kept values."""
+        if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):  # else see `_fill`
+            self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
+        self.payload = taking(self.payload, deposits)
+
+    def captured(self) -> tuple[Any, ...]:
+        """Once more the arguments of a call without keywords and promises."""
+        if self.args is not None:
+            return self.args
+        payload = self.payload
+        if isinstance(payload, Parcel):
+            views = [pristine_view(segment)[at : at + length] for segment, at, length in payload.places]
+            args: tuple[Any, ...] = load_beside(payload.inline, views)
+        else:
+            args = loads(payload) if payload else ()
+        return args
+
+    def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
+        """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and this work is
+        rejected too."""
+        self.inputs = inputs if self.args is None else self.args
+        self.needed = tuple([each.number for each in inputs if isinstance(each, Work)])
+        self._filling = iter(range(1, len(inputs)))
+        settled = self._one_settled
+        for each in inputs:
+            hooks, state = each._hooks, each._state
+            if state in (FINISHED, CANCELLED):
+                settled(each)
+            elif hooks is None:
+                each._hook(settled)
+            else:  # the same, without the call
+                hooks.append(settled)
+                if each._state != PENDING and each.done():
+                    each._run_hooks(each._first)
+
+    def _one_settled(self, settled: Promise[Any]) -> None:
+        if self._state == PENDING:
+            if settled._exception is not None or settled._state != FINISHED:
+                fall(self, settled)
+            elif next(self._filling, None) is None:  # the counter: one step, which also tells who is the last
+                self._fill()
+
+    def _fill(self) -> None:
+        self.queued = monotonic()
+        args, inputs = self.args, self.inputs
+        if args is not None:
+            values = [arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args]
+            captured = self.payload.deposits if type(self.payload) is Taking else None
+            if SMALL.issuperset(map(type, values)):
+                self.args = tuple(values)
+                self.inputs = ()
+                if captured:
+                    self.take(captured)
+                self.crew.filled(self)
+                return
+        try:
+            book = self.crew.book
+            if args is not None:
+                self.args, self.payload, self.weight = None, b"", type(self).weight
+                if any(isinstance(value, Promise) for value in values):
+                    inputs = self._capture_with_holes(tuple(values), {}, book, True)
+                else:
+                    inputs = self.capture(self.definition, tuple(values), {}, book)
+                if not all(each._lies for each in inputs):
+                    raise TypeError("the value of a promise is, or has in it, another promise")
+                if captured:
+                    self.take(captured)
+            if self.kind == CALL_KEYWORDS and inputs:
+                parts = {index: part for index, each in enumerate(inputs) if (part := each._part(book)) is not None}
+                results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
+                with meeting(book.vault) as pickling:
+                    packed = pack(results, book.snapshot, book.store)
+                inner = pickling.met or {}
+                if pickling.moved:
+                    self._followed_by(pickling.moved)
+                if any(each._is_far() for each in inputs):
+                    self.unfilled = self.payload, inputs
+                outer, deposits = untaken(self.payload)
+                joined = join([*parts], (outer, packed, *parts.values()), book.store)
+                self.payload = taking(joined, deposits | inner)
+                self.kind = CALL_FILLED
+            self.inputs = ()
+        except Exception as error:
+            error.add_note(f"while pickling a promise's value for {self.definition.label}")
+            self._settle(FINISHED, None, error)
+            self.let_go()
+        self.crew.filled(self)
+
+    read: Callable[[Any], Any] = staticmethod(load)
+    """From what came back to its value. Raises what unpickling raises."""
+
+    def open(self, payload: Any) -> Any:
+        """The value, or what stands for it until somebody asks. What has handles in it is opened: they are written for
+        this image."""
+        if isinstance(payload, Arrived) and not self.given and (self.is_node or payload.is_far()):
+            self._lying = payload  # first: from the next line on, others look at it
+            self.__class__ = LyingWork  # this adds methods only: its attributes are stored as before
+            return None
+        return self.read(payload)
+
+    # -- what it says of itself as a promise ----------------------------------------------------------
+
+    def cancel(self, running: bool = True) -> bool:
+        """As any promise; of a node of a graph, what only led to it is cancelled too: see `flow`."""
+        inputs = self.inputs
+        cancelled = super().cancel(running)
+        if cancelled and inputs and self.is_node:
+            cancel_upstream(inputs, running)
+        return cancelled
+
+    def _settle(self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False) -> bool:
+        settled = super()._settle(state, result, exception, unless_running)
+        if self.is_node and settled and (exception is not None or state != FINISHED):
+            note_failure(self, state)
+        return settled
+
+    def fill_again(self, lost: Lost) -> None:
+        """In a turn. It was not begun, as what it takes was lost: that is computed once more. Raises `lost` as
+        `computed_again` does."""
+        if self.unfilled is None:
+            raise lost
+        (self.payload, inputs), self.unfilled = self.unfilled, None
+        self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
+        far = [each if isinstance(each, LyingWork) and each._is_far() else None for each in inputs]
+        self.wait_for([it if each is None else each.computed_again(lost) for each, it in zip(far, inputs, strict=True)])
+
+    def let_go(self) -> None:
+        """It is settled: it keeps nothing for which it waited."""
+        inputs = self.inputs
+        if inputs:
+            self.inputs, self.payload = (), b""
+            if self.args is not None:
+                self.args = ()
+            forget(inputs)
+
+    def _withdraw(self) -> None:
+        self.let_go()
+        self.crew.hub.post(partial(self.crew.withdraw, self))
+
+    def _break_off(self) -> None:
+        self.cancel()
+
+    def _waits_for(self) -> Sequence[Promise[Any]]:
+        return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
+
+    def _help(self, end: float | None) -> None:
+        if self.inputs and end is None:
+            self.crew.somebody_waits(self)
+        self.crew.hub.drive(self, end)
+
+    @property
+    def link(self) -> Link | None:
+        """The drone it was sent to."""
+        sending = self.sending  # a turn in another thread may take it away
+        return sending.link if sending is not None else None
+
+    @property
+    def label(self) -> str:
+        """What it does, in a word. (Where that could not be pickled, it has no definition.)"""
+        definition = getattr(self, "definition", None)
+        return "a call" if definition is None else str(definition.label)
+
+    def _named(self) -> str:
+        return f"{self.label} #{self.number}"
+
+    def running(self) -> bool:
+        link = self.link
+        return self._state == PENDING and (self.runs_elsewhere or (link is not None and link.runs(self.number)))
+
+    @property
+    def spans(self) -> Spans:
+        sending, answer = self.sending, self.answered_with()
+        sent, name = (sending.at, sending.link.name) if sending is not None else (None, None)
+        if answer is None:
+            return Spans(queued=self.queued, sent=sent, drone=name)
+        there, back = answer.there, answer.back
+        if self.args is not None:  # they went together with others: so many bytes is what it would be by itself
+            there = len(dumps(self.args, 5))
+            back = back or len(dumps(self._result, 5))
+        return Spans(self.queued, sent, answer.started, answer.finished, answer.received, there, back, name)
+
+    def answered_with(self) -> Answer | None:
+        answer = self.answer
+        return answer.of(self.number) if isinstance(answer, AnswersTogether) else answer
+
+
+class LyingWork(Work):
+    """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes from there, and is
+    opened here only when somebody asks. For a node of a graph that is shared memory; for all work of a cluster's, a
+    node of that."""
+
+    _lies = True
+    _opened = False
+    _unopened: Exception | None = None  # why it cannot be
+    _again: Work | None = None
+
+    def _bring_here(self) -> Any:
+        if not self._opened:
+            if self._unopened is not None:
+                raise another(self._unopened)
+            try:
+                self._result = load(self._lying)
+            except Lost as lost:
+                self._result = self.computed_again(lost).result()
+            except Exception as error:
+                self._unopened = error
+                raise
+            self._opened = True
+        return self._result
+
+    def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
+        """What asyncio asks for from CPython 3.14 on, in place of `result` and `exception`."""
+        return (self.done(), self.cancelled(), *(outcome(self) if self._state == FINISHED else (None, None)))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any promise. Where there is a value that cannot be opened here, why; but one that lies in another
+        node is not brought here to find that out."""
+        error = super().exception(timeout)
+        if error is None and not self._is_far():
+            try:
+                self._bring_here()
+            except Exception as unopened:
+                error = unopened
+        return error
+
+    def __repr__(self) -> str:
+        unopened = not self._opened and self._state == FINISHED and self._exception is None
+        return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
+
+    def computed_again(self, lost: Lost) -> Work:
+        """The same work once more, on its way; the same again for who else asks. Raises `lost` where `retries` do not
+        allow it."""
+        if self._again is not None:
+            return self._again
+        if not self.retries or self.recipe is None:
+            raise lost
+        again = self._again = Work(self.crew)
+        again.definition, again.kind, again.args, again.payload = self.definition, self.kind, self.args, self.recipe
+        again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
+        self.crew.start(again)
+        return again
+
+    def _is_far(self) -> bool:
+        return not self._opened and bool(self._lying.is_far())
+
+    def _part(self, book: Book) -> Parcel | None:
+        return self._lying.parcel() if self._lying.lies_in(book.store) else None
+
+
+class KeptWork(Work):
+    """Its value is a handle: what it computes stays in the drone."""
+
+    keeps = True
+    weight = Work.weight + 1  # so that it does not go in a run of others
+    deposit: Deposit | None = None  # where it computes once more what was lost
+
+    read: Callable[[Any], Any] = staticmethod(Kept.of)
+
+
+class Sending:
+    """What works have in common that went to a drone in one message."""
+
+    __slots__ = ("at", "by_bulk", "estimate", "link")
+
+    def __init__(self, link: Link, at: float, estimate: float, by_bulk: bool = False) -> None:
+        self.link = link
+        self.at = at
+        self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
+        self.by_bulk = by_bulk
+
+
+class Answer(NamedTuple):
+    """Times, and bytes there and back."""
+
+    started: float
+    finished: float
+    received: float
+    there: int = 0
+    back: int = 0
+
+
+class AnswersTogether:
+    """Those of many works, as they came."""
+
+    __slots__ = ("_finished", "_numbers", "_received", "_started")
+
+    def __init__(self, numbers: list[int], started: list[float], finished: list[float], received: float) -> None:
+        self._numbers = numbers
+        self._started = started
+        self._finished = finished
+        self._received = received
+
+    def of(self, number: int) -> Answer:
+        index = self._numbers.index(number)
+        return Answer(self._started[index], self._finished[index], self._received)
+
+
+class Slice(Work):
+    """Several calls of one function. Its value is `Answers`."""
+
+    kind = CALL_SLICE
+    followers: Sequence[Slice] = ()
+    """What comes after it, where it was answered before its end."""
+    continues = False
+    """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a repeated message."""
+
+    def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
+        super().__init__(crew)
+        self.definition = definition
+        self.payload = calls
+        self.count = count
+
+    read = staticmethod(Answers)
+
+    def open(self, payload: Any) -> Answers:
+        """Wherever they lie: who takes them wants one after the other."""
+        return Answers(payload)
+
+    def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
+        """In a turn. Its first calls are `done`: the one that is being run, if there is one, and the `rest`."""
+        begun = self.count - rest
+        running, later = (
+            Slice(self.crew, self.definition, part_of(self.payload, start, stop), stop - start)
+            for start, stop in ((done, begun), (begun, self.count))
+        )
+        running.retries = later.retries = self.retries
+        running.given = self.given
+        running.continues = True
+        if self.item is not None:
+            running.item, later.item = self.item + done, self.item + begun
+        return running, later
+
+
+def _with_stand_ins(
+    args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def stand_in(arg: Any) -> Any:
+        if isinstance(arg, StandIn):
+            return arg.stands_for()
+        return arg.stand_in(snapshot) if type(arg) is Shared else arg
+
+    return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
+
+
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: Book) -> str:
+    """Which argument it was that does not pickle."""
+    for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+        try:
+            with Holes() as holes:
+                capture(arg, book.snapshot)
+            holes.check(arg)
+        except Exception:
+            return f"{name}, a {type(arg).__qualname__}{_CURE if _has_future(arg) else ''}"
+    return "all of them together"
+
+
+def _has_future(arg: Any) -> bool:
+    """Is it one of the library's, or has it one in it, where a promise could be?"""
+    todo, seen = [arg], {id(arg)}
+    for each in todo:
+        if isinstance(each, Future) and not isinstance(each, Promise):
+            return True
+        if type(each) in CONTAINERS:
+            new = {id(it): it for it in (each.values() if type(each) is dict else each) if id(it) not in seen}
+            seen.update(new)
+            todo += new.values()
+    return False

@@ -1,0 +1,1 @@
+"""Promises, and combinations of them."""

@@ -1,0 +1,52 @@
+"""Clients take turns: whoever has one call waits for one of each other, however many these have given.
+
+    the pool's queue   a1 a2 a3 a4 ... b1 c1      ── order ──>      a1 b1 c1 a2 a3 a4 ...
+
+Within a client the order stays. What the pool's owner has given himself is taken as one client's.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..pool.dispatcher import Crew
+    from ..pool.task import Work
+
+__all__ = ["Turns"]
+
+REST = 20
+"""Times as long as the last ordering took nothing is ordered again: the hub has other things to do."""
+
+
+class Turns:
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._asked = False
+        self._not_before = 0.0
+        self.due = False  # a client has given calls that others' may stand before
+
+    def look(self) -> None:
+        """In the server's turn."""
+        if self.due and not self._asked and monotonic() >= self._not_before:
+            self.due, self._asked = False, True
+            self._crew.hub.post(self._order)
+
+    def _order(self) -> None:
+        """In a turn of the hub: others only add to the queue's end, and take nothing, until the crew is over."""
+        begun, crew = monotonic(), self._crew
+        if not crew.over:
+            queue = crew.queue
+            parties: dict[str, list[Work]] = {}
+            for work in [*queue]:
+                parties.setdefault(work.party, []).append(work)
+            if len(parties) > 1:
+                places = (work for each in zip_longest(*parties.values()) for work in each if work is not None)
+                for place, work in enumerate(places):
+                    if queue[place] is not work:
+                        queue[place] = work
+        now = monotonic()
+        self._not_before = now + REST * (now - begun)
+        self._asked = False

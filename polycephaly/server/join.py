@@ -1,0 +1,412 @@
+"""`join`: drones of this process for a pool that another one serves, on another machine perhaps.
+
+    server ── WORK, as much as our window says ──> desk ──> pool._crew.queue ──> our drones
+           <── RESULTS ───────────────────────────────────── promises, as they settle
+           <── RETURNED ── what is asked back, or when we leave ── crew.lend ──┘
+
+The header of joined.py says who owns a call at each moment. Here: what is given back is taken out of the crew's queue
+in a turn of the hub, so no drone has got it. All else is finished and answered, and then the worker says BYE.
+
+The worker knows the server by its key, and runs what that says: see docs/security.md. As in the server, nothing of a
+client's is unpickled in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import zmq
+
+from ..engines.remote import pool_registry
+from ..engines.remote.bell import Bell
+from ..engines.remote.client_socket import Dealer
+from ..engines.remote.keys import Card
+from ..engines.remote.messages import (
+    ASK,
+    BYE,
+    CANCEL,
+    HELLO,
+    NEWS,
+    OUTPUT,
+    RECALL,
+    REFUSED,
+    RETURNED,
+    RUNNING,
+    TELL,
+    WINDOW,
+    WORK,
+    Item,
+    hello,
+    pack_note,
+    pack_numbers,
+    pack_results,
+    read_hello,
+    read_note,
+    read_numbers,
+    read_work,
+)
+from ..pool.config import check_timeout
+from ..pool.task import Work
+from ..promises.promise import FINISHED, Milestone, Promise, settlers
+from ..runtime import fork_guard
+from ..timeline.plain import pack_timeline
+from ..wire.messages import CALL, Malformed
+from ..wire.output import Line
+from .answers import OF_DRONES
+from .session import Desk, Given, outcome, run
+from .state import drones_of
+
+if TYPE_CHECKING:
+    from ..pool.pool import Pool
+
+__all__ = ["Joined", "join"]
+
+log = logging.getLogger("polycephaly")
+
+NEWS_EVERY = 1.0  # seconds
+AHEAD = 0.05
+"""Seconds of work that each drone has waiting here: the way there and back, and some of what others do meanwhile."""
+MOST_AHEAD = 500  # calls for each drone
+
+
+class Joined:
+    """A pool whose drones work for another; made by `join`. Any thread may call it.
+
+    ``address`` is the server's, ``name`` its pool's. An exception in its ``with`` block leaves at once; else the block
+    ends as `leave` does.
+    """
+
+    def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
+        self._pool = pool
+        self._crew = pool._crew
+        self.address = card.address
+        self.name = ""
+        self._welcome: Milestone[None] = Milestone()
+        self._over: Milestone[None] = Milestone()
+        self._desk = Desk(self._run, self._settled, None)
+        self._outcomes: deque[tuple[int, Promise[Any]]] = deque()
+        self._lines: deque[Line] = deque()
+        self._tags: set[str] = set()
+        self._acts: deque[Callable[[], object]] = deque()
+        self._bell = Bell()
+        self._leaving = self._at_once = self._dismissed = False
+        self._giving_back = 0
+        self._window = -1
+        self._seconds: float | None = None  # that calls take
+        self._news_at = 0.0
+        self._turn = fork_guard.Turn()
+        try:
+            self._dealer = Dealer(card)
+        except BaseException:
+            self._bell.close()
+            raise
+        _joined.add(self)
+        self._thread = threading.Thread(target=self._live, name="polycephaly-worker", daemon=True)
+        fork_guard.add_turn(self._thread, self._turn)
+        self._thread.start()
+        try:
+            self._welcome.result(timeout)
+        except TimeoutError:
+            self.leave(now=True)
+            raise self._dealer.no_answer(timeout) from None
+        except BaseException:
+            self.leave(now=True)
+            raise
+
+    # -- any thread -----------------------------------------------------------------------------------
+
+    def leave(self, now: bool = False) -> None:
+        """Gives back what no drone has begun, finishes the rest, and goes; or goes `now`: then what runs is cancelled
+        here, and rejected there with `DroneDied`. Returns when it is gone. Twice is no error."""
+        self._leaving = True
+        self._at_once |= now
+        self._bell.ring()
+        while self._thread.is_alive():
+            self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
+
+    def run(self) -> None:
+        """Works until the server ends or the connection is lost, which is a `ConnectionError`; Ctrl-C `leave`s, and a
+        second one leaves at once."""
+        try:
+            self._over.result()
+        except KeyboardInterrupt:
+            try:
+                self.leave()
+            except KeyboardInterrupt:
+                self.leave(now=True)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.leave(now=kind is not None)
+
+    def __repr__(self) -> str:
+        return f"<Joined: {self._pool!r} works for {self.name} at {self.address}>"
+
+    def _run(self, given: Given, item: Item, shared: object) -> Promise[Any]:
+        if given.tag not in self._tags:
+            self._tags.add(given.tag)
+            self._crew.audiences[given.tag] = self._printed
+        return run(self._pool, given, item)
+
+    def _printed(self, line: Line) -> None:
+        self._lines.append(line)
+        self._bell.ring()
+
+    def _settled(self, number: int, promise: Promise[Any]) -> None:
+        self._outcomes.append((number, promise))
+        self._bell.ring()
+
+    def _post(self, act: Callable[[], object]) -> None:
+        self._acts.append(act)
+        self._bell.ring()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        settlers.add(get_ident())
+        poller = zmq.Poller()
+        for each in (self._dealer.socket, self._dealer.monitor, self._bell):
+            poller.register(each, zmq.POLLIN)
+        size = self._crew.plan.size
+        self._dealer.send(hello(size, role="worker", name=self._crew.plan.name, host=socket.gethostname()))
+        try:
+            while not self._is_over():
+                self._bell.asleep = True
+                if not (self._acts or self._outcomes or self._lines or self._leaves() or self._is_over()):
+                    poller.poll(int(NEWS_EVERY * 1000))
+                self._bell.asleep = False
+                with self._turn:
+                    self._once()
+        except Exception as error:
+            log.exception("a bug in polycephaly breaks the connection to %s", self.address)
+            self._dealer.lost = f"a bug in polycephaly: {error}"
+        finally:
+            self._end()
+
+    def _once(self) -> None:
+        self._bell.hush()
+        self._leaving |= self._crew.refusal is not None  # its pool takes no more
+        for frames in self._dealer.received():
+            try:
+                self._hear(frames)
+            except (Malformed, LookupError) as wrong:
+                log.warning("a malformed message of the server was dropped: %s", wrong)
+        while self._acts:
+            self._acts.popleft()()
+        if self._dealer.lost or not self._dealer.welcomed:
+            return
+        self._send_outcomes()
+        if self._leaves():
+            self._window = 0
+            self._dealer.send(pack_numbers(WINDOW, [0]))
+            self._give_back(1 << 30)
+        self._tell_news()
+        self._open_window()
+
+    def _leaves(self) -> bool:
+        """It is to leave, and has not said so."""
+        return self._leaving and self._window != 0 and self._dealer.welcomed
+
+    def _is_over(self) -> bool:
+        if self._dealer.lost or self._at_once or (self._leaving and not self._dealer.welcomed):
+            return True
+        left = self._desk.works or self._outcomes or self._acts or (self._giving_back and not self._crew.over)
+        return self._dismissed and not left
+
+    def _end(self) -> None:
+        lost = self._dealer.lost
+        with self._turn:
+            fork_guard.remove_turn(self._thread)
+            _joined.discard(self)
+            self._dealer.close()
+            self._bell.close()
+        self._desk.drop()
+        for tag in self._tags:
+            self._crew.audiences.pop(tag, None)
+        error = ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
+        for promise in (self._welcome, self._over):
+            if not promise.done():
+                promise._settle(FINISHED, None, error)
+        settlers.discard(get_ident())
+
+    def _hear(self, frames: list[bytes]) -> None:
+        kind = frames[0]
+        if kind == WORK:
+            self._take(list(read_work(frames)))
+        elif kind == CANCEL:
+            self._desk.cancel(read_numbers(frames), running=True)
+        elif kind == RECALL:
+            self._give_back(read_numbers(frames)[0])
+        elif kind == ASK:
+            self._answer(read_note(frames))
+        elif kind == HELLO:
+            why, _, who = read_hello(frames, "the server", "this worker")
+            if why is not None:
+                self._dealer.lost = why
+                return
+            self.name = str(who.get("name"))
+            self._dealer.welcomed = True
+            self._tell_news()
+            self._open_window()
+            self._welcome._settle(FINISHED, None, None)
+        elif kind == REFUSED:
+            self._dealer.lost = b" ".join(frames[1:]).decode("utf-8", "replace")
+        elif kind == BYE:
+            if not self._leaving:
+                self._dealer.lost = "the server was closed"
+            self._dismissed = True
+        else:
+            raise Malformed(f"a message of type {kind[:8]!r}")
+
+    def _take(self, items: list[Item]) -> None:
+        back = []
+        for item in items:
+            given_to_any = item.kind >= CALL and not item.target
+            if self._leaving and given_to_any:
+                back.append(item.number)
+                continue
+            self._desk.take(item)
+            self._desk.begin()
+            if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Work):
+                del self._desk.works[item.number]  # our pool was shut down just now, and did not take it
+                back.append(item.number)
+                self._leaving = True
+        if back:
+            self._dealer.send(pack_numbers(RETURNED, back))
+
+    # -- giving back ------------------------------------------------------------------------------------
+
+    def _give_back(self, most: int) -> None:
+        self._giving_back += 1
+        self._crew.hub.post(partial(self._find_some, most))
+
+    def _find_some(self, most: int) -> None:
+        """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work for others too."""
+        ours = set(map(id, list(self._desk.works.values())))
+        works = self._crew.lending.lend(most, lambda work: id(work) in ours)
+        self._crew.lending.settled(works)
+        self._post(partial(self._return, works))
+
+    def _return(self, works: list[Work]) -> None:
+        self._giving_back -= 1
+        mine = {id(work): number for number, work in self._desk.works.items()}
+        numbers = [mine[id(work)] for work in works if id(work) in mine and not work.done()]
+        for number in numbers:
+            del self._desk.works[number]
+        if not self._dealer.lost:
+            self._dealer.send(pack_numbers(RETURNED, numbers))
+
+    # -- what it tells ------------------------------------------------------------------------------------
+
+    def _send_outcomes(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        if lines:
+            told = [(line.text, line.drone, line.stream, line.tag) for line in lines]
+            self._dealer.send(pack_note(OUTPUT, {"lines": told}))
+        results = []
+        for _ in range(len(self._outcomes)):
+            number, promise = self._outcomes.popleft()
+            if self._desk.works.pop(number, None) is None:
+                continue
+            results.append(outcome(number, promise))
+            self._follow(promise)
+        if results:
+            self._dealer.send(pack_results(results))
+
+    def _follow(self, promise: Promise[Any]) -> None:
+        """How long calls take: what its definition has lately taken, and with the others some of what they have."""
+        seconds = promise.definition.seconds if isinstance(promise, Work) and hasattr(promise, "definition") else None
+        if seconds is not None:
+            old = self._seconds
+            self._seconds = seconds if old is None or seconds > old else old + (seconds - old) * 0.1
+
+    def _open_window(self) -> None:
+        if self._leaving:
+            return
+        ahead = 0 if self._seconds is None else min(MOST_AHEAD, int(AHEAD / max(self._seconds, 1e-6)))
+        window = self._crew.plan.size * (1 + ahead)
+        if not 0.8 <= self._window / window <= 1.25:
+            self._window = window
+            self._dealer.send(pack_numbers(WINDOW, [window]))
+
+    def _tell_news(self) -> None:
+        now = monotonic()
+        if now - self._news_at >= NEWS_EVERY:
+            self._news_at = now
+            self._dealer.send(pack_note(NEWS, {"drones": drones_of(self._pool)}))
+            if begun := self._desk.begun():
+                self._dealer.send(pack_numbers(RUNNING, begun))
+
+    def _answer(self, note: dict[str, Any]) -> None:
+        def tell(**said: Any) -> None:
+            self._post(lambda: self._dealer.send(pack_note(TELL, {"id": note["id"], **said})))
+
+        if note["what"] == "timeline":  # it may be long
+
+            def say() -> None:
+                tell(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
+
+            fork_guard.OwnThread("polycephaly-aside", say).start()
+            return
+        try:
+            OF_DRONES[note["what"]](self._pool, note["drone"], tell)
+        except RuntimeError as error:
+            tell(error=str(error))
+
+
+_joined: set[Joined] = set()
+
+
+def join(
+    pool: Pool,
+    where: str | os.PathLike[str],
+    *,
+    server_key: str | None = None,
+    keys: tuple[str, str] | None = None,
+    timeout: float = 5.0,
+) -> Joined:
+    """Lets the drones of `pool` work for the pool that another process serves. `where`, the keys and what is raised are
+    as for `connect`; a connection file of a server on another host, which was told to listen at an address that can be
+    reached, is copied from there.
+
+    Clients of that pool need not know: it gives their calls to whichever drones are free. Functions come by value or
+    by the modules that both hosts have; what is only in the memory of the server's image is not here.
+
+    >>> import polycephaly as poly, os, tempfile
+    >>> from polycephaly.server.join import join
+    >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
+    >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.Pool(1) as mine, join(mine, card):
+    ...     with poly.connect(card) as remote:
+    ...         remote.doit(abs, -3)
+    3
+    """
+    check_timeout(timeout)
+    pool._crew.check_open()
+    return Joined(pool, pool_registry.card_of(where, server_key, keys), timeout)
+
+
+_left_behind: list[Joined] = []
+
+
+def _forget_joined() -> None:
+    """In a forked child: they stayed behind with their threads."""
+    for joined in _joined:
+        joined._bell.asleep = False  # its lock may be held by a thread that is not here
+    _left_behind.extend(_joined)
+    _joined.clear()
+
+
+os.register_at_fork(after_in_child=_forget_joined)

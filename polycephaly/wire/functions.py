@@ -1,0 +1,358 @@
+"""Work that is called often is sent once: the controller's book of callables and code strings.
+
+    fn ──> Book.define ──> Definition(number, payload) ──> a DEFINE item, once for each drone that needs it
+                                                      └──> CALL items carry the number alone
+
+When may a function pickled before be reused? A function by reference: always. A function by value: while
+everything that it would capture (closure cells, globals, defaults) is the very same immutable object as it
+was then, which its *guards* tell. Where one of them could have been changed in place, the function
+is pickled again at each call, since a call captures the values of its moment.
+
+An entry dies with its function, so nothing in it may lead back to the function: cells, namespaces, other functions and
+modules could. A guard therefore reads them through a weak reference to the function, and holds weakly what was there.
+Only what refers to nothing (numbers, strings, bytes, code, tuples of these) is held as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
+from operator import is_
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+from ..runtime.coroutines import is_coroutine_function
+from ..store.blocks import Store
+from ..store.placeholders import meeting
+from ..store.references import Parcel
+from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
+from .pickling import ATOMS, MainSnapshot, main_namespace, pack
+
+if TYPE_CHECKING:
+    from ..store.directory import Deposit, Vault
+
+__all__ = ["Book", "Defined", "Definition", "by_reference"]
+
+_NOT_THERE = object()
+_not_there = itertools.repeat(_NOT_THERE)
+_KEPT_CODE = 1024
+_DEFINITIONS_KEPT = 256
+_DEFINITION_BYTES_KEPT = 8 << 20
+_COLD = 16
+"""So many reports of a shorter time are believed as they are: the first calls tell what it takes to warm up."""
+_numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
+
+
+class Definition:
+    """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
+
+    __slots__ = (
+        "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
+        "reports", "seconds",
+    )  # fmt: skip
+
+    def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
+        self.number = number
+        self.kind = kind
+        self.captures = False  # handles of kept values, or what wants to know of the call: then it is for one call
+        self.kept: dict[int, Deposit] = {}  # these values, until that call has them
+        self.moved: list[Any] = []
+        self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
+        self.payload = payload
+        self.label = label
+        self.seconds: float | None = None
+        self.reports = 0  # of its time
+        self.once = False  # for one call: what it is made of may change before the next
+        self.pace: list[float | None] | None = None  # `seconds`, for the next definition of the same thing
+
+    def took(self, seconds: float, calls: int) -> None:
+        """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
+        if not calls:  # a slice of which the last call had just ended when it was cut
+            return
+        seconds /= calls
+        if not 0 <= seconds < inf:  # no time: what is reckoned with it would never be one again
+            return
+        old = self.seconds
+        self.reports += 1
+        if old is None or (seconds < old and self.reports <= _COLD):
+            self.seconds = seconds
+        else:
+            self.seconds = old + (seconds - old) * (0.5 if seconds > old or calls >= 32 else 0.3)
+        if self.pace is not None:
+            self.pace[0] = self.seconds
+
+
+class _Entry(NamedTuple):
+    function: ref[Any]
+    guards: tuple[_Guard, ...]  # none: the function goes by reference, always
+    definition: Definition
+
+
+class Defined:
+    """The definitions that another process has, so that a call of one carries only its number.
+
+    Told to be forgotten there are those that nobody can call any more, and the oldest ones when there are too many. One
+    thread at a time uses it; but a definition may end in any thread, in the middle of anything: then its number is
+    added to `unused`, and `ended` called.
+    """
+
+    def __init__(self, ended: Callable[[], object] | None = None) -> None:
+        self.unused: deque[int] = deque()
+        self._ended = ended
+        self._known: dict[int, tuple[ref[Any], int]] = {}  # number -> definition, bytes; oldest first
+        self._bytes = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._known
+
+    def add(self, definition: Any) -> Iterator[int]:
+        """It goes there now. Gives the numbers of those that have to be forgotten before, for want of room."""
+        known, number, size = self._known, definition.number, len(definition.payload)
+        while known and (len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT):
+            oldest = next(iter(known))
+            self.remove(oldest)
+            yield oldest
+        known[number] = ref(definition, partial(self._end, number)), size
+        self._bytes += size
+
+    def remove(self, number: int) -> None:
+        """It is not there any more."""
+        self._bytes -= self._known.pop(number, (None, 0))[1]
+
+    def take_unused(self) -> Iterator[int]:
+        """The numbers of those that are to be forgotten, as nobody can call them any more."""
+        while self.unused:
+            number = self.unused.popleft()
+            self.remove(number)
+            yield number
+
+    def _end(self, number: int, _: object) -> None:
+        self.unused.append(number)
+        if self._ended is not None:
+            self._ended()
+
+
+class Book:
+    """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
+
+    def __init__(
+        self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False, vault: Vault | None = None
+    ) -> None:
+        self.snapshot = snapshot
+        self.vault = vault
+        self.store = store
+        self._overlaps = overlaps
+        self._entries: dict[int, _Entry] = {}
+        self._last: tuple[ref[Any], Any] = ref(self), None  # a function without guards, and its definition
+        self._code: dict[str, Definition] = {}
+        self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
+
+    def define(self, work: str | Callable[..., Any]) -> Definition:
+        """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
+        same: Definition
+        last, same = self._last
+        if work is last():
+            return same
+        if isinstance(work, str):
+            return self._define_code(work)
+        entry = self._entries.get(id(work))
+        if entry is not None:
+            function, guards, definition = entry
+            if function() is work and (not guards or all(map(_stands, guards))):
+                if not guards:
+                    self._last = function, definition
+                return definition
+        try:
+            with meeting(self.vault) as pickling:
+                payload = pack(work, self.snapshot, self.store)
+        except Exception as error:
+            error.add_note(f"while pickling the work itself, {label(work)}")
+            raise
+        kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
+        definition = Definition(next(_numbers), kind, payload, label(work))
+        definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
+        definition.captures = bool(pickling.met or pickling.moved)
+        if entry is not None:
+            definition.seconds = entry.definition.seconds
+        if not self._remember(work, definition):
+            definition.once = True
+            definition.pace = self._paces.setdefault(_kin(work), [None])
+            definition.seconds = definition.pace[0]
+        return definition
+
+    def forget(self) -> None:
+        """Its drones are gone: nothing of it is needed any more, and some may lie in shared memory."""
+        self._entries.clear()
+        self._last = ref(self), None
+
+    def _define_code(self, source: str) -> Definition:
+        known = self._code.get(source)
+        if known is None:
+            payload = source.encode("utf-8", "surrogatepass")
+            known = Definition(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
+            if len(self._code) >= _KEPT_CODE:
+                self._code.clear()
+            self._code[source] = known
+        return known
+
+    def _remember(self, work: Any, definition: Definition) -> bool:
+        if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
+            return False  # an instance or a bound method: its state may change at any time
+        try:
+            guards = tuple(_guards(work, self.snapshot, set()))
+        except _Mutable:
+            return False
+        key, entries = id(work), self._entries
+        # Called as pop(key, reference) before the memory of `work`, and so its id, can be used again.
+        entries[key] = _Entry(ref(work, partial(entries.pop, key)), guards, definition)
+        return True
+
+
+class _Mutable(Exception):
+    """Something captured could change in place."""
+
+
+def label(work: object) -> str:
+    """How a piece of work is called in messages."""
+    if isinstance(work, str):
+        return f"code {work[:60]!r}"
+    name = getattr(work, "__qualname__", None) or getattr(work, "__name__", None)
+    return str(name) if name else f"a {type(work).__qualname__}"
+
+
+class _Weak(ref[Any]):
+    """Tells our references from one that is itself a value."""
+
+    __slots__ = ()
+
+
+class _Guard(NamedTuple):
+    """What the pickle of one function or partial depends on."""
+
+    work: ref[Any]
+    names: tuple[str, ...]  # of globals
+    state: list[Any]  # when it was pickled: see `_state` and `_held`
+
+
+def _stands(guard: _Guard) -> bool:
+    reference, names, then = guard
+    work = reference()
+    if work is None:
+        return False
+    try:
+        now = _state(work, names)
+    except ValueError:  # a cell is empty now
+        return False
+    if len(now) != len(then):  # a keyword came or went
+        return False
+    for held, value in zip(then, now):  # noqa: B905, SIM110 - `strict` and a generator take longer
+        if held is not value and not _is(held, value):
+            return False
+    return True
+
+
+def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
+    """All that can change of it; the values of its globals come last. Raises `ValueError` for an empty cell.
+
+    Asked for at each call: no comprehension, which is a call, and no new tuple within, to be compared in depth.
+    """
+    if type(work) is not FunctionType:
+        keywords, state = work.keywords, [not work.__dict__, work.func, work.args]
+    else:
+        keywords, state = work.__kwdefaults__, [not work.__dict__, work.__code__, work.__defaults__]
+        for cell in work.__closure__ or ():
+            state.append(cell.cell_contents)
+    if keywords:
+        state += *keywords, *keywords.values()
+    if names:
+        state += map(work.__globals__.get, names, _not_there)
+    return state
+
+
+_HELD = frozenset((*ATOMS, CodeType))
+"""These refer to nothing but their like."""
+
+
+def _held(value: Any) -> Any:
+    """What tells later whether another value is this one. Nothing in it leads back to a function."""
+    if type(value) is tuple:
+        held = tuple(map(_held, value))
+        return value if all(map(is_, held, value)) else held
+    if type(value) in _HELD:
+        return value
+    try:
+        return _Weak(value)
+    except TypeError:  # a container of `__main__`, which the snapshot holds too; a subclass of int or bytes
+        return value
+
+
+def _is(held: Any, value: Any) -> bool:
+    if held is value:
+        return True
+    if type(held) is _Weak:
+        return held() is value
+    return type(held) is type(value) is tuple and len(held) == len(value) and all(map(_is, held, value))
+
+
+def _guards(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
+    """Of all that goes with `work`; raises `_Mutable` where looking again would not show a change."""
+    if id(work) in seen or by_reference(work, snapshot):
+        return
+    seen.add(id(work))
+    if not isinstance(work, (FunctionType, partial)) or work.__dict__:
+        raise _Mutable  # a class by value, or something that has attributes
+    names = () if isinstance(work, partial) else tuple(set(_names(work.__code__)))
+    try:
+        state = _state(work, names)
+    except ValueError as empty:
+        raise _Mutable from empty
+    yield _Guard(ref(work), names, list(map(_held, state)))
+    of_main = isinstance(work, FunctionType) and work.__globals__ is main_namespace()
+    own = len(state) - len(names)
+    for name, value in zip(names, state[own:], strict=True):
+        if value is not _NOT_THERE and not (of_main and snapshot.unchanged(name, value)):
+            yield from _guards_of_value(value, snapshot, seen)
+    yield from _guards_of_value(tuple(state[:own]), snapshot, seen)
+
+
+def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
+    if isinstance(value, (*ATOMS, ModuleType, CodeType)):
+        return
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
+        yield from _guards(value, snapshot, seen)
+    elif type(value) is tuple:
+        for each in value:
+            yield from _guards_of_value(each, snapshot, seen)
+    else:
+        raise _Mutable
+
+
+def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
+    module = getattr(work, "__module__", None)
+    if module == "__main__":
+        return snapshot.holds(work)
+    found: Any = sys.modules.get(module or "")
+    for step in getattr(work, "__qualname__", "").split("."):
+        found = getattr(found, step, None)
+    return found is work
+
+
+def _kin(work: Any) -> Any:
+    """What calls of it have in common with those of other objects: probably the time that they take."""
+    if isinstance(work, partial):
+        return _kin(work.func)
+    if isinstance(work, FunctionType):
+        return work.__code__
+    return getattr(work, "__func__", None) or type(work)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names  # globals and attributes alike: an attribute's name costs a look-up, no more
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
