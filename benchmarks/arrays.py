@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polycephaly.demos.comparison import PAGE, Workers, noop, sum_of_pages, there_ms
+from polycephaly.demos.comparison import PAGE, Executors, noop, sum_of_pages, there_ms
 
 from .memory import available, pss_of_all
 from .peers import OURS, PEERS
@@ -42,7 +42,7 @@ def copy_ms(source: Any, target: Any) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def back_ms(workers: Workers, array: Any) -> float:
+def back_ms(workers: Executors, array: Any) -> float:
     began = time.perf_counter()
     other = workers.result(workers.submit(answer_with_another, workers.give(array)))
     total = sum_of_pages(other)
@@ -109,12 +109,12 @@ def share(peer: str, sizes: Sizes) -> Figures:
         with pool_type(sizes.holders) as pool:
             for each in pool.everywhere("None"):
                 each.result()
-            return _growth(Workers(pool.promise, lambda promise: promise.result(), give=pool.share), sizes)
+            return _growth(Executors(pool.promise, lambda promise: promise.result(), give=pool.share), sizes)
     with PEERS[peer].start(sizes.holders) as workers:
         return _growth(workers, sizes)
 
 
-def _growth(workers: Workers, sizes: Sizes) -> Figures:
+def _growth(workers: Executors, sizes: Sizes) -> Figures:
     with tempfile.TemporaryDirectory() as place:
         array = np.ones(sizes.shared // 8)
         before = pss_of_all()

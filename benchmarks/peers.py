@@ -21,7 +21,7 @@ from typing import Any
 
 from polycephaly.demos.comparison import (
     OURS,
-    Workers,
+    Executors,
     loky,
     multiprocessing_pool,
     polycephaly_pool,
@@ -37,7 +37,7 @@ def _nap() -> None:
 class Peer:
     title: str
     module: str
-    start: Callable[[int], AbstractContextManager[Workers]]
+    start: Callable[[int], AbstractContextManager[Executors]]
     most: int = 1_000_000  # the slow are given fewer tasks
 
     @property
@@ -46,11 +46,11 @@ class Peer:
 
 
 @contextmanager
-def joblib(workers: int) -> Iterator[Workers]:
+def joblib(workers: int) -> Iterator[Executors]:
     module = import_module("joblib")
     delayed = module.delayed
     with module.Parallel(n_jobs=workers, backend="loky") as parallel:
-        yield Workers(
+        yield Executors(
             submit=lambda fn, *args: parallel([delayed(fn)(*args)])[0],  # it has no other: this one waits
             result=lambda value: value,
             map=lambda fn, items: list(parallel(delayed(fn)(item) for item in items)),
@@ -58,10 +58,10 @@ def joblib(workers: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def mpire(workers: int) -> Iterator[Workers]:
+def mpire(workers: int) -> Iterator[Executors]:
     # Without `keep_alive` each `map` would start its workers anew.
     with import_module("mpire").WorkerPool(n_jobs=workers, start_method="fork", keep_alive=True) as pool:
-        yield Workers(
+        yield Executors(
             submit=lambda fn, *args: pool.apply_async(fn, args),
             result=methodcaller("get"),
             map=pool.map,
@@ -69,7 +69,7 @@ def mpire(workers: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def ray(workers: int) -> Iterator[Workers]:
+def ray(workers: int) -> Iterator[Executors]:
     module = import_module("ray")
     module.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     remote: dict[Any, Any] = {}
@@ -81,7 +81,7 @@ def ray(workers: int) -> Iterator[Workers]:
 
     try:
         module.get([submit(_nap) for _ in range(workers)])  # until all workers are up
-        yield Workers(
+        yield Executors(
             submit=submit,
             result=module.get,
             map=lambda fn, items: list(module.get([submit(fn, item) for item in items])),
@@ -93,7 +93,7 @@ def ray(workers: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def dask(workers: int) -> Iterator[Workers]:
+def dask(workers: int) -> Iterator[Executors]:
     module = import_module("distributed")
     with (
         module.LocalCluster(
@@ -101,7 +101,7 @@ def dask(workers: int) -> Iterator[Workers]:
         ) as cluster,
         module.Client(cluster) as client,
     ):
-        yield Workers(
+        yield Executors(
             submit=lambda fn, *args: client.submit(fn, *args, pure=False),
             result=methodcaller("result"),
             map=lambda fn, items: list(client.gather(client.map(fn, items, pure=False))),
@@ -111,11 +111,11 @@ def dask(workers: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def ipyparallel(workers: int) -> Iterator[Workers]:
+def ipyparallel(workers: int) -> Iterator[Executors]:
     with import_module("ipyparallel").Cluster(n=workers, log_level=40) as client:
         client.wait_for_engines(workers, interactive=False)
         view = client.load_balanced_view()
-        yield Workers(
+        yield Executors(
             submit=view.apply_async,
             result=methodcaller("get"),
             map=lambda fn, items: list(view.map_sync(fn, items)),
@@ -126,7 +126,7 @@ def ipyparallel(workers: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def seqpacket_echo(_: int) -> Iterator[Workers]:
+def seqpacket_echo(_: int) -> Iterator[Executors]:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if not child:
@@ -136,7 +136,7 @@ def seqpacket_echo(_: int) -> Iterator[Workers]:
         os._exit(0)
     there.close()
     with here:
-        yield Workers(
+        yield Executors(
             submit=lambda fn, number: here.send(number.to_bytes(8, sys.byteorder)),
             result=lambda _: int.from_bytes(here.recv(64), sys.byteorder),
         )
@@ -144,7 +144,7 @@ def seqpacket_echo(_: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def zeromq_echo(_: int) -> Iterator[Workers]:
+def zeromq_echo(_: int) -> Iterator[Executors]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/echo"
         child = os.fork()
@@ -160,7 +160,7 @@ def zeromq_echo(_: int) -> Iterator[Workers]:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(address)
             peer, _hello = router.recv_multipart()
-            yield Workers(
+            yield Executors(
                 submit=lambda fn, number: router.send_multipart([peer, number.to_bytes(8, sys.byteorder)]),
                 result=lambda _: int.from_bytes(router.recv_multipart()[1], sys.byteorder),
             )

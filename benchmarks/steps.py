@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 import polycephaly as poly
-from polycephaly.engines.local.handle import LocalLink
+from polycephaly.engines.local.handle import LocalHandle
 from polycephaly.pool import dispatcher as crews
 from polycephaly.pool import drone_handle, handlers
 from polycephaly.runtime import reactor
@@ -105,9 +105,9 @@ def of_map(pool: poly.Pool) -> dict[str, float]:
 def main(runs: int) -> None:
     """Prints microseconds a task: median, least and most of the runs."""
     clock = Clock()
-    clock.watch_method(crews.Crew, "dispatch", "  choosing a drone")
-    clock.watch_method(drone_handle.Link, "load_batch", "  packing")
-    clock.watch_method(LocalLink, "send", "  sending")
+    clock.watch_method(crews.Dispatcher, "dispatch", "  choosing a drone")
+    clock.watch_method(drone_handle.DroneHandle, "load_batch", "  packing")
+    clock.watch_method(LocalHandle, "send", "  sending")
     clock.watch(reactor, "hear", "  unpacking")
     clock.watch(handlers, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)

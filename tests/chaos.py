@@ -42,7 +42,7 @@ import numpy as np
 from faults import Killer, append, fail, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.pool.task import Work
+from polycephaly.pool.task import Task
 
 HANG = 60.0  # seconds without anything settled
 KINDS = ("sleep", "quick", "spin", "array", "err", "cancel", "print", "crash", "fork")
@@ -132,7 +132,7 @@ class Submitter:
     """One thread that gives tasks to the pool of `phase`, and takes what they come to."""
 
     def __init__(self, phase: Phase, number: int) -> None:
-        self.open: deque[tuple[int, Work, object]] = deque()
+        self.open: deque[tuple[int, Task, object]] = deque()
         self.settled = 0
         self._phase = phase
         self._dice = random.Random(f"{phase.options.seed}-{phase.retries}-{number}")
@@ -199,7 +199,7 @@ class Submitter:
             self.open = deque(batch.values())
             how = "result"
 
-    def _take(self, i: int, promise: Work, wanted: object) -> None:
+    def _take(self, i: int, promise: Task, wanted: object) -> None:
         phase = self._phase
         kind = KINDS[phase.kinds[i]]
         try:
@@ -253,7 +253,7 @@ class Phase:
         self.options = options
         self.submitters = [Submitter(self, number) for number in range(options.threads)]
         self._lock = threading.Lock()
-        self._to_cancel: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._to_cancel: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._over = threading.Event()
         self.pool: poly.Pool | None = None
         self.killer: Killer | None = None
@@ -293,7 +293,7 @@ class Phase:
             self.outcomes.append(OPEN)
             return len(self.kinds) - 1
 
-    def cancel_soon(self, promise: Work) -> None:
+    def cancel_soon(self, promise: Task) -> None:
         self._to_cancel.put(promise)
 
     def expect(self, right: bool, i: int, what: str) -> None:

@@ -56,14 +56,14 @@ import polycephaly as poly
 from polycephaly.drone import executor as image_runner
 from polycephaly.drone import main as image_main
 from polycephaly.pool import task
-from polycephaly.pool.drone_handle import Link, State
+from polycephaly.pool.drone_handle import DroneHandle, State
 from polycephaly.store.arena import SPAN, Arena
 from polycephaly.store.blocks import Store
-from polycephaly.store.references import Arrived, Ledger, Parcel, load, load_joined
+from polycephaly.store.references import Received, RefTable, Serialized, load, load_joined
 from polycephaly.timeline import trail
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
-from polycephaly.wire.fast_transport import LARGEST, Lane
+from polycephaly.wire.fast_transport import LARGEST, FastTransport
 from polycephaly.wire.messages import (
     CALL,
     CALL_FILLED,
@@ -93,7 +93,7 @@ from polycephaly.wire.messages import (
     VALUES,
     WITHDRAWN,
     Malformed,
-    WorkBatch,
+    TaskBatch,
     head_type,
     numbers,
     pack_numbers,
@@ -129,8 +129,8 @@ Frames = list[bytes]
 
 def trail_of_one(number: int) -> bytes:
     """What a drone tells of its green threads, and of the work with that number."""
-    made = trail.Trail()
-    made.events.append(trail.Event(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
+    made = trail.EventLog()
+    made.events.append(trail.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
     made.work.append((number, 1000))
     return made.take()
 
@@ -168,19 +168,19 @@ class Bomb:
 
 
 @contextlib.contextmanager
-def memory(region: int = 0) -> Iterator[tuple[Store, Ledger]]:
+def memory(region: int = 0) -> Iterator[tuple[Store, RefTable]]:
     """An arena of our own: where the writer of `region` writes, and its reader's account of that."""
     arena = Arena(64 << 20)
     try:
-        yield Store(arena, region), Ledger(arena, region, lambda: None)
+        yield Store(arena, region), RefTable(arena, region, lambda: None)
     finally:
         arena.end()
 
 
-def work_messages(store: Store, ledger: Ledger, first: int = UNLIKELY) -> list[Frames]:
+def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list[Frames]:
     """As a hub says them, of numbers from `first` on, and of definitions from there on too."""
     abs_, code, together, pow_ = range(first, first + 4)
-    define = WorkBatch()
+    define = TaskBatch()
     for number, kind, payload in (
         (abs_, DEFINE_CALLABLE, pickle.dumps(abs, 5)),
         (pow_, DEFINE_OVERLAPPING, pickle.dumps(math.hypot, 5)),
@@ -188,36 +188,36 @@ def work_messages(store: Store, ledger: Ledger, first: int = UNLIKELY) -> list[F
     ):
         define.add(number, kind, 0, payload)
     define.add(first, CALL, abs_, pickle.dumps((-1,), 5))
-    calls = WorkBatch()
+    calls = TaskBatch()
     calls.add_calls(abs_, [first + 1], [(-2,)])
     calls.add_calls(abs_, [first + i for i in range(9)], [(-i,) for i in range(9)])
     calls.add_calls(pow_, [first + i for i in range(3)], [(2.5, "a", None, True, b"bytes")[:2] for _ in range(3)])
-    single = WorkBatch()
+    single = TaskBatch()
     single.add(first + 2, CALL_KEYWORDS, abs_, pickle.dumps(((-1,), {"x": [1]}), 5))
     filled = join([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
     single.add(first + 3, CALL_FILLED, pow_, filled if isinstance(filled, bytes) else b"")
     single.add(first + 4, CALL, code, b"")
-    slices = WorkBatch()
+    slices = TaskBatch()
     slices.add(first + 5, CALL_SLICE, abs_, pack_calls(ITEMS, False, list(range(40))))
     slices.add(first + 6, CALL_SLICE, pow_, pack_calls(ROWS, True, [(1, 2), (3.5, 4)]))
-    told = WorkBatch()
+    told = TaskBatch()
     told.add(together, FORGET, 0, b"")
     for number in (1, 2, 3, first):
         told.add(number, CAME_BACK, 0, b"")
-    large = WorkBatch()
+    large = TaskBatch()
     large.add(first + 7, CALL, abs_, bytes(LARGE_FROM))
     large.add(first + 8, CALL, abs_, pickle.dumps((1,), 5))
     large.add(first + 9, CALL, abs_, bytes(LARGE_FROM + 1))
-    shared = WorkBatch()
+    shared = TaskBatch()
     shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ledger))
     shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ledger))
     batches = [define, define, calls, calls, single, slices, told, shared]
     return [*(each.frames() for each in batches), large.frames()]
 
 
-def shared_payload(store: Store, ledger: Ledger) -> bytes:
+def shared_payload(store: Store, ledger: RefTable) -> bytes:
     segment, places = store.put([[pickle.dumps(("a", 1), 5)], [bytes(5000)]])
-    return Parcel(b"", [(segment, *place) for place in places]).waybill(ledger)
+    return Serialized(b"", [(segment, *place) for place in places]).waybill(ledger)
 
 
 def order_messages(first: int = UNLIKELY) -> list[Frames]:
@@ -233,7 +233,7 @@ def order_messages(first: int = UNLIKELY) -> list[Frames]:
 NOBODYS = (UNLIKELY, UNLIKELY + 1)
 
 
-def result_messages(store: Store, ledger: Ledger, known: Sequence[int] = NOBODYS) -> list[Frames]:
+def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBODYS) -> list[Frames]:
     """As a drone says them, of the work that is `known`."""
     one, other = known[0], known[-1]
     now = time.monotonic()
@@ -394,8 +394,8 @@ class Decoders:
         store, self._ledger = self._stack.enter_context(memory())
         self.originals = [*work_messages(store, self._ledger), *order_messages(), *result_messages(store, self._ledger)]
         self._ledger.lent.clear()
-        self._mine, its = Lane.pair()
-        self._lane = Lane(its)
+        self._mine, its = FastTransport.pair()
+        self._lane = FastTransport(its)
         self._stack.callback(self._mine.close)
         self._stack.callback(self._lane.close)
 
@@ -418,14 +418,14 @@ class Decoders:
                 self._results(self._strictly(unpack_outcomes, each) or [])
         for frame in frames[:2]:
             self._strictly(unpack_split, frame)
-            self._strictly(Arrived, frame, self._ledger)
-            self._strictly(Arrived, frame[22:], self._ledger)
+            self._strictly(Received, frame, self._ledger)
+            self._strictly(Received, frame[22:], self._ledger)
         self._ledger.returned.clear()
 
     def _work(self, items: list[Any]) -> None:
         for _, kind, _, payload in items:
             if kind & SHARED:
-                payload = self._strictly(Arrived, payload, self._ledger)
+                payload = self._strictly(Received, payload, self._ledger)
             kind &= ~SHARED
             if kind == CALLS:
                 self._strictly(image_runner._calls, payload)
@@ -445,7 +445,7 @@ class Decoders:
                     continue
                 payload = parts[3]
             if shared:
-                payload = self._strictly(Arrived, payload, self._ledger)
+                payload = self._strictly(Received, payload, self._ledger)
             if status == VALUES:
                 self._strictly(unpack_together, payload, 4)
             elif status == ERROR:
@@ -641,7 +641,7 @@ def fuzz_strangers(seed: int, first: int, last: int, progress: Callable[[int], o
             pack_outcomes([pack_outcome(number, status, 0.0, 1.0, bomb, b"") for number in range(1, 40)])
             for status in (VALUE, ERROR, VALUES, SPLIT)
         ]
-        batch = WorkBatch()
+        batch = TaskBatch()
         batch.add(1, CALLS, 1, bomb)
         originals = [*work_messages(store, ledger), *result_messages(store, ledger, range(1, 9)), *order_messages()]
         originals += [*explosive, batch.frames()] * 4
@@ -707,8 +707,8 @@ def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) ->
 # -- stage: hub ---------------------------------------------------------------------------------------------
 
 
-def this_drone() -> image_main.Drone:
-    return next(each for each in gc.get_objects() if isinstance(each, image_main.Drone))
+def this_drone() -> image_main.LocalDrone:
+    return next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
 
 
 _said: set[int] = set()
@@ -795,7 +795,7 @@ class ToDrones:
         self._folder = folder
         self._marks = 0
 
-    def link(self) -> Link:
+    def link(self) -> DroneHandle:
         """A drone that is up."""
         links = self._pool._crew.links
         wait_for(lambda: any(each.state is State.READY for each in links), SOON)
@@ -824,7 +824,7 @@ class ToDrones:
             _settled(held, self._heard, self._marks)
         return mark in self._heard.marks
 
-    def _send(self, link: Link, by: str, said: Sequence[Any]) -> None:
+    def _send(self, link: DroneHandle, by: str, said: Sequence[Any]) -> None:
         assert link.lane is not None
         if by == "lane":
             for each in said:
@@ -839,7 +839,7 @@ class ToDrones:
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""
-        batch = WorkBatch()
+        batch = TaskBatch()
         number = MARKS + self._marks
         batch.add(number, DEFINE_CODE, 0, f"print({mark!r}, flush=True)".encode())
         batch.add(number, CALL, number, b"")

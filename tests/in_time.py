@@ -14,13 +14,13 @@ from unittest import mock
 
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
-from polycephaly.pool.config import Plan, Terms
-from polycephaly.pool.drone_handle import Link as RealLink
+from polycephaly.pool.config import PoolConfig, TaskOptions
+from polycephaly.pool.drone_handle import DroneHandle as RealLink
 from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import hear
 from polycephaly.runtime.timers import Timers
-from polycephaly.store.references import Ledger
-from polycephaly.wire.functions import Book
+from polycephaly.store.references import RefTable
+from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.messages import (
     VALUE,
     head_type,
@@ -115,7 +115,7 @@ class Link(RealLink):
     def __init__(self, crew, number, name, keeper):
         super().__init__(crew, number, name)
         self.keeper = keeper
-        self.ledger = Ledger(None, None, lambda: None)  # nothing is lent
+        self.ledger = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
         self.looks, self.felt, self.kills = [], [], []  # when it was caught up with, felt for a pulse, and killed
         self.unread = deque()  # what it has sent, and this process has not read yet
@@ -247,7 +247,7 @@ class Machine:
 
     def open(self, roster):
         self._crew = roster.crew
-        roster.book = Book(MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault)
+        roster.book = FunctionRegistry(MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault)
         return self
 
     def begin(self):
@@ -276,7 +276,7 @@ USUAL = {
     "initargs": (),
     "output": None,
     "width": 1,
-    "terms": Terms(None, 0),
+    "terms": TaskOptions(None, 0),
     "max_tasks": None,
     "max_memory": None,
     "max_queued": None,
@@ -291,7 +291,7 @@ def crew_of(hub, size, *, ready=True, keeper=None, **plan):
     if keeper is not None:
         keeper.hub = hub
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_hub", lambda: hub):
-        crew = polycephaly.pool.dispatcher.Crew(Plan(size=size, machine=Machine(keeper), **(USUAL | plan)))
+        crew = polycephaly.pool.dispatcher.Dispatcher(PoolConfig(size=size, machine=Machine(keeper), **(USUAL | plan)))
     hub.turn()
     if ready:
         make_ready(crew)
@@ -307,6 +307,6 @@ def make_ready(crew):
 
 def give(crew, what, *args, timeout=None, target=None):
     """A call, sent if a drone takes it."""
-    work = crew.submit(what, args, {}, target=target, terms=Terms(timeout, 0))
+    work = crew.submit(what, args, {}, target=target, terms=TaskOptions(timeout, 0))
     crew.hub.turn()
     return work

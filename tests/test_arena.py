@@ -18,7 +18,7 @@ from polycephaly.store import arena as arena_module
 from polycephaly.store import blocks as store_module
 from polycephaly.store.arena import Arena, Full, view
 from polycephaly.store.blocks import Store, place_of, pristine_view
-from polycephaly.store.references import Arrived, Ledger, Loan, Parcel, load, load_beside, load_joined
+from polycephaly.store.references import ObjectRef, Received, RefTable, Serialized, load, load_beside, load_joined
 from polycephaly.wire.messages import Malformed
 from polycephaly.wire.pickling import (
     LARGE_BUFFER,
@@ -208,9 +208,9 @@ def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(ar
 
 def test_a_range_that_is_not_there_is_an_error(arena, store):
     store.put([[b"1" * 100]])
-    ledger = Ledger(arena, 0, lambda: None)
+    ledger = RefTable(arena, 0, lambda: None)
     for offset, length in ((1 << 50, 100), (0, 100_000), (PAGE, 1)):
-        loan = Loan(ledger, 1, offset, length)
+        loan = ObjectRef(ledger, 1, offset, length)
         with pytest.raises(ValueError, match="beyond"):
             view(loan)
         del loan
@@ -278,14 +278,14 @@ class Link:
     def __init__(self, arena, number=0):
         self.rung = 0
         self.number = number
-        self.sender = Ledger(arena, 99, lambda: None)
-        self.receiver = Ledger(arena, number, self.ring)
+        self.sender = RefTable(arena, 99, lambda: None)
+        self.receiver = RefTable(arena, number, self.ring)
 
     def ring(self):
         self.rung += 1
 
     def carry(self, parcel):
-        return Arrived(parcel.waybill(self.sender), self.receiver)
+        return Received(parcel.waybill(self.sender), self.receiver)
 
     def tell(self):
         for number in self.receiver.take_returned():
@@ -309,7 +309,7 @@ def snapshot():
 def test_a_parcel_there_and_its_loan_back(arena, store, link, snapshot):
     sent = {"a": np.arange(50_000), "b": bytes(200_000), "c": [1, 2]}
     parcel = pack(sent, snapshot, store)
-    assert isinstance(parcel, Parcel) and len(parcel) > 600_000 - 200
+    assert isinstance(parcel, Serialized) and len(parcel) > 600_000 - 200
     arrived = link.carry(parcel)
     assert len(arrived) == len(parcel)
     got = load(arrived)
@@ -354,7 +354,7 @@ def test_what_arrives_and_is_never_opened_comes_back(store, link, snapshot):
 def test_of_an_end_that_has_died_only_what_is_looked_at_stays(arena, snapshot):
     link = Link(arena, 3)
     there = Arena(1 << 30, os.dup(arena.fd))  # the other image's
-    its, link.sender = Store(there, link.number), Ledger(there, 0, lambda: None)
+    its, link.sender = Store(there, link.number), RefTable(there, 0, lambda: None)
     held, lost = (load(link.carry(pack(np.full(50_000, n), snapshot, its))) for n in (1, 2))
     unopened = link.carry(pack(np.full(50_000, 3), snapshot, its))
     del lost
@@ -376,10 +376,10 @@ def test_small_things_take_no_shared_memory_and_large_ones_do(arena, store, snap
     assert arena.used() == 0
     below, at = np.zeros(LARGE_BUFFER - 1, np.uint8), np.zeros(LARGE_BUFFER, np.uint8)
     parcel = pack(at, snapshot, store)
-    assert isinstance(parcel, Parcel) and parcel.inline and len(parcel.places) == 1
+    assert isinstance(parcel, Serialized) and parcel.inline and len(parcel.places) == 1
     parcel = pack(below, snapshot, store)
-    assert isinstance(parcel, Parcel) and not parcel.inline  # its pickle is large, so it lies there itself
-    assert isinstance(stored(bytes(31_000), store), bytes) and isinstance(stored(bytes(33_000), store), Parcel)
+    assert isinstance(parcel, Serialized) and not parcel.inline  # its pickle is large, so it lies there itself
+    assert isinstance(stored(bytes(31_000), store), bytes) and isinstance(stored(bytes(33_000), store), Serialized)
 
 
 def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snapshot):
@@ -451,9 +451,9 @@ LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<HQQ"), Struct("<HI")
     ],
 )
 def test_a_waybill_that_makes_no_sense_is_refused(arena, waybill):
-    returned = Ledger(arena, 0, lambda: None)
+    returned = RefTable(arena, 0, lambda: None)
     with pytest.raises(Malformed):
-        Arrived(waybill, returned)
+        Received(waybill, returned)
     assert not returned.returned
 
 
@@ -470,7 +470,7 @@ def test_random_traffic_between_two_ends_changes_nobodys_data(arena, snapshot):
             sent = np.full(rng.choice((100, 70_000, 150_000, 1_100_000)), value % 251, np.uint8)
             packed = pack([sent, bytes(sent)] if rng.random() < 0.3 else sent, snapshot, store)
             sent[:] = 255
-            got = load(link.carry(packed) if isinstance(packed, Parcel) else packed)
+            got = load(link.carry(packed) if isinstance(packed, Serialized) else packed)
             got = got[0] if isinstance(got, list) else got
             held.append([got, value % 251])
         elif action < 0.6 and held:

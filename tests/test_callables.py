@@ -15,7 +15,7 @@ from scripts import output_of
 from polycephaly import green
 from polycephaly.store.arena import Arena
 from polycephaly.store.blocks import Store
-from polycephaly.wire.functions import Book
+from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.pickling import MainSnapshot
 
 pytestmark = on_each_engine
@@ -328,7 +328,7 @@ def test_a_local_class_and_its_instances_travel_by_value(pool):
 @pytest.fixture
 def book():
     arena = Arena(1 << 30)
-    yield Book(MainSnapshot(), Store(arena, 0))
+    yield FunctionRegistry(MainSnapshot(), Store(arena, 0))
     arena.end()
 
 
@@ -650,7 +650,7 @@ def _opened():
 @pytest.mark.parametrize("use", [_recursive, _with_a_namespace])
 @pytest.mark.slow
 def test_what_a_function_captures_is_told_from_what_has_the_same_address_later(use):
-    book = Book(MainSnapshot(()), None)
+    book = FunctionRegistry(MainSnapshot(()), None)
     for n in range(100):  # the second function, or value, may lie where the first one lay
         function = use(b"x" * n)
         first = book.define(function)

@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from polycephaly.promises.trampoline import Cascade
+from polycephaly.promises.trampoline import Trampoline
 
 MANY = 400
 
 
 @pytest.mark.parametrize("deep", [1, 3])
 def test_each_is_done_once_and_none_too_deep(deep):
-    cascade, done, depths, depth = Cascade(deep), [], [], 0
+    cascade, done, depths, depth = Trampoline(deep), [], [], 0
 
     def step(number):
         nonlocal depth
@@ -35,7 +35,7 @@ def test_each_is_done_once_and_none_too_deep(deep):
 
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), SystemExit(3)])
 def test_what_one_raises_comes_when_all_are_done(error):
-    cascade, done = Cascade(1), []
+    cascade, done = Trampoline(1), []
 
     def step(number):
         done.append(number)
@@ -51,7 +51,7 @@ def test_what_one_raises_comes_when_all_are_done(error):
 
 
 def test_each_thread_has_its_own():
-    cascade, done = Cascade(1), []
+    cascade, done = Trampoline(1), []
 
     def in_a_thread():
         cascade.go(done.append, "there")
@@ -74,7 +74,7 @@ def test_an_interrupt_at_any_moment_leaves_none_undone():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    cascade, interrupted = Cascade(1), 0
+    cascade, interrupted = Trampoline(1), 0
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(1000):
@@ -102,7 +102,7 @@ def test_an_interrupt_at_any_moment_leaves_none_undone():
 
 @pytest.mark.parametrize("deep", [1, 3])
 def test_a_fork_within_a_step_begins_anew(deep):
-    cascade = Cascade(deep)
+    cascade = Trampoline(deep)
     statuses = []
 
     def step(number):

@@ -358,8 +358,8 @@ def lose_large_messages():
     """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread has written them."""
     from polycephaly.drone import executor, main
 
-    sent = main.Drone._send
-    main.Drone._send = lambda drone, frames: sum(map(len, frames)) < 10_000 and sent(drone, frames)
+    sent = main.LocalDrone._send
+    main.LocalDrone._send = lambda drone, frames: sum(map(len, frames)) < 10_000 and sent(drone, frames)
     executor.BULK_ARRIVES = executor.FLUSH_AFTER = 60.0  # so that results wait for company
 
 

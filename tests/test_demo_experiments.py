@@ -16,7 +16,7 @@ from polycephaly.demos.securities import generate, report, server
 from polycephaly.demos.securities.experiments import (
     FUND_THREADS,
     Experiment,
-    Outcome,
+    ExperimentOutcome,
     load_funds,
     plan,
     run,
@@ -40,15 +40,15 @@ def loads(*funds: str) -> Experiment:
     return Experiment("fixed", drones=2, threads=1, load=lambda site: lists(*funds))
 
 
-def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = (), threads: int = 1) -> Outcome:
+def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = (), threads: int = 1) -> ExperimentOutcome:
     experiment = Experiment(name, drones, threads, load=sequential)
-    return Outcome(experiment, seconds, dict.fromkeys(LISTS, 1000), tuple(astray))
+    return ExperimentOutcome(experiment, seconds, dict.fromkeys(LISTS, 1000), tuple(astray))
 
 
 @contextmanager
 def serving(handler: type[server.Handler], latency: float) -> Iterator[str]:
     """The generated files, served by a thread of this process: the URL."""
-    with server.Server(server.contents(generate.symbol_directory()), latency) as serves:
+    with server.FixtureServer(server.contents(generate.symbol_directory()), latency) as serves:
         serves.daemon_threads = False
         serves.RequestHandlerClass = handler
         thread = Thread(target=serves.serve_forever, args=(0.01,))

@@ -24,7 +24,7 @@ from polycephaly.demos.securities.experiments import sequential
 from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from polycephaly.demos.securities.model import LISTS, PAGES
 from polycephaly.demos.securities.parse import SourceError
-from polycephaly.demos.securities.server import Server
+from polycephaly.demos.securities.server import FixtureServer
 from polycephaly.demos.securities.site import LiveSite, Site
 from polycephaly.demos.securities.source import loopback
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 @contextmanager
 def serving(answers: Mapping[str, bytes]) -> Iterator[str]:
     """Any answers at all, from a thread of this process: the URL."""
-    with Server(answers, latency=0) as server:
+    with FixtureServer(answers, latency=0) as server:
         server.daemon_threads = False
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

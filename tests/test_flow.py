@@ -19,7 +19,7 @@ from faults import append, hold_until, lines, wait_for
 import polycephaly as poly
 from polycephaly import Promise, green
 from polycephaly.pool import stall_detection
-from polycephaly.pool.task import Work
+from polycephaly.pool.task import Task
 from polycephaly.runtime.tuning import tuning
 
 
@@ -536,8 +536,8 @@ def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
 def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
     """In a turn of the hub: a long chain must not keep it for minutes."""
     visited = []
-    waits_for = Work._waits_for
-    monkeypatch.setattr(Work, "_waits_for", lambda work: visited.append(work) or waits_for(work))
+    waits_for = Task._waits_for
+    monkeypatch.setattr(Task, "_waits_for", lambda work: visited.append(work) or waits_for(work))
     with poly.Pool(1) as pool:
         last = first = poly.flow(time.sleep)(1000)
         for _ in range(300):

@@ -14,14 +14,14 @@ from polycephaly.pool import handlers
 from polycephaly.pool import task as work
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
-from polycephaly.store.references import Arrived
+from polycephaly.store.references import Received
 from polycephaly.wire.messages import VALUE
 
 pytestmark = pytest.mark.usefixtures("telling_locks")
 __all__ = ["telling_locks"]
 
 
-class InSharedMemory(Arrived):
+class InSharedMemory(Received):
     """What came back of a node, to be opened when somebody asks for it."""
 
     __slots__ = ()
@@ -43,13 +43,13 @@ def promise():
 
 def many():
     """As the hub settles the short answers of one message."""
-    made = work.Work(ALONE)
+    made = work.Task(ALONE)
     return made, lambda: handlers._settle_values([made], [7], None)
 
 
 def node():
-    """Of a graph: it becomes a `LyingWork` when it is settled."""
-    made = work.Work(ALONE)
+    """Of a graph: it becomes a `LazyTask` when it is settled."""
+    made = work.Task(ALONE)
     made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
     return made, lambda: handlers.settle([made])
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 import polycephaly as poly
 from polycephaly.pool.drone_handle import State
-from polycephaly.wire.fast_transport import Lane
-from polycephaly.wire.functions import Definition
+from polycephaly.wire.fast_transport import FastTransport
+from polycephaly.wire.functions import RemoteFunction
 from polycephaly.wire.messages import (
     CALL,
     CALLS,
@@ -38,7 +38,7 @@ from polycephaly.wire.messages import (
     WITHDRAWN,
     WORK,
     Malformed,
-    WorkBatch,
+    TaskBatch,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
@@ -112,8 +112,8 @@ def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoder
 
 
 def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_lane():
-    mine, its = Lane.pair()
-    lane = Lane(its)
+    mine, its = FastTransport.pair()
+    lane = FastTransport(its)
     with contextlib.closing(mine), contextlib.closing(lane):
         mine.send(b"")
         with pytest.raises(Malformed):
@@ -127,7 +127,7 @@ def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_lane():
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_time_that_is_none_is_not_believed(seconds):
-    definition = Definition(1, DEFINE_CALLABLE, b"", "it")
+    definition = RemoteFunction(1, DEFINE_CALLABLE, b"", "it")
     definition.took(0.25, 1)
     definition.took(seconds, 1)
     assert definition.seconds == 0.25
@@ -285,7 +285,7 @@ KNOWN = fuzz.UNLIKELY
 
 
 def calls(payload):
-    batch = WorkBatch()
+    batch = TaskBatch()
     batch.add(KNOWN, DEFINE_CALLABLE, 0, pickle.dumps(abs))
     batch.add(0, CALLS, KNOWN, payload)
     return batch.frames()
@@ -336,7 +336,7 @@ def test_what_is_malformed_by_bulk_is_dropped_by_a_drone_too():
 
 
 def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
-    batch = WorkBatch()
+    batch = TaskBatch()
     batch.add(KNOWN, CALL, KNOWN + 1, b"")
     batch.add_calls(KNOWN + 1, [KNOWN, KNOWN + 1], [(1,), (2,)])
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:

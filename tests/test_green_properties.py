@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from polycephaly import green
 from polycephaly.green import Channel, ChannelClosed
-from polycephaly.green.waiting import Line
+from polycephaly.green.waiting import WaitQueue
 from polycephaly.green.watchdog import watchdog
 
 SOAK = float(os.environ.get("POLYCEPHALY_SOAK", "2"))
@@ -238,7 +238,7 @@ def waiting(end):
     """The threads that wait at the end of a channel."""
     if end is None:
         return []
-    return [waiter.thread for waiter in end] if isinstance(end, Line) else [end]
+    return [waiter.thread for waiter in end] if isinstance(end, WaitQueue) else [end]
 
 
 # -- by hypothesis -----------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from polycephaly.engines.remote.keys import Card
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import admin
 from polycephaly.server.accepted import Accepted
-from polycephaly.server.fairness import Turns
+from polycephaly.server.fairness import FairTurns
 from polycephaly.server.flow_control import ClientFlow
 from polycephaly.server.server import Server
-from polycephaly.server.session import Desk
+from polycephaly.server.session import ClientSession
 from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
 
 MOST = 600  # MB: the interpreter, 64 MB that may be unfinished, and what came until that was seen
@@ -122,7 +122,7 @@ def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unr
 
 def test_calls_begin_in_their_order_as_far_as_there_is_room():
     begun, settled = [], []
-    desk = Desk(lambda _, item, __: begun.append(item.number) or poly.Promise(), lambda *of: settled.append(of), "")
+    desk = ClientSession(lambda _, item, __: begun.append(item.number) or poly.Promise(), lambda *of: settled.append(of), "")
     desk.take(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
     for number in range(5):
         desk.take(frames.Item(number, 7, CALL))
@@ -285,7 +285,7 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     crew = Mock(over=False, queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)))
     crew.hub.post.side_effect = lambda act: (crew.queue.append(Mock(party="late", number=-1)), act())
-    works, turns = [*crew.queue], Turns(crew)
+    works, turns = [*crew.queue], FairTurns(crew)
     turns.look()  # nothing is due
     assert [*crew.queue] == works
     turns.due = True

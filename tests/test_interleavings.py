@@ -10,10 +10,10 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
-from polycephaly.drone.control_thread import Ear
-from polycephaly.drone.executor import Runner
+from polycephaly.drone.control_thread import ControlThread
+from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
-from polycephaly.drone.slices import Slice
+from polycephaly.drone.slices import SliceRun
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _hear_special
 from polycephaly.runtime import fork_guard
@@ -150,7 +150,7 @@ class _BeginsAsTheEarParks:
         self.socket_turn = threading.Lock()
         self.news_fd = os.eventfd(0)
         self.there, self.heard = threading.Event(), threading.Event()
-        self.ear = Ear(self)
+        self.ear = ControlThread(self)
         self.there.set()
 
     @property
@@ -203,9 +203,9 @@ def told_to_cancel(number, begin):
         _todo=deque(), _calls=None, _overlap=Overlap(), _current=0, _target=0, _missed=Missed(),
         _main_thread=threading.get_ident(),
     )  # fmt: skip
-    runner._is_missed = lambda number: Runner._is_missed(runner, number)
+    runner._is_missed = lambda number: DroneExecutor._is_missed(runner, number)
     try:
-        Runner._hear_cancel(runner, pack_numbers(CANCEL, (number,)))
+        DroneExecutor._hear_cancel(runner, pack_numbers(CANCEL, (number,)))
     finally:
         os.close(runner._overlap.bell)
     return runner
@@ -222,7 +222,7 @@ def test_a_coroutine_that_begins_as_it_is_cancelled_is_interrupted_once():
     told = []
     thread = SimpleNamespace(_interrupt=told.append)
     runner = told_to_cancel(7, lambda runner: runner._overlap.running.update({7: thread}))
-    assert len(told) == 1 and not Runner._is_missed(runner, 7)
+    assert len(told) == 1 and not DroneExecutor._is_missed(runner, 7)
 
 
 class _InterruptedBetween(deque):
@@ -242,7 +242,7 @@ def end_of(run):
     error."""
     outcomes = SimpleNamespace(pack_error=lambda error: b"error")
     runner = SimpleNamespace(socket_turn=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes)
-    _, head, answers = Runner._end_slice(runner, run)
+    _, head, answers = DroneExecutor._end_slice(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
     return done, rest, state, answers == pack_answers(run.done, False, b"error", None)
 
@@ -251,7 +251,7 @@ def end_of(run):
 @pytest.mark.parametrize("cut", [0, 1, 2])
 @pytest.mark.parametrize("at", range(5))
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
-    run = Slice(7, pack_calls(form, False, rows), lambda fresh: abs, None)
+    run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None)
     left = 4 - cut
     run.calls, run._taken_away = _InterruptedBetween(rows[:left]), cut  # by the ear
     run.calls.left = at
@@ -272,7 +272,7 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
         return abs
 
     rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
-    run = Slice(7, pack_calls(form, True, rows), open_function, None)
+    run = SliceRun(7, pack_calls(form, True, rows), open_function, None)
     run.run()
     assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
 

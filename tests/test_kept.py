@@ -15,7 +15,7 @@ from faults import PackedSlowly, append, hold_until, lines, wait_for
 import polycephaly as poly
 from polycephaly import Kept, Lost, Promise
 from polycephaly.store import placeholders
-from polycephaly.wire.messages import DROP, WorkBatch
+from polycephaly.wire.messages import DROP, TaskBatch
 
 
 @pytest.fixture
@@ -495,7 +495,7 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
     number, nothing = dropped._custody.number, []
 
     def lose():
-        message = WorkBatch()
+        message = TaskBatch()
         link._bring([custody], message)
         message.add(number, DROP, 2, b"")
         link.drop = lambda *said: nothing.append(said)

@@ -23,7 +23,7 @@ from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script, output_of
 
 import polycephaly as poly
-from polycephaly.pool.dispatcher import Crew
+from polycephaly.pool.dispatcher import Dispatcher
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 
@@ -1160,7 +1160,7 @@ def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others
     list(pool.map(type, range(5000)))  # known as short
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         for name in ("start", "submit"):
-            patched.setattr(Crew, name, interrupted(getattr(Crew, name)))
+            patched.setattr(Dispatcher, name, interrupted(getattr(Dispatcher, name)))
         list(pool.map(type, map(item, range(10**6)) if item is not abs else range(10**6)))
     assert len(sent) == 10 and all(work.done() for work in sent)
 

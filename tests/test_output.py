@@ -11,7 +11,7 @@ from faults import wait_for
 from scripts import run_script
 
 from polycephaly.drone.console import tag
-from polycephaly.wire.chunks import Sorter, chunk
+from polycephaly.wire.chunks import ChunkParser, chunk
 
 pytestmark = on_each_engine
 
@@ -264,7 +264,7 @@ def test_a_tag_is_a_short_ascii_name(pool, name):
 
 
 def sorted_out(data, cuts):
-    sorter, out = Sorter(), []
+    sorter, out = ChunkParser(), []
     for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
         for each in sorter.sort(data[start:end], last=end == len(data)):
             if isinstance(each, bytes) and out and isinstance(out[-1], bytes):
@@ -289,7 +289,7 @@ def test_chunks_come_out_whole_wherever_the_reads_fall():
 
 @local_only
 def test_parts_whose_rest_never_comes_are_forgotten():
-    sorter = Sorter()
+    sorter = ChunkParser()
     for i in range(10_000):
         assert list(sorter.sort(b"\x1epoly:L%x.1+aaa\x1e" % i, last=False)) == []
     assert 16 < len(sorter._parts) < 5000

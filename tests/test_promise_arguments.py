@@ -11,7 +11,7 @@ from engines import on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
 from polycephaly import Promise
-from polycephaly.pool.inputs import Holes
+from polycephaly.pool.inputs import Placeholders
 
 pytestmark = on_each_engine
 
@@ -205,9 +205,9 @@ class OfAny(Promise):
 def test_promises_that_may_be_anywhere_hide_none_of_the_others():
     anywhere, other = OfAny(), Promise()
     for arguments in ((anywhere, [other]), ([other], anywhere), ([anywhere], [other])):
-        with Holes() as holes:
+        with Placeholders() as holes:
             pickle.dumps(arguments, 5)
             holes.check(*arguments)
-        with Holes() as holes:
+        with Placeholders() as holes:
             pickle.dumps((*arguments, {other}), 5)
             holes.check(*arguments)

@@ -252,16 +252,16 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
     import ray
 
     from polycephaly.engines.ray import engine
-    from polycephaly.runtime.reactor import Hub
+    from polycephaly.runtime.reactor import Reactor
 
-    after, asked = Hub.after, []
+    after, asked = Reactor.after, []
 
     def note_and_set(hub, seconds, act):
         if getattr(act, "__func__", None) is engine.RayEngine._say_what_is_awaited:
             asked.append(seconds)
         after(hub, seconds, act)
 
-    monkeypatch.setattr(Hub, "after", note_and_set)
+    monkeypatch.setattr(Reactor, "after", note_and_set)
     monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
     other = ray.remote(num_cpus=1)(Other)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
@@ -453,7 +453,7 @@ def drone_with_a_page(diary, lives):
     child = os.fork()
     if not child:
         folder = diary.open_folder()
-        diary.Diary(folder).start(7)
+        diary.ExitRecord(folder).start(7)
         os.write(writes, folder.encode())
         while lives:
             signal.pause()
@@ -492,7 +492,7 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.engines.ray import exit_record as diary
 
-    page = diary.Diary(str(tmp_path))
+    page = diary.ExitRecord(str(tmp_path))
     try:
         assert page.keep(b"a") and page.keep(b"b")
         before = page.entries()

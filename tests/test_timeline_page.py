@@ -13,7 +13,7 @@ import pytest
 
 import polycephaly as poly
 from polycephaly.demos.securities import report
-from polycephaly.demos.securities.experiments import FUND_THREADS, Experiment, Outcome, drones_and_threads
+from polycephaly.demos.securities.experiments import FUND_THREADS, Experiment, ExperimentOutcome, drones_and_threads
 from polycephaly.demos.securities.source import loopback
 from polycephaly.timeline import Span, files
 
@@ -56,7 +56,7 @@ def combined_run(path: Path) -> poly.Timeline:
         lists = drones_and_threads(site, timelines)
     rows = {name: len(rows) for name, rows in lists.items()}
     outcomes = [
-        Outcome(Experiment(name, drones, threads, drones_and_threads), seconds, rows, ())
+        ExperimentOutcome(Experiment(name, drones, threads, drones_and_threads), seconds, rows, ())
         for name, drones, threads, seconds in (("sequential", 0, 1, 2.0), ("combined", 5, FUND_THREADS, 0.25))
     ]
     files.write(timelines[0], path, "Five lists of securities", report.bars(outcomes))

@@ -104,10 +104,10 @@ def test_idle_drones_count():
 
 def test_what_is_not_held_any_more_counts_too():
     from polycephaly.timeline import Sums
-    from polycephaly.timeline.record import Folded
+    from polycephaly.timeline.record import Aggregated
 
     timeline = poly.Timeline(full(1))
-    timeline.add_record(Folded({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), [])
+    timeline.add_record(Aggregated({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), [])
     found = figures(timeline)
     assert found.calls == 1030 and found.seconds == pytest.approx(103, abs=0.1)
     assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)

@@ -383,7 +383,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
     def others(ran):
         return lambda: asked.append(ran) or ran
 
-    wait = health._Wait(0.0)
+    wait = health._WaitingDrone(0.0)
     assert wait.seconds(0.0, ("started 1", {}), others(0.0)) == 0.0
     assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [0.0]  # first seen now
     assert wait.seconds(60.0, ("started 1", {}), others(0.0)) == 30.0
@@ -395,7 +395,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
 
 
 def test_a_thread_that_looks_up_is_none_that_computes():
-    wait = health._Wait(0.0)
+    wait = health._WaitingDrone(0.0)
     steps = "steps 7"
     for second in range(1, 61):
         waited = wait.seconds(second, (steps, {"main": (second * 0.01, 0.0)}), dict)
@@ -676,7 +676,7 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     roster = SimpleNamespace(too_large_so_far=1)
     crew = SimpleNamespace(plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster)
     dying = SimpleNamespace(verdict="it held too much", memory=lambda enough: 0, state=State.READY)
-    health.Watch(crew)._look_at_memory(dying, 100)
+    health.HealthMonitor(crew)._look_at_memory(dying, 100)
     assert roster.too_large_so_far == 1
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import polycephaly as poly
 from polycephaly.drone import main as image_main
 from polycephaly.wire import messages
-from polycephaly.wire.fast_transport import Lane
+from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
     LARGE_FROM,
@@ -25,7 +25,7 @@ from polycephaly.wire.messages import (
     RESULTS,
     VALUE,
     Malformed,
-    WorkBatch,
+    TaskBatch,
     head_type,
     numbers,
     pack_frames,
@@ -72,7 +72,7 @@ def test_numbers_survive_the_way(values):
 
 
 def pack_work(batch):
-    message = WorkBatch()
+    message = TaskBatch()
     for each in batch:
         message.add(*each)
     return message.frames()
@@ -150,7 +150,7 @@ def test_every_message_type_has_a_byte_of_its_own():
 
 
 def test_the_lane_gives_back_what_was_sent_or_refuses_it():
-    one, other = map(Lane, Lane.pair())
+    one, other = map(FastTransport, FastTransport.pair())
     for message in ([b"H" * 9], [b"W", b""], [b"W" * 30, b"x" * 40_000]):
         assert one.send(message)
         assert [bytes(f) for f in other.receive()] == message
@@ -220,7 +220,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
 
 def say_nonsense(by):
     """On a drone: through its own sockets, messages that are none."""
-    drone = next(each for each in gc.get_objects() if isinstance(each, image_main.Drone))
+    drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
     bulk = drone.open_bulk()
     dice = random.Random(7)
     with drone.socket_turn:

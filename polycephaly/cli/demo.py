@@ -145,7 +145,7 @@ def securities(
     seconds = DEFAULT_LATENCY if latency is None else latency
     how = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
     host = _start_ray(address) if engine == "ray" else "127.0.0.1"
-    outcomes: list[experiments.Outcome] = []
+    outcomes: list[experiments.ExperimentOutcome] = []
     timelines: list[Timeline] = []
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:

@@ -18,7 +18,7 @@ from .reach import complete_pool, one_line, reached
 from .tables import as_json
 
 if TYPE_CHECKING:
-    from ..pool.base import Doer
+    from ..pool.base import TaskTarget
     from ..promises.promise import Promise
     from ..wire.output import Line
 
@@ -69,7 +69,7 @@ def doit(
     with one_line(), reached(name, lines.put) as pool:
         drones = pool.drones if everywhere else []
         names = [drone.name for drone in drones] if everywhere else [""]
-        doers: list[Doer] = [*drones] if everywhere else [pool]
+        doers: list[TaskTarget] = [*drones] if everywhere else [pool]
         promises = [(each if timeout is None else each.options(timeout=timeout)).promise(program) for each in doers]
         for promise in promises:
             promise.add_done_callback(lambda _: lines.put(None))

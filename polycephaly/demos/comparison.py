@@ -23,8 +23,24 @@ from operator import methodcaller
 from typing import Any
 
 __all__ = [
-    "CONTENDERS", "OURS", "QUICK", "SIZES", "WARM", "Contender", "Sizes", "Workers", "gather_us", "loky", "map_us",
-    "multiprocessing_pool", "noop", "polycephaly_pool", "process_pool_executor", "sum_of_pages", "there_ms", "trip_us",
+    "CONTENDERS",
+    "OURS",
+    "QUICK",
+    "SIZES",
+    "WARM",
+    "Contender",
+    "Executors",
+    "Sizes",
+    "gather_us",
+    "loky",
+    "map_us",
+    "multiprocessing_pool",
+    "noop",
+    "polycephaly_pool",
+    "process_pool_executor",
+    "sum_of_pages",
+    "there_ms",
+    "trip_us",
 ]  # fmt: skip
 
 OURS = "polycephaly"
@@ -38,7 +54,7 @@ def _itself(anything: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Workers:
+class Executors:
     """What there is to measure of a pool that is up. Where it can be, these are the pool's own bound methods."""
 
     submit: Callable[..., Any]
@@ -52,41 +68,41 @@ class Workers:
 
 
 @contextmanager
-def polycephaly_pool(workers: int) -> Iterator[Workers]:
+def polycephaly_pool(workers: int) -> Iterator[Executors]:
     import polycephaly as poly
 
     with poly.Pool(workers) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
 
 
 @contextmanager
-def multiprocessing_pool(workers: int) -> Iterator[Workers]:
+def multiprocessing_pool(workers: int) -> Iterator[Executors]:
     import multiprocessing
 
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield Workers(lambda fn, *args: pool.apply_async(fn, args), methodcaller("get"), pool.map)
+        yield Executors(lambda fn, *args: pool.apply_async(fn, args), methodcaller("get"), pool.map)
 
 
 @contextmanager
-def process_pool_executor(workers: int) -> Iterator[Workers]:
+def process_pool_executor(workers: int) -> Iterator[Executors]:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
 
 
 @contextmanager
-def loky(workers: int) -> Iterator[Workers]:
+def loky(workers: int) -> Iterator[Executors]:
     with import_module("loky").ProcessPoolExecutor(workers) as pool:
-        yield Workers(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
 
 
 @dataclass(frozen=True)
 class Contender:
     title: str
     module: str
-    start: Callable[[int], AbstractContextManager[Workers]]
+    start: Callable[[int], AbstractContextManager[Executors]]
     most: int = 1_000_000  # the slow are given fewer tasks
 
     @property
@@ -114,7 +130,7 @@ def sum_of_pages(array: Any) -> float:
     return float(array[::PAGE].sum())
 
 
-def gather_us(workers: Workers, fn: Callable[[int], int], tasks: int) -> float:
+def gather_us(workers: Executors, fn: Callable[[int], int], tasks: int) -> float:
     """Many at once: of each."""
     submit = workers.submit
 
@@ -129,7 +145,7 @@ def gather_us(workers: Workers, fn: Callable[[int], int], tasks: int) -> float:
     return statistics.median(once() for _ in range(TIMES))
 
 
-def trip_us(workers: Workers, trips: int) -> float:
+def trip_us(workers: Executors, trips: int) -> float:
     """One at a time: the median."""
     submit, result = workers.submit, workers.result
     for i in range(WARM):
@@ -142,7 +158,7 @@ def trip_us(workers: Workers, trips: int) -> float:
     return statistics.median(took) * 1e6
 
 
-def map_us(workers: Workers, items: int) -> float:
+def map_us(workers: Executors, items: int) -> float:
     """Of an item; nobody is told how to cut."""
     assert workers.map is not None
     run = workers.map
@@ -158,7 +174,7 @@ def map_us(workers: Workers, items: int) -> float:
     return statistics.median(once() for _ in range(TIMES))
 
 
-def there_ms(workers: Workers, array: Any) -> float:
+def there_ms(workers: Executors, array: Any) -> float:
     """From a large array to a number that tells that a worker has all of it."""
     began = time.perf_counter()
     total = workers.result(workers.submit(sum_of_pages, workers.give(array)))

@@ -20,7 +20,8 @@ from contextlib import suppress
 from ..wire.chunks import LOG, ORDER, TAG, chunk
 
 __all__ = [
-    "STDERR", "STDOUT", "Tail", "has_printed", "note", "open_console", "send_record", "stay_behind", "tag", "tagged",
+    "STDERR", "STDOUT", "OutputTail", "has_printed", "note", "open_console", "send_record", "stay_behind",
+    "tag", "tagged",
 ]  # fmt: skip
 
 TAIL = 4096  # characters
@@ -33,7 +34,7 @@ _record_numbers: Iterator[int] = itertools.count(1)
 _last_record = 0
 
 
-class Tail:
+class OutputTail:
     """The end of what one piece of work printed."""
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Tail:
 
 
 class Console(io.TextIOWrapper):
-    def __init__(self, fd: int, tail: Tail) -> None:
+    def __init__(self, fd: int, tail: OutputTail) -> None:
         raw = io.FileIO(fd, "w", closefd=False)
         super().__init__(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self._tail = tail
@@ -74,10 +75,10 @@ class Console(io.TextIOWrapper):
         return super().write(text)
 
 
-def open_console() -> Tail:
+def open_console() -> OutputTail:
     """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what they hold."""
     global _tag, _tail
-    tail = _tail = Tail()
+    tail = _tail = OutputTail()
     _tag = ""
     while _pipes:  # of the drone that this one's controller is
         os.close(_pipes.pop())
@@ -89,7 +90,7 @@ def open_console() -> Tail:
 
 
 _inherited: list[object] = []
-_tail = Tail()
+_tail = OutputTail()
 
 
 def stay_behind() -> None:

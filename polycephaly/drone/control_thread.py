@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 from ..runtime import fork_guard
 
 if TYPE_CHECKING:
-    from .main import Drone
+    from .main import LocalDrone
 
-__all__ = ["BEAT", "Ear"]
+__all__ = ["BEAT", "ControlThread"]
 
 WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
 BEAT = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
 
 
-class Ear:
-    def __init__(self, drone: Drone) -> None:
+class ControlThread:
+    def __init__(self, drone: LocalDrone) -> None:
         self._drone = drone
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._parked = False

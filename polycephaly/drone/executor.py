@@ -4,8 +4,8 @@ what came of it.
     WORK ── hear ──> todo ──main thread: run──> outcomes ── flush ──> RESULTS
       RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
 
-An engine's drone is a `Runner` that hears and sends in its own way, with a thread, the *ear*, that does so while the
-main thread is busy. Whoever hears or sends holds `socket_turn`. `todo` is a deque: main takes from its left, the ear
+An engine's drone is a `DroneExecutor` that hears and sends in its own way, with a thread, the *control thread*, that
+does so while the main thread is busy. Whoever hears or sends holds `socket_turn`. `todo` is a deque: main takes from its left, the ear
 from its right or the middle, and each of these steps is atomic, so a task is either run or given back, never both.
 
 Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
@@ -28,10 +28,10 @@ from contextlib import suppress
 from time import monotonic, process_time
 from typing import Any
 
-from ..engines.local.status_table import Row
+from ..engines.local.status_table import Slot
 from ..promises import promise
 from ..store.placeholders import here
-from ..store.references import Ledger, Parcel
+from ..store.references import RefTable, Serialized
 from ..timeline.trail import trail
 from ..wire.messages import (
     BRING,
@@ -68,16 +68,16 @@ from ..wire.messages import (
 from ..wire.pickling import MainSnapshot
 from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
 from .child import leave_exit_handlers
-from .console import Tail, stay_behind, tag, tagged
+from .console import OutputTail, stay_behind, tag, tagged
 from .frames import frames_now
-from .functions import Definition, define
-from .inbox import Calls, Task
+from .functions import LoadedFunction, define
+from .inbox import Calls, ReceivedTask
 from .overlap import Overlap
-from .result_buffer import Outcomes
-from .slices import Slice
-from .store import Shelf
+from .result_buffer import ResultBuffer
+from .slices import SliceRun
+from .store import DroneStore
 
-__all__ = ["Runner", "dropped"]
+__all__ = ["DroneExecutor", "dropped"]
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +87,17 @@ FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
 FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
 
 
-class Runner:
+class DroneExecutor:
     def __init__(
-        self, name: str, row: Row, snapshot: MainSnapshot, store: Any, ledger: Ledger, tail: Tail
+        self, name: str, row: Slot, snapshot: MainSnapshot, store: Any, ledger: RefTable, tail: OutputTail
     ) -> None:
         """In the main thread, whose signal handler for SIGINT it sets."""
         self._row = row
-        self._definitions: dict[int, Definition] = {}
-        self._todo: deque[Task | Calls] = deque()
+        self._definitions: dict[int, LoadedFunction] = {}
+        self._todo: deque[ReceivedTask | Calls] = deque()
         self._calls: Calls | None = None  # being run
         self._overlap: Overlap | None = None
-        self._slice: Slice | None = None
+        self._slice: SliceRun | None = None
         self._split_by_bulk = False
         self._last_done = 0
         self._flushed = 0.0
@@ -109,9 +109,9 @@ class Runner:
         self.socket_turn = threading.Lock()
         self._store = store
         self._ledger = ledger
-        self._shelf = Shelf(name)
+        self._shelf = DroneStore(name)
         self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
-        self._outcomes = Outcomes(row, snapshot, store, ledger, tail, self._shelf)
+        self._outcomes = ResultBuffer(row, snapshot, store, ledger, tail, self._shelf)
         signal.signal(signal.SIGINT, self._on_sigint)
         _runners[:] = [self]  # of a drone that this one descends from, nothing is left to be done
 
@@ -162,7 +162,7 @@ class Runner:
         self._run(task)
         return True  # what it held is not kept while waiting for more
 
-    def _run(self, task: Task | Calls) -> None:
+    def _run(self, task: ReceivedTask | Calls) -> None:
         if isinstance(task, Calls):
             self._calls = task
             try:
@@ -218,12 +218,12 @@ class Runner:
                 self._listen(wait=False)
                 finished = monotonic()
 
-    def _do(self, task: Task) -> None:
+    def _do(self, task: ReceivedTask) -> None:
         outcomes = self._outcomes
         number = task.number
         self._row.start(number)
         status = VALUE
-        payload: bytes | Parcel = b""
+        payload: bytes | Serialized = b""
         definition = task.definition
         used = 0.0 if definition.brief else process_time()
         started = monotonic()
@@ -233,7 +233,7 @@ class Runner:
                 if number in self._missed:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
-                    self._slice = Slice(number, task.payload, task.definition.function, outcomes.pack)
+                    self._slice = SliceRun(number, task.payload, task.definition.function, outcomes.pack)
                     self._slice.run()
                 else:
                     value = task.definition.call(task.kind, task.payload)
@@ -266,7 +266,7 @@ class Runner:
             self._flush()
             self._listen(wait=False)
 
-    def _end_slice(self, run: Slice) -> tuple[int, bytes, bytes | Parcel]:
+    def _end_slice(self, run: SliceRun) -> tuple[int, bytes, bytes | Serialized]:
         """What came of it, as far as the ear has not sent it: status, head and payload."""
         error = None
         if run.error is not None:
@@ -313,7 +313,7 @@ class Runner:
             entry, large = self._outcomes.entry(run.number, SPLIT, run.started, monotonic(), answers, head)
             self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
 
-    def _begin(self, task: Task) -> None:
+    def _begin(self, task: ReceivedTask) -> None:
         """A task that is run beside others."""
         overlap = self._overlap
         if overlap is None:
@@ -336,7 +336,7 @@ class Runner:
     def _take_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
             status = VALUE
-            payload: bytes | Parcel = b""
+            payload: bytes | Serialized = b""
             try:
                 value = thread.result()
                 if number in self._keeping:
@@ -353,7 +353,7 @@ class Runner:
                 self._last_done = number
 
     def _note_overlapped(
-        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized
     ) -> None:
         self._outcomes.note(number, status, started, finished, payload)
         if not self._outcomes.keep():
@@ -376,7 +376,7 @@ class Runner:
             except IndexError:  # the other one has just taken it
                 return
             status = PACKED
-            payload: bytes | Parcel
+            payload: bytes | Serialized
             try:
                 here.asked_for = True
                 payload = outcomes.pack(self._shelf.value(number))
@@ -418,7 +418,7 @@ class Runner:
             elif kind == DROP:
                 self._shelf.drop(number, definition)
             elif definition in definitions:
-                todo.append(Task(number, kind, definitions[definition], payload))
+                todo.append(ReceivedTask(number, kind, definitions[definition], payload))
             else:
                 self._not_defined(definition, _calls(payload)[0] if kind == CALLS else [number])
 
@@ -516,7 +516,7 @@ class Runner:
         self._row.ear(thread)
 
 
-_runners: list[Runner] = []
+_runners: list[DroneExecutor] = []
 
 
 def _stay_behind() -> None:

@@ -14,7 +14,7 @@ from ..wire.exceptions import pack_exception
 from ..wire.messages import ERROR, VALUE
 from ..wire.pickling import MainSnapshot, capture
 from . import console
-from .functions import Definition, define
+from .functions import LoadedFunction, define
 
 __all__ = ["NOTHING", "ForwardedFunction", "lent", "pack_error", "relayed"]
 
@@ -34,7 +34,7 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
     it as long as this."""
 
     relays = True
-    _definition: Definition | None = None
+    _definition: LoadedFunction | None = None
 
     def __call__(self, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
         tag, *packed = self.args
@@ -43,7 +43,7 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
         return self.func(tag, self._definition, kind, payload, *shared)
 
 
-def relayed(tag: str, definition: Definition, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
+def relayed(tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
     """What came of it: status and payload, for its client. `shared` are the values that lie in shared memory.
 
     What is printed meanwhile is marked with `tag`. That stays on, for the client's next call, unless something was

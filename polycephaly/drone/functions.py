@@ -21,7 +21,7 @@ from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFIN
 from ..wire.pickling import looked_up, main_namespace
 from ..wire.slices import TOGETHER
 
-__all__ = ["Definition", "compiled", "define", "filled", "finished"]
+__all__ = ["LoadedFunction", "compiled", "define", "filled", "finished"]
 
 _CODE_SHOWN = 1000
 """So many code strings keep their source lines for tracebacks."""
@@ -35,11 +35,11 @@ def filled(index: int) -> Any:
     return _values[index]
 
 
-class Definition:
+class LoadedFunction:
     """One callable or code string, called with pickled arguments."""
 
     def __init__(self, payload: Any) -> None:
-        self._payload = payload  # bytes, or `Arrived`
+        self._payload = payload  # bytes, or `Received`
 
     overlaps = False
     """It gives coroutines, to be run beside others."""
@@ -68,7 +68,7 @@ class Definition:
         raise NotImplementedError
 
 
-class _Callable(Definition):
+class _Callable(LoadedFunction):
     _function: Callable[..., Any] | None = None
     _free: tuple[str, ...] = ()
 
@@ -121,7 +121,7 @@ def finished(value: Any) -> Any:
     return value
 
 
-class _Code(Definition):
+class _Code(LoadedFunction):
     _body: CodeType | None = None
     _last: CodeType | None = None
 
@@ -185,7 +185,7 @@ _doits = itertools.count(1)
 _shown: list[str] = []
 
 
-def define(kind: int, payload: Any) -> Definition:
+def define(kind: int, payload: Any) -> LoadedFunction:
     if kind == DEFINE_CODE:
         return _Code(payload)
     callable_ = _Callable(payload)

@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 from ..wire.messages import KEEP
-from .functions import Definition
+from .functions import LoadedFunction
 
-__all__ = ["Calls", "Task"]
+__all__ = ["Calls", "ReceivedTask"]
 
 
-class Task:
+class ReceivedTask:
     __slots__ = ("definition", "keeps", "kind", "number", "payload")
 
-    def __init__(self, number: int, kind: int, definition: Definition, payload: Any) -> None:
+    def __init__(self, number: int, kind: int, definition: LoadedFunction, payload: Any) -> None:
         self.number = number
         self.kind = kind & ~KEEP
         self.keeps = bool(kind & KEEP)  # the value stays here
@@ -29,7 +29,7 @@ class Calls:
 
     __slots__ = ("definition", "queue")
 
-    def __init__(self, definition: Definition, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
+    def __init__(self, definition: LoadedFunction, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
         self.definition = definition
         self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
 

@@ -1,4 +1,4 @@
-"""A local drone's life: how its `Runner` gets work, and sends back what came of it.
+"""A local drone's life: how its `DroneExecutor` gets work, and sends back what came of it.
 
     hub ──WORK──> sockets ─> todo ──main thread: run──> outcomes ──RESULTS──> hub
                     └──> the ear (a thread): hears while the main thread is busy
@@ -23,15 +23,15 @@ from typing import Any
 
 import zmq
 
-from ..engines.local.status_table import RunningPage
-from ..engines.local.zygote import Nest, Order
+from ..engines.local.status_table import StatusTable
+from ..engines.local.zygote import DroneSpec, Order
 from ..runtime import forked, parent_death
 from ..runtime.tuning import tuning
 from ..store.arena import Arena
 from ..store.blocks import Store
-from ..store.references import Ledger
+from ..store.references import RefTable
 from ..wire import addresses, endpoint
-from ..wire.fast_transport import Lane
+from ..wire.fast_transport import FastTransport
 from ..wire.messages import (
     HELLO,
     OPEN,
@@ -42,8 +42,8 @@ from ..wire.messages import (
 from ..wire.pickling import MainSnapshot, shared_with
 from .child import become_child
 from .console import open_console
-from .control_thread import BEAT, Ear
-from .executor import Runner, dropped
+from .control_thread import BEAT, ControlThread
+from .executor import DroneExecutor, dropped
 from .logs import send_logs_home
 from .notebook import leave_the_kernel
 from .overlap import Overlap
@@ -53,9 +53,9 @@ __all__ = ["hatch"]
 
 def hatch(
     order: Order,
-    nest: Nest,
+    nest: DroneSpec,
     lane: socket.socket,
-    page: RunningPage,
+    page: StatusTable,
     arena: Arena,
     snapshot: MainSnapshot,
     control: socket.socket,
@@ -71,7 +71,7 @@ def hatch(
     shared_with[:] = [lambda: snapshot]
     if nest.imports_main():
         _report_start(order, snapshot, control)
-    drone = Drone(order, nest, lane, page, arena, snapshot)
+    drone = LocalDrone(order, nest, lane, page, arena, snapshot)
     try:
         drone.serve()
     finally:
@@ -87,18 +87,18 @@ def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) 
     parent_death.close(control)
 
 
-class Drone(Runner):
+class LocalDrone(DroneExecutor):
     def __init__(
-        self, order: Order, nest: Nest, lane: socket.socket, page: RunningPage, arena: Arena, snapshot: MainSnapshot
+        self, order: Order, nest: DroneSpec, lane: socket.socket, page: StatusTable, arena: Arena, snapshot: MainSnapshot
     ) -> None:
         tail = open_console()
         send_logs_home()
         leave_the_kernel()
         faulthandler.enable(file=2)
         store = Store(arena, order.number)
-        super().__init__(order.name, page.row(order.slot), snapshot, store, Ledger(arena, None, self._ring), tail)
+        super().__init__(order.name, page.row(order.slot), snapshot, store, RefTable(arena, None, self._ring), tail)
         self._home, self._identity = nest.home, bytes.fromhex(order.identity)
-        self._lane = parent_death.own(Lane(lane))
+        self._lane = parent_death.own(FastTransport(lane))
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
         self.busy = False
@@ -108,7 +108,7 @@ class Drone(Runner):
         self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
         self._news.register(self._bell.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
-        self._ear = Ear(self)  # before it says that it is up: a drone that cannot start a thread never is
+        self._ear = ControlThread(self)  # before it says that it is up: a drone that cannot start a thread never is
         self._send(self._hello)
 
     # -- the main thread --------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Drone(Runner):
     def _hear_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
-    _HEARD = {**Runner._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
+    _HEARD = {**DroneExecutor._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
 
     # -- what the ear looks at ----------------------------------------------------------------------
 

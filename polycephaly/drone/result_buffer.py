@@ -17,10 +17,10 @@ from __future__ import annotations
 from pickle import dumps
 from typing import Any
 
-from ..engines.local.status_table import Row
+from ..engines.local.status_table import Slot
 from ..runtime import forked
 from ..store.blocks import Store
-from ..store.references import Ledger, Parcel
+from ..store.references import RefTable, Serialized
 from ..timeline.trail import trail
 from ..wire.exceptions import pack_exception
 from ..wire.messages import (
@@ -36,15 +36,15 @@ from ..wire.messages import (
     pack_values,
 )
 from ..wire.pickling import BULKY, LARGE_BUFFER, MainSnapshot, capture, pack
-from .console import Tail
-from .store import Shelf
+from .console import OutputTail
+from .store import DroneStore
 
-__all__ = ["Outcomes"]
+__all__ = ["ResultBuffer"]
 
 
-class Outcomes:
+class ResultBuffer:
     def __init__(
-        self, row: Row, snapshot: MainSnapshot, store: Store, ledger: Ledger, tail: Tail, shelf: Shelf
+        self, row: Slot, snapshot: MainSnapshot, store: Store, ledger: RefTable, tail: OutputTail, shelf: DroneStore
     ) -> None:
         self._row = row
         self._snapshot = snapshot
@@ -60,7 +60,7 @@ class Outcomes:
 
     # -- packing ------------------------------------------------------------------------------------
 
-    def pack(self, value: object) -> bytes | Parcel:
+    def pack(self, value: object) -> bytes | Serialized:
         """Raises what the value's own pickling raises."""
         self._leave_if_forked()
         try:
@@ -89,13 +89,13 @@ class Outcomes:
         status: int,
         started: float,
         finished: float,
-        payload: bytes | Parcel,
+        payload: bytes | Serialized,
         head: bytes = b"",
         output: bytes = b"",
     ) -> tuple[bytes, list[bytes]]:
         """An entry in a RESULTS message, and what goes beside that. Any thread may call it."""
         self._leave_if_forked()
-        if isinstance(payload, Parcel):
+        if isinstance(payload, Serialized):
             status, payload = status | SHARED, payload.waybill(self._ledger)
         if head:
             payload = head + payload
@@ -107,7 +107,7 @@ class Outcomes:
     # -- noting -------------------------------------------------------------------------------------
 
     def note(
-        self, number: int, status: int, started: float, finished: float, payload: bytes | Parcel, head: bytes = b""
+        self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized, head: bytes = b""
     ) -> None:
         self._gives = bool(self._shelf.given)
         if self._gives:

@@ -24,13 +24,13 @@ from ..runtime import forked
 from ..runtime.coroutines import is_coroutine
 from ..wire.slices import ITEMS, PICKLED, SMALL, TOGETHER, Packed, unpack_calls
 
-__all__ = ["Slice"]
+__all__ = ["SliceRun"]
 
 ANSWERS_MOST = 256 * 1024
 """Bytes of answers after which a slice ends, and gives back the rest."""
 
 
-class Slice:
+class SliceRun:
     """`open_function` gives the function; each time a fresh one, if that is asked for."""
 
     def __init__(

@@ -32,7 +32,7 @@ from ..store.kept import arrive
 from ..store.references import load
 from ..wire.messages import Malformed
 
-__all__ = ["Shelf", "described", "grants", "size_of"]
+__all__ = ["DroneStore", "described", "grants", "size_of"]
 
 _SIZE = Struct("<Q")
 _GRANT = Struct("<QQB")
@@ -41,14 +41,14 @@ _LOOKED_AT = 1000
 """So many objects of a value are looked at to tell its size."""
 
 
-class Shelf:
+class DroneStore:
     def __init__(self, name: str) -> None:
         self.name = name
         self._values: dict[int, Any] = {}
         self._boxes: dict[int, Any] = {}
         self.wanted: deque[int] = deque()
         """What another image has asked for, and nobody has packed yet."""
-        self.given: dict[int, Made] = {}
+        self.given: dict[int, KeptHere] = {}
         """Of which handles were pickled, and the hub was not told."""
         self._claims: dict[int, int] = {}  # how often the hub has a claim to each
         self._counting = threading.Lock()
@@ -61,8 +61,8 @@ class Shelf:
         self._values[number] = value
         return described
 
-    def make(self, value: Any) -> Made:
-        return Made(self, value)
+    def make(self, value: Any) -> KeptHere:
+        return KeptHere(self, value)
 
     def take_given(self) -> bytes:
         """What is to be told of them; from now on they are held here."""
@@ -76,7 +76,7 @@ class Shelf:
         return b"".join(told)
 
     def bring(self, number: int, box: Any) -> None:
-        """`box`: bytes, or `Arrived`. Not opened until it is needed."""
+        """`box`: bytes, or `Received`. Not opened until it is needed."""
         self._claim(number)
         if number not in self._values:
             self._boxes[number] = box
@@ -107,10 +107,10 @@ class Shelf:
         self._values.pop(number, None)
 
 
-class Made:
+class KeptHere:
     """What work in this drone keeps by `Kept(value)`: its own references to it."""
 
-    def __init__(self, shelf: Shelf, value: Any) -> None:
+    def __init__(self, shelf: DroneStore, value: Any) -> None:
         self.number = _MADE | int.from_bytes(os.urandom(8), "little")  # of all pools and for ever
         self.value = value
         self.nbytes = size_of(value)

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from ..errors import another
-from ..promises.promise import FINISHED, Milestone, Promise
+from ..promises.promise import FINISHED, Promise, Signal
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
@@ -196,7 +196,7 @@ class _Crossings:
 
     def ending(self) -> Promise[None]:
         """A promise of the end of the crosser, if there is one. To cancel it cancels nobody else."""
-        ended: Milestone[None] = Milestone()
+        ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._crosses():
             crosser._hook(lambda it: ended._settle(FINISHED, None, it._exception))

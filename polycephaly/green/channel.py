@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ..errors import ChannelClosed, DroneDied
 from ..promises.promise import Promise
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside, pause, start
-from .waiting import NOTHING, Line, Refused, Standing, Waiter
+from .waiting import NOTHING, QueuedOperation, Refused, Waiter, WaitQueue
 
 if TYPE_CHECKING:
     from .distributed import Receiver, Sender
@@ -147,7 +147,7 @@ class Channel(Generic[T]):
         else:
             thread = scheduler.current
             if not self._try_send(thread, item):
-                yield from Standing(thread, self, "send", item)
+                yield from QueuedOperation(thread, self, "send", item)
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
@@ -182,7 +182,7 @@ class Channel(Generic[T]):
         thread = scheduler.current
         given = self._try_receive(thread)
         if given is NOTHING:
-            given = yield from Standing(thread, self, "receive")
+            given = yield from QueuedOperation(thread, self, "receive")
         return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -288,7 +288,7 @@ class Channel(Generic[T]):
         self._not_in_a_coroutine("put", "await channel.send(item)")
         proxy = None
         try:
-            with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
                 proxy = start(self._send_here, (item,), name="Channel.put")
             _outcome(proxy, timeout, "nobody took the item")
         except BaseException:
@@ -305,7 +305,7 @@ class Channel(Generic[T]):
         self._not_in_a_coroutine("get", "await channel.receive()")
         proxy = None
         try:
-            with Shield():  # as in `put`
+            with DeferredSigint():  # as in `put`
                 proxy = start(self._receive_here, (), name="Channel.get")
             return cast(T, _outcome(proxy, timeout, "there was no item"))
         except BaseException:
@@ -356,7 +356,7 @@ class Channel(Generic[T]):
             return
         thread = scheduler.current
         if not self._try_send(thread, item):
-            yield from Standing(thread, self, "send", item)
+            yield from QueuedOperation(thread, self, "send", item)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
@@ -364,7 +364,7 @@ class Channel(Generic[T]):
             return (yield from self._receive_here())
         thread = scheduler.current
         got = self._try_receive(thread)
-        return (yield from Standing(thread, self, "receive")) if got is NOTHING else got
+        return (yield from QueuedOperation(thread, self, "receive")) if got is NOTHING else got
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         """Sends if that is possible at once. Raises `ChannelClosed`."""
@@ -411,7 +411,7 @@ class Channel(Generic[T]):
             first = self._sender
             if first is None:
                 return None
-            if first.__class__ is not Line:
+            if first.__class__ is not WaitQueue:
                 item = self._item  # no call since the look at `_sender`: it is ours alone
                 self._sender = self._item = None
                 return Waiter(first, item)
@@ -429,7 +429,7 @@ class Channel(Generic[T]):
         first = self._receiver
         if first is None:
             return None
-        if first.__class__ is not Line:
+        if first.__class__ is not WaitQueue:
             self._receiver = None
             return Waiter(first)
         waiter = first.popleft()
@@ -445,12 +445,12 @@ class Channel(Generic[T]):
         line.append(waiter)
         waiter.line = line
 
-    def _queue(self, end: str) -> Line[Waiter]:
+    def _queue(self, end: str) -> WaitQueue[Waiter]:
         """The queue at that end; the one in the slot is its first."""
         alone = self._next(end) if self._alone(end) else None
-        queue: Line[Waiter] | None = self._sender if end == "send" else self._receiver
+        queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
         if queue is None:
-            queue = Line()
+            queue = WaitQueue()
             if end == "send":
                 self._sender = queue
             else:
@@ -461,7 +461,7 @@ class Channel(Generic[T]):
         return queue
 
     def _alone(self, end: str) -> bool:
-        return (self._sender if end == "send" else self._receiver).__class__ not in (Line, NoneType)
+        return (self._sender if end == "send" else self._receiver).__class__ not in (WaitQueue, NoneType)
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
         """Takes a waiter out; False: it has been served."""
@@ -499,7 +499,7 @@ class Channel(Generic[T]):
 
     def _waiting(self, end: str) -> list[Waiter]:
         queue = self._sender if end == "send" else self._receiver
-        found = list(queue) if queue.__class__ is Line else []
+        found = list(queue) if queue.__class__ is WaitQueue else []
         return found + (list(self._extra.put_aside[end]) if self._extra is not None else [])
 
     def _close_here(self) -> None:
@@ -685,7 +685,7 @@ class _Buffered(Channel[T]):
             sender.serve(None)
 
 
-def _move(line: Line[Waiter], other: Line[Waiter]) -> None:
+def _move(line: WaitQueue[Waiter], other: WaitQueue[Waiter]) -> None:
     while line:
         waiter = line.popleft()
         other.append(waiter)
@@ -700,7 +700,7 @@ class _Extra:
     def __init__(self) -> None:
         self.holder: dict[str, Any] = {"send": None, "receive": None}
         self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {"send": deque(), "receive": deque()}
-        self.put_aside: dict[str, Line[Waiter]] = {"send": Line(), "receive": Line()}  # not the holder's
+        self.put_aside: dict[str, WaitQueue[Waiter]] = {"send": WaitQueue(), "receive": WaitQueue()}  # not the holder's
         self.given_back: deque[Any] = deque()
 
     def is_empty(self) -> bool:

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from ..promises.promise import Promise
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from .parking import Parking, parks
 from .scheduler import scheduler
 from .thread import GreenThread, start
-from .waiting import Line
+from .waiting import WaitQueue
 
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
@@ -26,7 +26,7 @@ class _Line:
     __slots__ = ("threads",)
 
     def __init__(self) -> None:
-        self.threads: Line[GreenThread[Any]] = Line()
+        self.threads: WaitQueue[GreenThread[Any]] = WaitQueue()
 
     def let(self, value: Any = None) -> None:
         """The first in the line goes on; its await gives `value`."""
@@ -140,7 +140,7 @@ class Semaphore:
             raise RuntimeError(f"`{what}` blocks, and would stop every green thread here: use `async {what}`")
         proxy = None
         try:
-            with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
                 proxy = start(self.acquire, (), name=f"{self._what}.acquire")
             proxy.result()
         except BaseException:

@@ -30,7 +30,7 @@ from functools import partial
 
 from ..promises.promise import callbacks
 
-__all__ = ["Workers"]
+__all__ = ["NativeThreadPool"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -42,7 +42,7 @@ CROWD = 512  # native threads from which on they are too many for the usual swit
 PATIENCE = 20e-6  # seconds of switch interval for each
 
 
-class Workers:
+class NativeThreadPool:
     """The cache. `start` may be called from anywhere."""
 
     def __init__(self, ceiling: int) -> None:
@@ -180,7 +180,7 @@ class _Worker:
 
     __slots__ = ("begun", "called", "ident", "job", "workers")
 
-    def __init__(self, workers: Workers, job: Callable[[], object]) -> None:
+    def __init__(self, workers: NativeThreadPool, job: Callable[[], object]) -> None:
         self.workers = workers
         self.job: Callable[[], object] | None = job
         self.called = allocate_lock()

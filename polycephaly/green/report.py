@@ -25,7 +25,7 @@ from ..timeline.trail import lives_now, spans_of, trail
 from .parking import Parking
 from .scheduler import AWAY, PARKED, bare, scheduler
 from .thread import GreenThread, NativeThread
-from .waiting import Standing
+from .waiting import QueuedOperation
 from .watchdog import watchdog
 
 __all__ = ["ThreadInfo", "threads", "timeline"]
@@ -108,7 +108,7 @@ def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
 
 
 def _describe(
-    thread: GreenThread[Any], state: str, where: FrameType | None, doing: FrameType | Parking | Standing | None
+    thread: GreenThread[Any], state: str, where: FrameType | None, doing: FrameType | Parking | QueuedOperation | None
 ) -> ThreadInfo:
     file, line = (where.f_code.co_filename, where.f_lineno) if where is not None else ("?", 0)
     if isinstance(doing, FrameType):
@@ -118,7 +118,7 @@ def _describe(
     return ThreadInfo(thread.name, state, file, line, what)
 
 
-def _chain(coro: Any) -> Iterator[FrameType | Parking | Standing]:
+def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
     """The frames of a coroutine and what it awaits, outermost first; last what it is parked in, if without a frame."""
     while coro is not None:
         if isinstance(coro, CoroutineType):
@@ -128,7 +128,7 @@ def _chain(coro: Any) -> Iterator[FrameType | Parking | Standing]:
         elif isinstance(coro, AsyncGeneratorType):
             frame, coro = coro.ag_frame, coro.ag_await
         else:
-            if isinstance(coro, (Parking, Standing)):
+            if isinstance(coro, (Parking, QueuedOperation)):
                 yield coro
             return
         if frame is not None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 from ..runtime.coroutines import is_coroutine
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
 from .thread import start
 
@@ -49,7 +49,7 @@ def run(main: Any, /, *args: Any) -> Any:
         raise RuntimeError("green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`")
     thread = None
     try:
-        with Shield():  # a Ctrl-C comes before it is started, or when it can be cancelled
+        with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
             thread = start(main, args)
         return thread.result()
     except KeyboardInterrupt:

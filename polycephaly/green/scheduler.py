@@ -46,12 +46,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..promises import promise
 from ..runtime import fork_guard, forked
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
-from .native import LINGER, Workers
+from .native import LINGER, NativeThreadPool
 
 if TYPE_CHECKING:
-    from .distributed.transport import Post
+    from .distributed.transport import ChannelTransport
     from .thread import GreenThread
 
 __all__ = [
@@ -153,7 +153,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.ready: deque[GreenThread[Any] | _Note] = deque()
         self.timers = Timers()
-        self.workers = Workers(CEILING)
+        self.workers = NativeThreadPool(CEILING)
         self.bell: list[Callable[[], object]] = [self._begin]
         self.live: set[GreenThread[Any]] = set()
         self.current: Any = None  # the thread whose step runs
@@ -164,7 +164,7 @@ class Scheduler:
         self.bouts = 0  # how often the owner has gone to sleep after it had run something
         self.away = 0  # plain functions and foreign calls that run on other native threads
         self.outside = 0  # green threads that wait for something from outside
-        self.mail: Post | None = None  # once channels go to other images: the owner sleeps there, and looks into it
+        self.mail: ChannelTransport | None = None  # once channels go to other images: the owner sleeps there, and looks into it
         self.when_busy: Callable[[], object] = _nothing  # called by an owner that begins, or has slept
         self.when_silent: Callable[[], object] = _nothing  # called by an owner that has had nothing to do for GRACE
         self._luck = 1
@@ -179,7 +179,7 @@ class Scheduler:
 
     def ring(self) -> None:
         """There is something in `ready`: whoever sleeps on it wakes up."""
-        with Shield():  # a Ctrl-C between the two would leave nobody to wake
+        with DeferredSigint():  # a Ctrl-C between the two would leave nobody to wake
             try:
                 waker = self.bell.pop()
             except IndexError:

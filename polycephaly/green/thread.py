@@ -28,7 +28,7 @@ from ..promises import promise as promises
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
 from ..runtime.coroutines import is_awaitable, is_coroutine, is_coroutine_function
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from ..timeline.trail import LIVES, SHORTEST, trail
 from .history import history
 from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
@@ -295,7 +295,7 @@ class NativeThread(GreenThread[T]):
 
     def begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
-        with Shield():
+        with DeferredSigint():
             scheduler.live.add(self)
             scheduler.away += 1
             try:

@@ -12,7 +12,7 @@ from .thread import GreenThread
 if TYPE_CHECKING:
     from .channel import Channel
 
-__all__ = ["NOTHING", "Line", "Refused", "Standing", "Waiter"]
+__all__ = ["NOTHING", "QueuedOperation", "Refused", "WaitQueue", "Waiter"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ NOTHING: Any = object()
 _FEW = 32  # so many that have left are not worth a sweep
 
 
-class Line(Generic[T]):
+class WaitQueue(Generic[T]):
     """Those who wait, in the order of coming. Leaving from the middle takes no longer where there are many.
 
     Who leaves is only counted in `_gone`, and passed over when its turn comes, or swept out when those are the
@@ -89,7 +89,7 @@ class Waiter:
     __slots__ = ("item", "line", "thread")
 
     is_far = False
-    """It waits in another image: `Op` (distributed/owner.py)."""
+    """It waits in another image: `PendingOperation` (distributed/owner.py)."""
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
@@ -107,7 +107,7 @@ class Waiter:
         scheduler.ready.append(self.thread)
 
 
-class Standing(Waiter):
+class QueuedOperation(Waiter):
     """A green thread's place in a channel's queue, and what it awaits there; as `Parking` it has no frame."""
 
     __slots__ = ("channel", "end", "parked")
@@ -125,7 +125,7 @@ class Standing(Waiter):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self  # type: ignore[return-value]  # it does what a generator does
 
-    def __iter__(self) -> Standing:
+    def __iter__(self) -> QueuedOperation:
         return self
 
     def __next__(self) -> Any:

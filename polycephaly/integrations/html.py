@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..pool.drone_handle import Link, State
+from ..pool.drone_handle import DroneHandle, State
 
 if TYPE_CHECKING:
     from ..pool.drone import Drone
@@ -47,11 +47,11 @@ def promise_table(promise: Promise[Any]) -> str:
     return _table(repr(promise), (), rows, _bar(spans, promise))
 
 
-def _row(link: Link) -> tuple[object, ...]:
+def _row(link: DroneHandle) -> tuple[object, ...]:
     return link.name, link.pid or "", _state(link), _runs(link), link.tasks_done
 
 
-def _state(link: Link) -> str:
+def _state(link: DroneHandle) -> str:
     if link.state is State.DEAD:
         return f"ended, exit code {link.exitcode}"
     if link.unresponsive:
@@ -61,7 +61,7 @@ def _state(link: Link) -> str:
     return "busy" if link.flight else "idle"
 
 
-def _runs(link: Link) -> str:
+def _runs(link: DroneHandle) -> str:
     """What it has begun and not answered."""
     if not link.flight or not link.alive:
         return ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from ..pool.base import Doer, Workforce, wait_for
+from ..pool.base import ExecutorBase, TaskTarget, wait_for
 from ..promises.combining import gather
 from ..promises.promise import Promise
 from ..wire import output
@@ -100,15 +100,15 @@ class Heads(Magics):
             raise
         return values if any(value is not None for value in values) else None
 
-    last_used: Callable[[], Doer | None] = staticmethod(lambda: None)
+    last_used: Callable[[], TaskTarget | None] = staticmethod(lambda: None)
 
-    def _pools(self) -> dict[str, Doer]:
+    def _pools(self) -> dict[str, TaskTarget]:
         """What there is, by the names of the variables."""
         assert self.shell is not None
         return {
             name: each
             for name, each in self.shell.user_ns.items()
-            if isinstance(each, Doer) and each._crew.refusal is None and not re.match(r"_\d*$|__", name)
+            if isinstance(each, TaskTarget) and each._crew.refusal is None and not re.match(r"_\d*$|__", name)
         }
 
 
@@ -154,7 +154,7 @@ class _Call:
         except ValueError:
             _refuse(f"--timeout takes seconds, not {value!r}")
 
-    def doer(self, there: dict[str, Doer], magics: Heads) -> Doer:
+    def doer(self, there: dict[str, TaskTarget], magics: Heads) -> TaskTarget:
         """Who is to do it."""
         chosen = self._choose(there, magics.last_used())
         magics.last_used = weakref.ref(chosen)  # a pool that nobody has any more ends
@@ -166,7 +166,7 @@ class _Call:
             chosen = found
         return chosen if self.timeout is None else chosen.options(timeout=self.timeout)
 
-    def _choose(self, there: dict[str, Doer], last_used: Doer | None) -> Doer:
+    def _choose(self, there: dict[str, TaskTarget], last_used: TaskTarget | None) -> TaskTarget:
         if not there:
             _refuse("there is no pool: make one, as in pool = polycephaly.Pool(2)")
         if not self.pool:
@@ -174,7 +174,7 @@ class _Call:
                 assert last_used is not None
                 return last_used
             doers = list(there.values())
-            return next((each for each in reversed(doers) if isinstance(each, Workforce)), doers[-1])
+            return next((each for each in reversed(doers) if isinstance(each, ExecutorBase)), doers[-1])
         if self.pool in there:
             return there[self.pool]
         for each in there.values():
@@ -184,7 +184,7 @@ class _Call:
         _refuse(f"no pool {self.pool!r}: there are {names}")
 
 
-def name_of(doer: Doer) -> str:
+def name_of(doer: TaskTarget) -> str:
     crew: Any = doer._crew
     plan = getattr(crew, "plan", None)
     return str(crew.name if plan is None else plan.name)

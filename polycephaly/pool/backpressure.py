@@ -12,18 +12,18 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..promises.promise import FINISHED, Milestone
+from ..promises.promise import FINISHED, Signal
 
 if TYPE_CHECKING:
-    from ..runtime.reactor import Hub
+    from ..runtime.reactor import Reactor
 
-__all__ = ["Rooms"]
+__all__ = ["BackPressure"]
 
 
-class Rooms:
+class BackPressure:
     """For queues that may hold at most `limit` pieces of work each. Any thread may call it."""
 
-    def __init__(self, hub: Hub, limit: int) -> None:
+    def __init__(self, hub: Reactor, limit: int) -> None:
         self._hub = hub
         self._limit = limit
         self._waiting: deque[_Room] = deque()
@@ -61,10 +61,10 @@ class Rooms:
                 self._waiting.append(room)
 
 
-class _Room(Milestone[None]):
+class _Room(Signal[None]):
     """There may be room in `queue`."""
 
-    def __init__(self, hub: Hub, queue: Sized) -> None:
+    def __init__(self, hub: Reactor, queue: Sized) -> None:
         super().__init__()
         self.queue = queue
         self._hub = hub

@@ -1,4 +1,4 @@
-"""`Doer`: what can be given work, as a `Drone` and a `Pool` can."""
+"""`TaskTarget`: what can be given work, as a `Drone` and a `Pool` can."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 from ..drone import namespace
 from ..promises.promise import Promise
 from ..store.kept import Kept
-from .config import Terms, check_at_least, check_keep, check_seconds, check_timeout, check_work
-from .dispatcher import Crew
-from .drone_handle import Link
+from .config import TaskOptions, check_at_least, check_keep, check_seconds, check_timeout, check_work
+from .dispatcher import Dispatcher
+from .drone_handle import DroneHandle
 from .map import Results, results
 from .map_source import OneByOne
 from .progress import total_of
-from .task import KeptWork
+from .task import KeptTask
 
-__all__ = ["Doer", "Resident", "Workforce", "wait_for"]
+__all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "wait_for"]
 
 T = TypeVar("T")
 
 
-class Doer:
-    _crew: Crew
-    _link: Link | None = None  # the only drone that may do it, if there is one
-    _terms: Terms | None = None  # if they are not its crew's own
-    _original: Doer | None = None  # whose options these are: it lives as long
+class TaskTarget:
+    _crew: Dispatcher
+    _link: DroneHandle | None = None  # the only drone that may do it, if there is one
+    _terms: TaskOptions | None = None  # if they are not its crew's own
+    _original: TaskTarget | None = None  # whose options these are: it lives as long
 
     @overload
     def promise(self, work: str, /, *, keep: Literal[True]) -> Promise[Kept[Any]]: ...
@@ -69,7 +69,7 @@ class Doer:
             check_work(work, args, kwargs)
         if keep is not False:
             check_keep(keep)
-            return self._crew.submit(work, args, kwargs, self._link, self._terms, KeptWork(self._crew))
+            return self._crew.submit(work, args, kwargs, self._link, self._terms, KeptTask(self._crew))
         return self._crew.submit(work, args, kwargs, self._link, self._terms)
 
     def _give(self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Promise[Any]:
@@ -102,7 +102,7 @@ class Doer:
         own = self._terms or self._crew.terms
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _original=self)
-        other._terms = Terms(
+        other._terms = TaskOptions(
             own.timeout if timeout is None else check_timeout(timeout),
             own.retries if retries is None else check_at_least("retries", retries, 0),
         )
@@ -115,7 +115,7 @@ class Doer:
         )
 
 
-class Resident(Doer):
+class DroneBase(TaskTarget):
     """One drone, with a namespace that stays."""
 
     def __getitem__(self, name: str) -> Any:
@@ -159,10 +159,10 @@ class Resident(Doer):
         return self.doit(namespace.pull, *names)
 
 
-class Workforce(Doer, Executor):
+class ExecutorBase(TaskTarget, Executor):
     """Several drones, which the standard library's code may use as an executor."""
 
-    def _drones(self) -> Sequence[Doer]:
+    def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
 
     @overload

@@ -23,28 +23,28 @@ from typing import TYPE_CHECKING
 from ..promises.promise import FINISHED
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
-from .drone_handle import Link
-from .task import Work
+from .drone_handle import DroneHandle
+from .task import Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Halts"]
+__all__ = ["Cancellation"]
 
 LOOKS = 10  # between an interrupt and a kill
 
 
-class Halts:
+class Cancellation:
     """A crew's."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
 
     def fail(self, error: Exception) -> None:
         """In the hub's turn: what a timer of this has called has raised."""
         self._crew.fail(error)
 
-    def sent(self, link: Link, batch: list[Work], now: float) -> None:
+    def sent(self, link: DroneHandle, batch: list[Task], now: float) -> None:
         """`link` was sent these. Alone, to an idle drone, what has a limit or is not overlapped."""
         if not link.overlapping:
             link.deadlines.clear()
@@ -53,7 +53,7 @@ class Halts:
                 link.deadlines[work.number] = now + work.timeout
         self._set_timer(link)
 
-    def _set_timer(self, link: Link) -> None:
+    def _set_timer(self, link: DroneHandle) -> None:
         """Unless one is set that comes before."""
         first = min(link.deadlines.values(), default=inf)
         if first < link.timer_at:
@@ -61,13 +61,13 @@ class Halts:
             link.timer_at = first
             link.timer = self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link))
 
-    def call_off(self, link: Link) -> None:
+    def call_off(self, link: DroneHandle) -> None:
         """No look at its limits is due any more: an earlier one takes its place, or it has ended."""
         if link.timer is not None:
             self._crew.hub.timers.call_off(link.timer)
             link.timer, link.timer_at = None, inf
 
-    def _look_at(self, link: Link) -> None:
+    def _look_at(self, link: DroneHandle) -> None:
         link.timer, link.timer_at = None, inf
         link.catch_up()
         now = self._crew.hub.timers.now()
@@ -80,20 +80,20 @@ class Halts:
                 self._timed_out(link, work)
         self._set_timer(link)
 
-    def _timed_out(self, link: Link, work: Work) -> None:
+    def _timed_out(self, link: DroneHandle, work: Task) -> None:
         error = TimeoutError(f"{work.definition.label} ran for more than {work.timeout} s on {link.name}")
         self._crew.hub.deliver(partial(work._settle, FINISHED, None, error))
         self.interrupt(link, work)
 
-    def interrupt(self, link: Link, work: Work) -> None:
+    def interrupt(self, link: DroneHandle, work: Task) -> None:
         """What is in flight there; and kills whom that does not reach."""
         link.send(pack_numbers(CANCEL, (work.number,)))
         self._look_again(link, work, LOOKS)
 
-    def _look_again(self, link: Link, work: Work, looks: int) -> None:
+    def _look_again(self, link: DroneHandle, work: Task, looks: int) -> None:
         self._crew.hub.after(tuning.grace_seconds / LOOKS, partial(self._kill_if_still, link, work, looks - 1))
 
-    def _kill_if_still(self, link: Link, work: Work, looks: int) -> None:
+    def _kill_if_still(self, link: DroneHandle, work: Task, looks: int) -> None:
         link.catch_up()
         if work.number not in link.flight or not link.alive:
             return

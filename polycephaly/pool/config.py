@@ -13,8 +13,8 @@ from ..wire.output import Line, forward
 from .engine import Machine
 
 __all__ = [
-    "Plan",
-    "Terms",
+    "PoolConfig",
+    "TaskOptions",
     "check_at_least",
     "check_cwd",
     "check_env",
@@ -34,7 +34,7 @@ SHORTEST_HANG = 0.5  # seconds
 LEAST_MEMORY = 1 << 20  # bytes; less is a mistake
 
 
-class Terms(NamedTuple):
+class TaskOptions(NamedTuple):
     """What holds for one piece of work: how many seconds it may run, how often it is run again."""
 
     timeout: float | None
@@ -42,7 +42,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PoolConfig:
     """How a crew is to be: what `Drone` and `Pool` were called with."""
 
     size: int
@@ -55,7 +55,7 @@ class Plan:
     initargs: tuple[Any, ...]
     output: Callable[[Line], object] | None
     width: int
-    terms: Terms
+    terms: TaskOptions
     max_tasks: int | None
     max_memory: int | None  # bytes
     max_queued: int | None

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 if TYPE_CHECKING:
-    from .base import Workforce
+    from .base import ExecutorBase
 
 __all__ = ["entered", "innermost", "left"]
 
-_pools: ContextVar[tuple[ref[Workforce], ...]] = ContextVar("polycephaly pools", default=())
+_pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())
 """From the outermost on, of this thread, asyncio task or green thread. It keeps none alive: copies of a context may
 live longer than the block."""
 
@@ -20,15 +20,15 @@ live longer than the block."""
 _entered = _pools.get
 
 
-def entered(pool: Workforce) -> None:
+def entered(pool: ExecutorBase) -> None:
     _pools.set((*_entered(), ref(pool)))
 
 
-def left(pool: Workforce) -> None:
+def left(pool: ExecutorBase) -> None:
     _pools.set(tuple(each for each in _entered() if each() is not pool))
 
 
-def innermost() -> Workforce | None:
+def innermost() -> ExecutorBase | None:
     pools = _entered()
     while pools:
         pool = pools[-1]()

@@ -30,31 +30,31 @@ from typing import Any
 
 from ..errors import Lost, another
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Milestone, Promise
-from ..runtime.deferred_sigint import Shield
-from ..runtime.reactor import Hub, lease_hub
+from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
+from ..runtime.deferred_sigint import DeferredSigint
+from ..runtime.reactor import Reactor, lease_hub
 from ..runtime.tuning import tuning
-from ..store.directory import Vault
-from ..store.placeholders import Taking
-from ..store.references import Parcel
-from ..timeline.record import Record
-from ..wire.functions import Book
-from ..wire.messages import CANCEL, FETCH, RECALL, WorkBatch, pack_numbers
+from ..store.directory import ObjectDirectory
+from ..store.placeholders import PayloadWithRefs
+from ..store.references import Serialized
+from ..timeline.record import TraceBuffer
+from ..wire.functions import FunctionRegistry
+from ..wire.messages import CANCEL, FETCH, RECALL, TaskBatch, pack_numbers
 from ..wire.output import Listener
 from ..wire.pickling import main_namespace
 from ..wire.slices import FAILED, RUNNING, SMALL
-from .backpressure import Rooms
-from .cancellation import Halts
-from .config import Plan, Terms
-from .drone_handle import Link, State, drained
-from .health import Watch
-from .leases import Lending
-from .locality import Favours
-from .stall_detection import Stuck
-from .supervisor import Roster, because
-from .task import Slice, Work
+from .backpressure import BackPressure
+from .cancellation import Cancellation
+from .config import PoolConfig, TaskOptions
+from .drone_handle import DroneHandle, State, drained
+from .health import HealthMonitor
+from .leases import Leases
+from .locality import Locality
+from .stall_detection import StallDetector
+from .supervisor import Supervisor, because
+from .task import Slice, Task
 
-__all__ = ["Crew"]
+__all__ = ["Dispatcher"]
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ _BATCH = 2048
 CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
 
 
-class Crew:
-    """Made in the thread that asks for it, of whose image it takes the snapshot; see `Roster` for what it raises."""
+class Dispatcher:
+    """Made in the thread that asks for it, of whose process it takes the snapshot. Raises as `Supervisor` does."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PoolConfig) -> None:
         self.plan = plan
         self.output = plan.output
         self.audiences: dict[str, Listener] = {}  # by the tag of what they want to hear, instead of `output`
         self.terms = plan.terms
         self._own_terms = plan.terms if plan.terms != (None, 0) else None
-        self.queue: deque[Work] = deque()
+        self.queue: deque[Task] = deque()
         self._backlog = _Backlog(self)
         self.hungry = False  # a drone is idle: whoever adds work sees to it
         self.pinned_waiting = False
@@ -82,30 +82,30 @@ class Crew:
         self.has_promised_to_finish = False  # what it has, before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
         self.bond: object = None  # by which it ends with its owner, who has it only weakly
-        self.begun: Milestone[None] = Milestone()
-        self.ended: Milestone[None] = Milestone()
-        self.vault = Vault(self)
-        self.favours = Favours(self)
-        self.halts = Halts(self)
-        self.lending = Lending(self)
-        self.stuck = Stuck(self)
-        self.rooms: Rooms | None = None  # where queues have a limit
+        self.begun: Signal[None] = Signal()
+        self.ended: Signal[None] = Signal()
+        self.vault = ObjectDirectory(self)
+        self.favours = Locality(self)
+        self.halts = Cancellation(self)
+        self.lending = Leases(self)
+        self.stuck = StallDetector(self)
+        self.rooms: BackPressure | None = None  # where queues have a limit
         self.careful = self._own_terms is not None or plan.max_queued is not None  # each call has more to look at
-        self.record = Record()
-        self.waiting: set[Work] = set()  # for promises among their arguments; any thread adds, and takes out
-        self.held: set[Work] = set()  # for what they take, or lent to another process; in turns only
+        self.record = TraceBuffer()
+        self.waiting: set[Task] = set()  # for promises among their arguments; any thread adds, and takes out
+        self.held: set[Task] = set()  # for what they take, or lent to another process; in turns only
         self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
-        self.watch = Watch(self)
+        self.watch = HealthMonitor(self)
         plan.machine.check(plan.size)
         try:
-            with Shield():  # or a Ctrl-C could leave a zygote that nobody knows of
-                self.hub: Hub = lease_hub()
+            with DeferredSigint():  # or a Ctrl-C could leave a zygote that nobody knows of
+                self.hub: Reactor = lease_hub()
                 try:
                     if plan.max_queued is not None:
-                        self.rooms = Rooms(self.hub, plan.max_queued)
-                    self.roster = Roster(self)
+                        self.rooms = BackPressure(self.hub, plan.max_queued)
+                    self.roster = Supervisor(self)
                 except BaseException:
                     self.hub.give_back()
                     raise
@@ -126,11 +126,11 @@ class Crew:
         self.careful = True
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[DroneHandle]:
         return self.roster.links
 
     @property
-    def book(self) -> Book:
+    def book(self) -> FunctionRegistry:
         return self.roster.book
 
     # -- any thread -------------------------------------------------------------------------------
@@ -140,10 +140,10 @@ class Crew:
         what: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        target: Link | None = None,
-        terms: Terms | None = None,
-        work: Work | None = None,
-    ) -> Work:
+        target: DroneHandle | None = None,
+        terms: TaskOptions | None = None,
+        work: Task | None = None,
+    ) -> Task:
         """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or `BrokenProcessPool`) when closed
         (broken)."""
         if self.careful:
@@ -153,7 +153,7 @@ class Crew:
         if target is not None and (target.state >= State.RETIRING or target.retires):
             raise target.farewell()
         if work is None:
-            work = Work(self)
+            work = Task(self)
         if terms is not None:
             work.timeout, work.retries = terms
         inputs: Sequence[Promise[Any]] = ()
@@ -198,7 +198,7 @@ class Crew:
             raise
         return work
 
-    def _wait_for_room(self, target: Link | None) -> None:
+    def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.rooms is not None:
             self.rooms.wait(self._backlog if target is None else target.pinned, lambda: self.refusal is not None)
 
@@ -207,7 +207,7 @@ class Crew:
         self.finalizer = weakref.finalize(holder, self.close)
         self.finalizer.atexit = False
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Task) -> None:
         """Takes work that was made elsewhere. Raises as `submit` does."""
         self._wait_for_room(None)
         self.check_open()
@@ -220,13 +220,13 @@ class Crew:
         if self.refusal is not None:
             raise another(self.refusal)
 
-    def _enqueue(self, work: Work) -> None:
+    def _enqueue(self, work: Task) -> None:
         target = work.target
         if target is not None:
             self._pin(work, target)
             return
         payload = work.payload  # one look: a turn may take it away, where it is cancelled
-        if type(payload) is Taking:
+        if type(payload) is PayloadWithRefs:
             work.prefers, work.burden = self.vault.home(payload.deposits.values())
         if work.prefers is not None and work.prefers.state < State.RETIRING:
             self.favours.add(work, work.prefers)
@@ -236,21 +236,21 @@ class Crew:
         if self.over:
             self.reject_all(self.queue)
 
-    def see_to(self, work: Work) -> None:
+    def see_to(self, work: Task) -> None:
         """It was put into a queue."""
         if self.hungry:
             self.hub.serve(self)
         elif not work.number & CATCH_UP:
             self.hub.catch_up()
 
-    def _pin(self, work: Work, target: Link) -> None:
+    def _pin(self, work: Task, target: DroneHandle) -> None:
         target.pinned.append(work)
         self.pinned_waiting = True
         self.hub.wake()
         if target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
             self.reject_all(target.pinned, target.farewell())
 
-    def filled(self, work: Work) -> None:
+    def filled(self, work: Task) -> None:
         """All for which it waited is there; or it is settled."""
         if work._state == PENDING:
             self._enqueue(work)
@@ -276,7 +276,7 @@ class Crew:
         """New drones from a new snapshot, for all work that is not yet sent."""
         self.check_open()
         renewed: Promise[None] = Promise()
-        with Shield():
+        with DeferredSigint():
             snapshot = self.roster.engine.snapshot()
             self.hub.post(partial(self.roster.renew, snapshot, renewed))
         race(renewed, self.ended).result()
@@ -327,7 +327,7 @@ class Crew:
         of_links = sum(len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links)
         return len(self.queue) + len(self.waiting) + len(self.held) + of_links
 
-    def somebody_waits(self, work: Work) -> None:
+    def somebody_waits(self, work: Task) -> None:
         """For that one, which itself waits for promises."""
         self.stuck.look_soon()
 
@@ -362,7 +362,7 @@ class Crew:
             if not sum(self.send(link, queue, share, now) for link in roomy):
                 return
 
-    def send(self, link: Link, queue: deque[Work], share: int, now: float) -> int:
+    def send(self, link: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
         most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
         batch, frames = link.load_batch(queue, most, now)
@@ -401,19 +401,19 @@ class Crew:
         most = self.plan.max_tasks
         return any(link.overlapping and link.takes() and link.tasks_left(most) > 0 for link in self.links)
 
-    def _recall_if_stuck(self, link: Link, last_heard: float) -> None:
+    def _recall_if_stuck(self, link: DroneHandle, last_heard: float) -> None:
         link.recalled = False
         if link.state is State.READY and len(link.flight) > 1 and link.last_heard == last_heard and not self.queue:
             link.recalled = True  # until it answers
             link.send(pack_numbers(RECALL))
 
-    def returned(self, link: Link, given_back: tuple[int, ...]) -> None:
+    def returned(self, link: DroneHandle, given_back: tuple[int, ...]) -> None:
         link.recalled = False
         works = [work for number in given_back if (work := link.answered(number)) is not None]
         self.requeue(works)
         self.answered(link)
 
-    def split(self, link: Link, work: Slice, done: int, rest: int, state: int) -> None:
+    def split(self, link: DroneHandle, work: Slice, done: int, rest: int, state: int) -> None:
         """A drone has answered the first calls of a slice, and gives the last ones back, if there are any."""
         if state != RUNNING and (not rest or state == FAILED):
             link.answered(work.number)
@@ -437,7 +437,7 @@ class Crew:
             for each in followers:
                 self.hub.deliver(each.cancel)
 
-    def requeue(self, works: list[Work]) -> None:
+    def requeue(self, works: list[Task]) -> None:
         """To the head of their queues, in their order."""
         if self._abandoned:  # nobody will come for them
             for work in works:
@@ -455,7 +455,7 @@ class Crew:
             else:
                 self.queue.appendleft(work)
 
-    def answered(self, link: Link) -> None:
+    def answered(self, link: DroneHandle) -> None:
         """Something of its flight was answered."""
         if link.pinned or self.favours:
             self.pinned_waiting = True
@@ -466,19 +466,19 @@ class Crew:
 
     # -- in turns: work that takes kept values --------------------------------------------------------
 
-    def hold(self, work: Work) -> None:
+    def hold(self, work: Task) -> None:
         """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has just put it into a
         queue, in `filled`, may not have taken it from `waiting` yet.)"""
         self.held.add(work)
 
-    def waits_for(self, link: Link) -> bool:
+    def waits_for(self, link: DroneHandle) -> bool:
         """Is there work only for that drone, which itself waits for promises, or for what it takes?"""
         return any(work.target is link and not work.done() for work in self._not_queued())
 
-    def _not_queued(self) -> list[Work]:
+    def _not_queued(self) -> list[Task]:
         return [*self.waiting, *self.held]
 
-    def go_on(self, work: Work) -> None:
+    def go_on(self, work: Task) -> None:
         self.held.discard(work)
         if work.done():
             self._nothing_waits(work.target)
@@ -489,22 +489,22 @@ class Crew:
         else:
             self._enqueue(work)
 
-    def reject(self, work: Work, why: Callable[[], BaseException]) -> None:
+    def reject(self, work: Task, why: Callable[[], BaseException]) -> None:
         work.payload = b""
         self.hub.deliver(lambda: work._settle(FINISHED, None, why()))
         self.hub.post(partial(self._nothing_waits, work.target))
 
-    def _nothing_waits(self, target: Link | None) -> None:
+    def _nothing_waits(self, target: DroneHandle | None) -> None:
         """For that drone, or for any."""
         self.look_for_end = True
         if target is not None:
             self.roster.stop_if_retired(target)
 
-    def fill_again(self, works: list[Work], lost: Lost) -> None:
+    def fill_again(self, works: list[Task], lost: Lost) -> None:
         """They were sent, and not begun, since what one of them takes is lost: a value that lay elsewhere, or else what
         lay beside the arguments themselves."""
         far = [work for work in works if work.unfilled is not None]
-        losers = [] if far else [work for work in works if isinstance(work.payload, Parcel)] or works
+        losers = [] if far else [work for work in works if isinstance(work.payload, Serialized)] or works
         self.lose(losers, lost, again=False)
         self.requeue([work for work in works if work not in far and work not in losers and not work.done()])
         for work in far:
@@ -517,15 +517,15 @@ class Crew:
                     self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
         self.look_for_end = True
 
-    def fetch_from(self, link: Link, number: int) -> None:
+    def fetch_from(self, link: DroneHandle, number: int) -> None:
         """Has `link` pack a value that it keeps."""
-        message = WorkBatch()
+        message = TaskBatch()
         message.add(number, FETCH, 0, b"")
         link.send(message.frames())
 
     # -- in turns: stopping what runs -----------------------------------------------------------------
 
-    def withdraw(self, work: Work) -> None:
+    def withdraw(self, work: Task) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
         self.waiting.discard(work)
         self.held.discard(work)
@@ -541,14 +541,14 @@ class Crew:
                     with suppress(ValueError):
                         queue.remove(work)
 
-    def interrupt(self, link: Link) -> None:
+    def interrupt(self, link: DroneHandle) -> None:
         """Interrupts whatever `link` runs."""
         if link.alive:
             link.send(pack_numbers(CANCEL, (0,)))
 
     # -- in turns: what goes wrong ----------------------------------------------------------------------
 
-    def lose(self, works: list[Work], error: BaseException, *, again: bool) -> None:
+    def lose(self, works: list[Task], error: BaseException, *, again: bool) -> None:
         for work in works:
             if work.done():
                 work.never_began()
@@ -561,13 +561,13 @@ class Crew:
                 work.payload = b""
                 self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
 
-    def doubt(self, link: Link) -> None:
+    def doubt(self, link: DroneHandle) -> None:
         """It has sent what is no message. If that was an answer, what it answered would be waited for for ever."""
         if not link.doubted and link.alive:
             link.doubted = True
             self.hub.after(DOUBT, partial(self._kill_if_it_owes, link, 0))
 
-    def _kill_if_it_owes(self, link: Link, suspect: int) -> None:
+    def _kill_if_it_owes(self, link: DroneHandle, suspect: int) -> None:
         """`suspect`: what it has answered already, or passed over, as it seemed at the last look, and was to answer
         next. If it still is, it never will. On a busy machine it may only not have come to that yet: then it could run.
         """
@@ -627,7 +627,7 @@ class Crew:
                         self.hub.deliver(work.cancel)
         self.look_for_end = True
 
-    def cancel_own(self, link: Link) -> None:
+    def cancel_own(self, link: DroneHandle) -> None:
         """What only that drone may do."""
         for work in [*link.pinned, *self._not_queued(), *reversed(link.flight.values())]:
             if work.target is link:
@@ -690,7 +690,7 @@ class Crew:
         self.hub.ending.append(self.ended)
         self.hub.give_back()
 
-    def reject_all(self, queue: deque[Work], error: BaseException | None = None) -> None:
+    def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
         """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
         error = error or self.refusal
         with suppress(IndexError):
@@ -729,7 +729,7 @@ class Crew:
 class _Backlog:
     """Work that any drone may run."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
 
     def __len__(self) -> int:
@@ -737,5 +737,5 @@ class _Backlog:
         return len(crew.queue) + len(crew.favours)
 
 
-def _load(link: Link) -> float:
+def _load(link: DroneHandle) -> float:
     return link.load if link.flight else -1.0

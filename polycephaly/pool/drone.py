@@ -15,10 +15,10 @@ from ..promises.promise import Promise
 from ..timeline import Timeline
 from ..timeline.taking import take
 from ..wire.output import forward
-from .base import Resident, wait_for
+from .base import DroneBase, wait_for
 from .config import (
-    Plan,
-    Terms,
+    PoolConfig,
+    TaskOptions,
     check_at_least,
     check_cwd,
     check_env,
@@ -30,8 +30,8 @@ from .config import (
     check_timeout,
     check_work,
 )
-from .dispatcher import Crew
-from .drone_handle import Link, State
+from .dispatcher import Dispatcher
+from .drone_handle import DroneHandle, State
 from .engine import machine
 from .waiting import Waiting
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Drone(Resident):
+class Drone(DroneBase):
     """A headless copy of this image, with a namespace that stays.
 
     It is forked from the image as it is at this moment. Where native threads of a library make that unsafe, it is a
@@ -72,7 +72,7 @@ class Drone(Resident):
     42
     """
 
-    _link: Link
+    _link: DroneHandle
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Drone(Resident):
         **options: Any,
     ) -> None:
         name = name or f"drone-{next(_names)}"
-        plan = Plan(
+        plan = PoolConfig(
             size=1,
             name=name,
             drone_name=lambda index: name,
@@ -104,7 +104,7 @@ class Drone(Resident):
             initargs=tuple(initargs),
             output=forward,
             width=check_at_least("width", width, 1),
-            terms=Terms(check_timeout(timeout), 0),
+            terms=TaskOptions(check_timeout(timeout), 0),
             max_tasks=None,
             max_memory=check_memory(max_memory),
             max_queued=None,
@@ -113,9 +113,9 @@ class Drone(Resident):
             machine=machine(engine, options),
             on_death="end",
         )
-        self._own(Crew(plan), detached)
+        self._own(Dispatcher(plan), detached)
 
-    def _own(self, crew: Crew, detached: bool) -> None:
+    def _own(self, crew: Dispatcher, detached: bool) -> None:
         crew.close_without(self)
         self._crew = crew
         if not detached:
@@ -131,7 +131,7 @@ class Drone(Resident):
         self._link = link
 
     @classmethod
-    def _of(cls, crew: Crew, link: Link, terms: Terms | None) -> Drone:
+    def _of(cls, crew: Dispatcher, link: DroneHandle, terms: TaskOptions | None) -> Drone:
         """A pool's drone."""
         drone = cls.__new__(cls)
         drone._crew, drone._link, drone._terms = crew, link, terms
@@ -304,7 +304,7 @@ def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 class _Bond:
     """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to keep for its sake."""
 
-    def __init__(self, crew: Crew, owner: str) -> None:
+    def __init__(self, crew: Dispatcher, owner: str) -> None:
         self._crew = weakref.ref(crew)
         self._owner = owner
         crew.bond = self
@@ -334,7 +334,7 @@ class _Locals(threading.local):
 _locals = _Locals()
 
 
-def end_with_owner(crew: Crew) -> None:
+def end_with_owner(crew: Dispatcher) -> None:
     """End `crew` with the green thread or asyncio task that runs here, or else with this native thread. A drone made at
     a prompt belongs to the image, as those of the main thread do."""
     green = sys.modules.get("polycephaly.green.thread")

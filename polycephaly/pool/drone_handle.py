@@ -19,24 +19,24 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
 from ..errors import another
-from ..promises.promise import PENDING, Milestone
+from ..promises.promise import PENDING, Signal
 from ..runtime.tuning import tuning
-from ..store.placeholders import Taking
-from ..store.references import Arrived, Ledger, Parcel
-from ..wire.functions import Defined
-from ..wire.messages import BRING, CAME_BACK, DEFINES, DROP, FORGET, KEEP, SHARED, WorkBatch, unpack_work
-from ..wire.output import Heard, Record
-from .task import Sending, Work
+from ..store.placeholders import PayloadWithRefs
+from ..store.references import Received, RefTable, Serialized
+from ..wire.functions import KnownFunctions
+from ..wire.messages import BRING, CAME_BACK, DEFINES, DROP, FORGET, KEEP, SHARED, TaskBatch, unpack_work
+from ..wire.output import Heard, OutputRecord
+from .task import Sending, Task
 from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ..engines.local.launcher import Launcher
     from ..runtime.timers import Timer
-    from ..store.directory import Deposit
-    from ..wire.functions import Definition
-    from .dispatcher import Crew
+    from ..store.directory import RemoteObject
+    from ..wire.functions import RemoteFunction
+    from .dispatcher import Dispatcher
 
-__all__ = ["Link", "State", "Times", "drained"]
+__all__ = ["DroneHandle", "State", "Times", "drained"]
 
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and had to wait for a processor."""
@@ -55,15 +55,15 @@ class State(IntEnum):
     STARTING, PREPARING, READY, RETIRING, STOPPING, DEAD = range(6)
 
 
-class Link:
+class DroneHandle:
     """One drone, as the hub sees it."""
 
-    ledger: Ledger
+    ledger: RefTable
     """What lies beside messages, there and back."""
     keeper: Launcher | None = None
     """The process that starts it and tells of its end, where that is one of ours."""
 
-    def __init__(self, crew: Crew, number: int, name: str) -> None:
+    def __init__(self, crew: Dispatcher, number: int, name: str) -> None:
         self.crew = crew
         self.number = number
         self.name = name
@@ -71,11 +71,11 @@ class Link:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if nobody asked it to
-        self.born: Milestone[None] = Milestone()  # it has a pid, or will never have one
-        self.ended: Milestone[None] = Milestone()
-        self.flight: dict[int, Work] = {}  # sent and unanswered, in the order in which it will run them
-        self.pinned: deque[Work] = deque()  # work that only this drone may run
-        self.favoured: deque[Work] = deque()  # work that it should run, as it has what that takes
+        self.born: Signal[None] = Signal()  # it has a pid, or will never have one
+        self.ended: Signal[None] = Signal()
+        self.flight: dict[int, Task] = {}  # sent and unanswered, in the order in which it will run them
+        self.pinned: deque[Task] = deque()  # work that only this drone may run
+        self.favoured: deque[Task] = deque()  # work that it should run, as it has what that takes
         self.packing: set[int] = set()  # kept values that it was asked for
         self._dropped: deque[tuple[int, int]] = deque()  # kept values that nobody has any more
         self.load = 0.0  # seconds of work in flight, as estimated
@@ -94,7 +94,7 @@ class Link:
         self.stack: list[str] = []
         self._in_stack = False  # the last line on stderr was of the stack
         self._ringing = False
-        self._defined = Defined(self._ring)
+        self._defined = KnownFunctions(self._ring)
         self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
         self.timer: Timer | None = None  # has these looked at, at `timer_at`
         self.timer_at = inf
@@ -107,7 +107,7 @@ class Link:
 
     # -- what each engine's links do in their own way -------------------------------------------------
 
-    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
         """A message (wire/messages.py), and the works that it brings. Never waits."""
         raise NotImplementedError
 
@@ -216,15 +216,15 @@ class Link:
         anyhow."""
         return 1 << 30 if most is None or self.state is State.RETIRING else most - self.tasks_done - len(self.flight)
 
-    def load_batch(self, queue: deque[Work], most: int, now: float) -> tuple[list[Work], list[bytes]]:
+    def load_batch(self, queue: deque[Task], most: int, now: float) -> tuple[list[Task], list[bytes]]:
         """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts it in flight,
         and gives the message that brings it, with the definitions that it has not got yet.
 
         Work of unknown length goes alone; what is overlapped goes with its like only, up to the width. Work whose
         promise is settled (cancelled while it waited) is dropped.
         """
-        batch: list[Work] = []
-        message = WorkBatch()
+        batch: list[Task] = []
+        message = TaskBatch()
         flight, load, budget = self.flight, self.load, tuning.batch_seconds
         definition: Any = None  # of the run of calls that travel together
         seconds: float | None = None
@@ -239,7 +239,7 @@ class Link:
                 break
             if work._state != PENDING:
                 continue
-            if work.args is None and type(work.payload) is Taking and not self.crew.vault.fits(work, self):
+            if work.args is None and type(work.payload) is PayloadWithRefs and not self.crew.vault.fits(work, self):
                 continue
             if work.definition is not definition:
                 if numbers:
@@ -286,7 +286,7 @@ class Link:
                 numbers.append(number)
                 calls.append(work.args)
                 size += work.weight
-                if queue and takes > 0 and work.weight == Work.weight:
+                if queue and takes > 0 and work.weight == Task.weight:
                     room = min(most - len(batch), int((budget - load) / takes), (PACKET - size) // work.weight)
                     more = _more_of(definition, queue, room)
                     for each in more:
@@ -311,17 +311,17 @@ class Link:
             self._add_returned(message)
         return batch, message.frames()
 
-    def _add(self, work: Work, message: WorkBatch) -> int:
+    def _add(self, work: Task, message: TaskBatch) -> int:
         """Work that goes by itself. Its size in the message."""
         payload, kind = work.payload, work.kind
         if work.keeps:
             kind |= KEEP
-        if type(payload) is Taking:
+        if type(payload) is PayloadWithRefs:
             self._bring(payload.deposits.values(), message)
             payload = payload.payload
         if work.args is not None:
             payload = dumps(work.args, 5) if work.args else b""
-        elif isinstance(payload, Parcel):
+        elif isinstance(payload, Serialized):
             payload, kind = payload.waybill(self.ledger), kind | SHARED
         message.add(work.number, kind, work.definition.number, payload)
         if work.definition.captures:  # or the drone would hold what it has captured
@@ -329,12 +329,12 @@ class Link:
             message.add(work.definition.number, FORGET, 0, b"")
         return len(payload)
 
-    def _bring(self, deposits: Iterable[Deposit], message: WorkBatch) -> None:
+    def _bring(self, deposits: Iterable[RemoteObject], message: TaskBatch) -> None:
         """Kept values that it has not got."""
         for each in deposits:
             if self not in each.holders:
                 each.holders[self] = 1
-                if isinstance(each.packed, Arrived):
+                if isinstance(each.packed, Received):
                     message.add(each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ledger))
                 else:
                     assert each.packed is not None  # or it would not fit
@@ -352,7 +352,7 @@ class Link:
     def _tell_returned(self) -> None:
         self._ringing = False
         if (self.ledger.returned or self._dropped or self._defined.unused) and self.is_up():
-            message = WorkBatch()
+            message = TaskBatch()
             self._add_returned(message)
             self.send(message.frames())
 
@@ -361,16 +361,16 @@ class Link:
         self._dropped.append((number, claims))
         self._ring()
 
-    def _define(self, definition: Definition, message: WorkBatch) -> None:
+    def _define(self, definition: RemoteFunction, message: TaskBatch) -> None:
         for oldest in self._defined.add(definition):
             message.add(oldest, FORGET, 0, b"")
         payload = definition.payload
-        if isinstance(payload, Parcel):
+        if isinstance(payload, Serialized):
             message.add(definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger))
         else:
             message.add(definition.number, definition.kind, 0, payload)
 
-    def _add_returned(self, message: WorkBatch) -> None:
+    def _add_returned(self, message: TaskBatch) -> None:
         for number in self.ledger.take_returned():
             message.add(number, CAME_BACK, 0, b"")
         while self._dropped:
@@ -392,7 +392,7 @@ class Link:
             elif kind == DROP:
                 self.drop(number, claims)
 
-    def hand_over(self, work: Work, part: Work) -> None:
+    def hand_over(self, work: Task, part: Task) -> None:
         """`part`, all that is left of `work` here, takes its place and number. How long it takes is not known."""
         sending = work.sending
         assert sending is not None
@@ -403,7 +403,7 @@ class Link:
         part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
         self.flight[part.number] = part
 
-    def answered_all(self, numbers: list[int]) -> list[Work | None]:
+    def answered_all(self, numbers: list[int]) -> list[Task | None]:
         """The same for many."""
         if self.bulk_unanswered or self.overlapping:
             return [self.answered(number) for number in numbers]
@@ -421,7 +421,7 @@ class Link:
         self.unknown -= int(unknown)
         return works
 
-    def answered(self, number: int) -> Work | None:
+    def answered(self, number: int) -> Task | None:
         """Takes a work out of flight; None where it is not there."""
         work = self.flight.pop(number, None)
         if work is not None:
@@ -447,7 +447,7 @@ class Link:
     def remember(self, heard: Heard) -> None:
         """The end of what it wrote to stderr and logged, and apart from that the newest stack of a fatal error."""
         for each in heard:
-            if isinstance(each, Record):
+            if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
             elif each.stream == "stderr":
                 before, fatal, error = each.text.partition(_FATAL)
@@ -463,7 +463,7 @@ class Link:
                     self.stderr.append(before)
 
 
-def drained(queue: deque[Work]) -> list[Work]:
+def drained(queue: deque[Task]) -> list[Task]:
     """Takes all that is in `queue`, one by one: what others add meanwhile is taken, or stays."""
     works = []
     with suppress(IndexError):
@@ -472,10 +472,10 @@ def drained(queue: deque[Work]) -> list[Work]:
     return works
 
 
-def _more_of(definition: Definition, queue: deque[Work], most: int) -> list[Work]:
+def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[Task]:
     """Takes from the head of `queue` what goes with calls of `definition` that travel together: at most so many."""
-    more: list[Work] = []
-    weight, take = Work.weight, queue.popleft
+    more: list[Task] = []
+    weight, take = Task.weight, queue.popleft
     with suppress(IndexError):
         for _ in range(most):
             work = take()

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .drone_handle import Link
-    from .supervisor import Roster
+    from .drone_handle import DroneHandle
+    from .supervisor import Supervisor
 
 __all__ = ["Engine", "Machine", "machine"]
 
@@ -40,10 +40,10 @@ class Engine(Protocol):
     def can_start(self) -> bool:
         """False while a new snapshot is being taken, or when there is no place for one more."""
 
-    def start(self, number: int, name: str, index: int) -> Link | None:
+    def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         """Has a drone started, the one of that index; None where that failed, which was told."""
 
-    def released(self, link: Link) -> None:
+    def released(self, link: DroneHandle) -> None:
         """Nothing of it is left."""
 
     def snapshot(self) -> Any:
@@ -74,7 +74,7 @@ class Machine(Protocol):
     def check(self, size: int) -> None:
         """Is there room for so many? Raises `OSError`, or `ValueError` for what was asked of the drones."""
 
-    def open(self, roster: Roster) -> Engine:
+    def open(self, roster: Supervisor) -> Engine:
         """In the thread that asks for drones. Raises `OSError` where the machine forbids it."""
 
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, overload
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import by_reference
 from ..wire.pickling import MainSnapshot
-from .config import Terms, check_at_least, check_keep, check_timeout
+from .config import TaskOptions, check_at_least, check_keep, check_timeout
 from .current import innermost
 from .flow_graph import note, note_failure
-from .task import KeptWork
+from .task import KeptTask
 
 __all__ = ["flow"]
 
@@ -101,7 +101,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         terms = pool._terms
         if options is not None:
             terms = options.over(terms or crew.terms)
-        work = crew.submit(last.sent, args, kwargs, None, terms, KeptWork(crew) if keep else None)
+        work = crew.submit(last.sent, args, kwargs, None, terms, KeptTask(crew) if keep else None)
         work.is_node = True
         note(work)
         if work._exception is not None or work.cancelled():  # by now, when nobody knew it for a node
@@ -118,8 +118,8 @@ class _Options(NamedTuple):
     timeout: float | None
     retries: int | None
 
-    def over(self, own: Terms) -> Terms:
-        return Terms(
+    def over(self, own: TaskOptions) -> TaskOptions:
+        return TaskOptions(
             own.timeout if self.timeout is None else self.timeout,
             own.retries if self.retries is None else self.retries,
         )

@@ -20,7 +20,7 @@ from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..timeline.spans import short_name
 
 if TYPE_CHECKING:
-    from .task import Work
+    from .task import Task
 
 __all__ = ["Graph", "Node", "note"]
 
@@ -54,19 +54,19 @@ class _Noted(NamedTuple):
     number: int
     label: str
     inputs: tuple[int, ...]
-    work: ref[Work]
+    work: ref[Task]
 
 
-_nodes: deque[tuple[int, str, tuple[int, ...], ref[Work]]] = deque(maxlen=KEPT)
+_nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=KEPT)
 _failed: dict[int, str] = {}  # by number, the oldest first
 
 
-def note(work: Work) -> None:
+def note(work: Task) -> None:
     """It is a node."""
     _nodes.append((work.number, work.label, work.needed, ref(work)))
 
 
-def note_failure(work: Work, state: str) -> None:
+def note_failure(work: Task, state: str) -> None:
     """A node has no value, and will have none."""
     _failed[work.number] = CALLED_OFF if state == CANCELLED else REJECTED
     if len(_failed) > KEPT + _AT_ONCE:

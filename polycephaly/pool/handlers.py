@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import FINISHED, callbacks
 from ..store.placeholders import travelling
-from ..store.references import Arrived
+from ..store.references import Received
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
     ERROR,
@@ -47,18 +47,18 @@ from ..wire.messages import (
 )
 from ..wire.output import deliver
 from ..wire.slices import RUNNING, Answers, unpack_split
-from .task import Answer, AnswersTogether, KeptWork, Slice, Work
+from .task import Answer, AnswersTogether, KeptTask, Slice, Task
 
 if TYPE_CHECKING:
-    from ..wire.functions import Definition
-    from .drone_handle import Link
+    from ..wire.functions import RemoteFunction
+    from .drone_handle import DroneHandle
 
 __all__ = ["finish", "hear", "hear_kept", "print_lines", "settle"]
 
 log = logging.getLogger(__name__)
 
 
-def hear(link: Link, frames: list[bytes]) -> None:
+def hear(link: DroneHandle, frames: list[bytes]) -> None:
     """One message of a drone. Raises `Malformed`."""
     crew = link.crew
     kind = head_type(frames)
@@ -81,7 +81,7 @@ def hear(link: Link, frames: list[bytes]) -> None:
         raise Malformed(f"{link.name} sent a message of type {kind!r}")
 
 
-def hear_kept(link: Link, kept: bytes) -> None:
+def hear_kept(link: DroneHandle, kept: bytes) -> None:
     """What a drone that died had done and perhaps not yet sent."""
     if kept:
         try:
@@ -91,18 +91,18 @@ def hear_kept(link: Link, kept: bytes) -> None:
             log.warning("what %s left in its page was dropped: %s", link.name, wrong)
 
 
-def print_lines(link: Link) -> None:
+def print_lines(link: DroneHandle) -> None:
     heard, crew = link.printed(), link.crew
     if heard:
         crew.hub.deliver(partial(deliver, crew.output, heard, crew.audiences))
 
 
-def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
+def _hear_results(link: DroneHandle, outcomes: list[Outcome]) -> None:
     print_lines(link)  # what the work printed is out before its promise settles
     crew = link.crew
     now = link.last_heard = crew.hub.timers.now()
-    settled: list[Work] = []
-    timed: Definition | None = None
+    settled: list[Task] = []
+    timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
     parts: dict[int, int] = {}  # of slices: how many calls were answered
     try:
@@ -142,9 +142,9 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
             started, finished = started - link.ahead, finished - link.ahead
             work.answer = Answer(started, finished, now, travelling(work.payload), len(payload))
             work.status = status
-            if work.retries and isinstance(payload, Arrived) and payload.is_far():
+            if work.retries and isinstance(payload, Received) and payload.is_far():
                 work.recipe = work.payload
-            if status == VALUE and isinstance(work, KeptWork):
+            if status == VALUE and isinstance(work, KeptTask):
                 payload = crew.vault.add(link, work, payload)
             work.payload = payload
             if output:
@@ -167,7 +167,7 @@ def _hear_results(link: Link, outcomes: list[Outcome]) -> None:
     crew.answered(link)
 
 
-def _hear_values(link: Link, payload: Any, now: float) -> None:
+def _hear_values(link: DroneHandle, payload: Any, now: float) -> None:
     """The outcomes of many works, with small and immutable values."""
     numbers, started, finished, values = unpack_together(payload, 4)
     try:
@@ -191,14 +191,14 @@ def _hear_values(link: Link, payload: Any, now: float) -> None:
     link.crew.hub.deliver(partial(_settle_values, works, values, answer))
 
 
-def _hear_trail(link: Link, payload: Any) -> None:
+def _hear_trail(link: DroneHandle, payload: Any) -> None:
     try:
         link.crew.record.hear_trail(link.name, bytes(payload), link.ahead)
     except ValueError as wrong:  # a picture lacks something: nobody waits for that
         log.warning("%s: %s", link.name, wrong)
 
 
-def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[Work | None, int, Any, int]:
+def _hear_special(link: DroneHandle, number: int, status: int, payload: Any) -> tuple[Task | None, int, Any, int]:
     """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls took that."""
     shared, status = status & SHARED, status & ~SHARED
     done = rest = state = 0
@@ -224,7 +224,7 @@ def _hear_special(link: Link, number: int, status: int, payload: Any) -> tuple[W
 # -- after the turn -------------------------------------------------------------------------------------
 
 
-def settle(answered: Iterable[Work]) -> None:
+def settle(answered: Iterable[Task]) -> None:
     """By what came back for each, which is opened here."""
     for work in answered:
         try:
@@ -236,7 +236,7 @@ def settle(answered: Iterable[Work]) -> None:
         finish(work, FINISHED, value, error)
 
 
-def finish(work: Work, state: str, value: Any, error: BaseException | None) -> None:
+def finish(work: Task, state: str, value: Any, error: BaseException | None) -> None:
     """Settles it; what a callback of it raises is logged, since others wait to be settled too."""
     try:
         work._settle(state, value, error)
@@ -244,7 +244,7 @@ def finish(work: Work, state: str, value: Any, error: BaseException | None) -> N
         callbacks.exception("a callback of %r failed", work)
 
 
-def _open(work: Work) -> tuple[Any, BaseException | None]:
+def _open(work: Task) -> tuple[Any, BaseException | None]:
     """Value and error of its answer."""
     payload, work.payload = work.payload, b""
     try:
@@ -267,7 +267,7 @@ def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
     return at
 
 
-def _settle_values(works: list[Work | None], values: list[Any], answer: AnswersTogether) -> None:
+def _settle_values(works: list[Task | None], values: list[Any], answer: AnswersTogether) -> None:
     for work, value in zip(works, values, strict=True):
         if work is None:
             continue

@@ -36,13 +36,13 @@ from ..engines.local.launcher import Launcher
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
 from ..wire.messages import FRAMES, Malformed, pack_numbers
-from .drone_handle import Link, State, Times
+from .drone_handle import DroneHandle, State, Times
 from .waiting import Waiting
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Watch"]
+__all__ = ["HealthMonitor"]
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class _Patient:
         return ran - ran_before > BUSY * max(0.0, now - self._since - (waited - waited_before))
 
 
-class _Wait:
+class _WaitingDrone:
     """How long a drone with work has waited. The samples are counts that only grow: two that are equal prove that
     nothing ran between them, whether or not this process looked meanwhile."""
 
@@ -108,8 +108,8 @@ class _Wait:
 _requests = itertools.count(1)
 
 
-class Watch:
-    def __init__(self, crew: Crew) -> None:
+class HealthMonitor:
+    def __init__(self, crew: Dispatcher) -> None:
         plan = crew.plan
         self._crew = crew
         self._hang = plan.hang_timeout
@@ -121,9 +121,9 @@ class Watch:
         self._report_waiting = plan.report_waiting
         if self._report_waiting is not None:
             self._every = min(self._every, self._report_waiting / 4)
-        self._waits: dict[Link, _Wait] = {}
+        self._waits: dict[DroneHandle, _WaitingDrone] = {}
         self._stalled = False
-        self._patients: dict[Link | Launcher, _Patient] = {}
+        self._patients: dict[DroneHandle | Launcher, _Patient] = {}
         self._looks = False
         self._looked = 0.0
 
@@ -140,10 +140,10 @@ class Watch:
         now = self._crew.hub.timers.now()
         if now - self._looked > 2 * self._every + tuning.stalled_seconds / 4:  # we did not run ourselves
             for one, patient in self._patients.items():
-                quiet = isinstance(one, Link) and one.unresponsive is not None
+                quiet = isinstance(one, DroneHandle) and one.unresponsive is not None
                 patient.count_from(now - self._quiet if quiet else now)
         self._looked = now
-        awaited: set[Link | Launcher] = set()
+        awaited: set[DroneHandle | Launcher] = set()
         for link in [each for each in self._crew.links if each.alive]:
             if self._memory is not None and link.pid is not None:
                 self._look_at_memory(link, self._memory)
@@ -161,7 +161,7 @@ class Watch:
                 self._responds(link)
         for one in awaited:
             patient = self._patients.setdefault(one, _Patient(now))
-            if isinstance(one, Link):
+            if isinstance(one, DroneHandle):
                 self._feel(one, patient, now)
             else:
                 self._feel_zygote(one, patient, now)
@@ -174,7 +174,7 @@ class Watch:
 
     # -- signs of life --------------------------------------------------------------------------------
 
-    def _feel(self, link: Link, patient: _Patient, now: float) -> None:
+    def _feel(self, link: DroneHandle, patient: _Patient, now: float) -> None:
         pulse, threads = link.pulse()
         if self._report_waiting is not None:
             self._look_for_wait(link, now, link.worked(threads), self._report_waiting)
@@ -190,7 +190,7 @@ class Watch:
         if self._hang is not None and quiet >= self._hang and not link.verdict:
             link.kill(f"it did not respond for {quiet:.1f} s: {link.unresponsive}")
 
-    def _responds(self, link: Link) -> None:
+    def _responds(self, link: DroneHandle) -> None:
         """What only it may do may have waited for that."""
         link.unresponsive = None
         self._crew.pinned_waiting = True
@@ -215,12 +215,12 @@ class Watch:
 
     # -- waits ----------------------------------------------------------------------------------------
 
-    def _look_for_wait(self, link: Link, now: float, worked: tuple[object, Times] | None, after: float) -> None:
+    def _look_for_wait(self, link: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float) -> None:
         if worked is None:
             return
         wait = self._waits.get(link)
         if wait is None:
-            wait = self._waits[link] = _Wait(now)
+            wait = self._waits[link] = _WaitingDrone(now)
         seconds = wait.seconds(now, worked, link.others_worked)
         if seconds < after:
             if wait.asked:
@@ -254,7 +254,7 @@ class Watch:
                 self._crew.plan.name, len(links), len(queued), queued[0].definition.label, len(links) + len(queued),
             )  # fmt: skip
 
-    def hear_frames(self, link: Link, request: int, answer: dict[str, Any]) -> None:
+    def hear_frames(self, link: DroneHandle, request: int, answer: dict[str, Any]) -> None:
         """The answer to a request that may be over. Raises `Malformed`."""
         places = answer.get("places")
         if not isinstance(places, dict):
@@ -265,7 +265,7 @@ class Watch:
             if link.told_waiting is not None:  # its ear could not answer before
                 link.told_waiting = self._described(link, link.told_waiting[1].since, places)
 
-    def _described(self, link: Link, since: float, places: dict[str, Any]) -> tuple[int, Waiting]:
+    def _described(self, link: DroneHandle, since: float, places: dict[str, Any]) -> tuple[int, Waiting]:
         works = list(link.flight.values())
         started = link.started()
         work = next((each for each in works if each.number == started), works[0] if works else None)
@@ -278,7 +278,7 @@ class Watch:
                 waiting = replace(waiting, file=file, line=line, function=function)
         return work.number, waiting
 
-    def _goes_on(self, link: Link) -> None:
+    def _goes_on(self, link: DroneHandle) -> None:
         """It was let run again, or owes nothing any more."""
         del self._waits[link]
         if link.told_waiting is not None:
@@ -287,7 +287,7 @@ class Watch:
 
     # -- memory ---------------------------------------------------------------------------------------
 
-    def _look_at_memory(self, link: Link, most: int) -> None:
+    def _look_at_memory(self, link: DroneHandle, most: int) -> None:
         if link.verdict:  # a drone that is being killed has less and less, which says nothing of the next one
             return
         held = link.memory(int(most * NEAR))
@@ -305,6 +305,6 @@ class Watch:
             self._crew.roster.retire(link)
 
 
-def _while(link: Link) -> str:
+def _while(link: DroneHandle) -> str:
     running = link.flight.get(link.started())
     return f"; it was running {running.definition.label}" if running is not None else ""

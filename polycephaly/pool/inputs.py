@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self
 from ..drone.functions import filled
 from ..errors import another
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, misplaced, pickling
-from ..promises.trampoline import Cascade
+from ..promises.trampoline import Trampoline
 
 if TYPE_CHECKING:
-    from .task import Work
+    from .task import Task
 
-__all__ = ["CONTAINERS", "Holes", "StandIn", "cancel_upstream", "fall", "forget"]
+__all__ = ["CONTAINERS", "Placeholder", "Placeholders", "cancel_upstream", "fall", "forget"]
 
 CONTAINERS = frozenset((list, tuple, dict))
 """In these, and in no subclasses of them, a promise is found."""
@@ -35,7 +35,7 @@ _FEW = 32
 _CAME_BY = "the promise that brought it: "
 
 
-class StandIn:
+class Placeholder:
     """A handle that arrives as the value where it is an argument by itself. What stands for that is a promise, which is
     settled."""
 
@@ -43,7 +43,7 @@ class StandIn:
         raise NotImplementedError
 
 
-class Holes:
+class Placeholders:
     """A ``with`` block in which this thread pickles arguments."""
 
     def __init__(self) -> None:
@@ -100,10 +100,10 @@ def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
 # -- what follows when one fails --------------------------------------------------------------------------
 
 
-_falling = Cascade(deep=1)
+_falling = Trampoline(deep=1)
 
 
-def fall(work: Work, settled: Promise[Any]) -> None:
+def fall(work: Task, settled: Promise[Any]) -> None:
     """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's, and says by whom it
     came."""
     if settled._state == CANCELLED:
@@ -115,7 +115,7 @@ def fall(work: Work, settled: Promise[Any]) -> None:
     _falling.go(_reject, work, error)
 
 
-def _reject(work: Work, error: BaseException) -> None:
+def _reject(work: Task, error: BaseException) -> None:
     try:
         work._settle(FINISHED, None, error)
     finally:

@@ -13,27 +13,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .task import Work
+from .task import Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Lending"]
+__all__ = ["Leases"]
 
 _PASSED_MOST = 1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
 
 
-class Lending:
+class Leases:
     """A crew's."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
 
-    def lend(self, most: int, which: Callable[[Work], bool]) -> list[Work]:
+    def lend(self, most: int, which: Callable[[Task], bool]) -> list[Task]:
         """Takes from the queue at most so many, of those that `which` is true of: no drone has got them."""
         crew = self._crew
-        taken: list[Work] = []
-        passed: list[Work] = []
+        taken: list[Task] = []
+        passed: list[Task] = []
         with suppress(IndexError):
             while len(taken) < most and len(passed) < _PASSED_MOST:
                 work = crew.queue.popleft()
@@ -45,7 +45,7 @@ class Lending:
         crew.held.update(taken)
         return taken
 
-    def come_back(self, works: list[Work]) -> None:
+    def come_back(self, works: list[Task]) -> None:
         """They were not begun."""
         crew = self._crew
         self._take_back(works)
@@ -55,18 +55,18 @@ class Lending:
             crew.requeue([work for work in works if not work.done()])
         crew.look_for_end = True
 
-    def lost(self, works: list[Work], error: BaseException) -> None:
+    def lost(self, works: list[Task], error: BaseException) -> None:
         """They were perhaps begun: nobody knows what became of them."""
         crew = self._crew
         self._take_back(works)
         crew.lose(works, error, again=not crew.over)
         crew.look_for_end = True
 
-    def settled(self, works: list[Work]) -> None:
+    def settled(self, works: list[Task]) -> None:
         self._crew.held.difference_update(works)
         self._crew.look_for_end |= self._crew.closing
 
-    def _take_back(self, works: list[Work]) -> None:
+    def _take_back(self, works: list[Task]) -> None:
         for work in works:
             work.lent = work.runs_elsewhere = False
         self._crew.held.difference_update(works)

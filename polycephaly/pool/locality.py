@@ -19,24 +19,24 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ..runtime.tuning import tuning
-from ..store.placeholders import Taking
-from .drone_handle import Link, State, drained
-from .task import Work
+from ..store.placeholders import PayloadWithRefs
+from .drone_handle import DroneHandle, State, drained
+from .task import Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Favours"]
+__all__ = ["Locality"]
 
 MOVING = 2e-9
 """Seconds that a byte takes from drone to drone, about: it is pickled, copied once, and unpickled."""
 _LOOKED_AT = 256  # pieces of work that wait for one drone, when others look what they could take over
 
 
-class Favours:
+class Locality:
     """A crew's. Its truth: may some be waiting? (Never False while there are.)"""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
         self._any = False
         self._looks_at = inf  # when it is looked whether others should have them
@@ -47,7 +47,7 @@ class Favours:
     def __len__(self) -> int:
         return sum(len(link.favoured) for link in self._crew.links) if self._any else 0
 
-    def add(self, work: Work, link: Link) -> None:
+    def add(self, work: Task, link: DroneHandle) -> None:
         """It is to be run by `link`, unless another is idle for as long as it takes to bring there what it takes.
         From any thread."""
         crew = self._crew
@@ -63,7 +63,7 @@ class Favours:
 
     # -- in turns -------------------------------------------------------------------------------------
 
-    def put_back(self, work: Work, link: Link) -> None:
+    def put_back(self, work: Task, link: DroneHandle) -> None:
         """To the head of the queue that it was taken from."""
         link.favoured.appendleft(work)
         self._any = self._crew.pinned_waiting = True
@@ -88,7 +88,7 @@ class Favours:
                 elif due > now:
                     soonest = min(soonest, due)
                     break
-                elif idle and (type(work.payload) is not Taking or crew.vault.can_move(work, idle[-1])):
+                elif idle and (type(work.payload) is not PayloadWithRefs or crew.vault.can_move(work, idle[-1])):
                     link = idle.pop()
                     busy.favoured.remove(work)
                     link.favoured.appendleft(work)
@@ -100,13 +100,13 @@ class Favours:
     def _look_again(self) -> None:
         self._looks_at = inf  # the turn's end looks
 
-    def release(self, link: Link) -> None:
+    def release(self, link: DroneHandle) -> None:
         """It takes no more, and ends if that was all that it waited for."""
         for work in drained(link.favoured):
             work.prefers = None
             self._crew.go_on(work)
         self._crew.roster.stop_if_retired(link)
 
-    def drained(self) -> list[Work]:
+    def drained(self) -> list[Task]:
         """All, and none waits here any more."""
         return [work for link in self._crew.links for work in drained(link.favoured)]

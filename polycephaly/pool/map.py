@@ -24,7 +24,7 @@ from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers
 from .map_source import OneByOne
 from .progress import REFRESH, Progress
-from .task import Slice, Work
+from .task import Slice, Task
 
 __all__ = ["Results", "results"]
 
@@ -78,7 +78,7 @@ def results(
 def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     """Some results at a time; first of all none, when the first calls are on their way."""
     values: list[Any] = []
-    works: list[Work] = []
+    works: list[Task] = []
     try:
         stream.fill()
         yield values
@@ -123,7 +123,7 @@ def _failure(packed: Any, stream: _Ordered) -> BaseException:
     return error
 
 
-def _emptied(works: list[Work]) -> Iterator[Any]:
+def _emptied(works: list[Task]) -> Iterator[Any]:
     """Their values, of which nothing here holds one."""
     while works:
         yield works.pop().result()
@@ -154,7 +154,7 @@ class _Ordered:
         self._taken = 0
         self.is_read = False  # or its user wants no result
         self._closed = False
-        self._works: deque[Work] = deque()
+        self._works: deque[Task] = deque()
         self._deadline: Promise[None] | None = None
         self._tick: Promise[None] | None = None
 
@@ -177,7 +177,7 @@ class _Ordered:
             self._add(work)
             self.source.latest = None
 
-    def take(self) -> list[Work]:
+    def take(self) -> list[Task]:
         """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
 
         Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has cancelled it."""
@@ -212,7 +212,7 @@ class _Ordered:
         _cancel([*self._works, *self.source.untaken()])
         self.pool = None
 
-    def _add(self, work: Work) -> None:
+    def _add(self, work: Task) -> None:
         self._works.append(work)
 
     def _wait_for(self, promise: Promise[Any]) -> None:
@@ -278,10 +278,10 @@ class _Unordered(_Ordered):
 
     def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
         super().__init__(source, buffersize, end, progress)
-        self._arrived: deque[Work] = deque()
+        self._arrived: deque[Task] = deque()
         self._news: Promise[None] = Promise()
 
-    def take(self) -> list[Work]:
+    def take(self) -> list[Task]:
         while not self._arrived:
             if not self._works:
                 return []
@@ -304,12 +304,12 @@ class _Unordered(_Ordered):
             self._news = Promise()
         return self._news if self._works and not self._arrived else None
 
-    def _add(self, work: Work) -> None:
+    def _add(self, work: Task) -> None:
         super()._add(work)
         work._hook(self._settled)
 
     def _settled(self, work: Promise[Any]) -> None:
-        assert isinstance(work, Work)
+        assert isinstance(work, Task)
         self._arrived.append(work)
         self._news._settle(FINISHED, None, None)
 
@@ -346,7 +346,7 @@ def _settle(promise: Promise[None], _: object) -> None:
     promise._settle(FINISHED, None, None)
 
 
-def _cancel(works: Reversible[Work]) -> None:
+def _cancel(works: Reversible[Task]) -> None:
     """The last first: a drone whose call ends by this would begin the next one, if that was not cancelled yet.
 
     Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said

@@ -24,12 +24,12 @@ from ..store.shared import Shared
 from ..wire.functions import label
 from ..wire.pickling import BULKY, capture
 from ..wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, pack_calls
-from .task import Slice, Work
+from .task import Slice, Task
 
 if TYPE_CHECKING:
-    from ..runtime.reactor import Hub
-    from .config import Terms
-    from .dispatcher import Crew
+    from ..runtime.reactor import Reactor
+    from .config import TaskOptions
+    from .dispatcher import Dispatcher
 
 __all__ = ["OneByOne", "Source"]
 
@@ -58,7 +58,7 @@ class OneByOne:
     shutdown. It is raised in its place, after the results of what was sent before."""
 
     def __init__(
-        self, crew: Crew, terms: Terms | None, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]], ahead: int
+        self, crew: Dispatcher, terms: TaskOptions | None, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]], ahead: int
     ) -> None:
         self.error: Exception | None = None
         self._crew = crew
@@ -68,14 +68,14 @@ class OneByOne:
         self._item = 0  # the index of the next call that is handed out
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # all was taken, and that was noticed
-        self.latest: Work | None = None  # the newest, until it is taken: Ctrl-C may come in between
+        self.latest: Task | None = None  # the newest, until it is taken: Ctrl-C may come in between
 
     @property
     def label(self) -> str:
         return label(self._fn)
 
     @property
-    def hub(self) -> Hub:
+    def hub(self) -> Reactor:
         return self._crew.hub
 
     def ahead(self) -> int:
@@ -93,11 +93,11 @@ class OneByOne:
         """Calls in a piece."""
         return 1
 
-    def take(self, most: int) -> Work | None:
+    def take(self, most: int) -> Task | None:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
         try:
             for row in self._rows:
-                work = self.latest = Work(self._crew)
+                work = self.latest = Task(self._crew)
                 work.item, self._item = self._item, self._item + 1
                 return self._crew.submit(self._fn, row, {}, None, self._terms, work)
         except Exception as error:  # of the input, or the pool takes no more
@@ -105,10 +105,10 @@ class OneByOne:
         self.exhausted = True
         return None
 
-    def learn(self, work: Work) -> None:
+    def learn(self, work: Task) -> None:
         """From what came of it."""
 
-    def untaken(self) -> list[Work]:
+    def untaken(self) -> list[Task]:
         """The pieces of work that were made and not yet taken, in order."""
         return [] if self.latest is None else [self.latest]
 
@@ -120,7 +120,7 @@ class Source(OneByOne):
     """Short calls of known length go in slices."""
 
     def __init__(
-        self, crew: Crew, terms: Terms, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+        self, crew: Dispatcher, terms: TaskOptions, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
     ) -> None:
         super().__init__(crew, terms, fn, iterables, 0)
         self._given = terms
@@ -130,7 +130,7 @@ class Source(OneByOne):
         if self._single:
             self._rows = iter(iterables[0])
         self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
-        self._next: Work | None = None
+        self._next: Task | None = None
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
@@ -160,7 +160,7 @@ class Source(OneByOne):
     def has_room(self) -> bool:
         return self._crew.has_room()
 
-    def learn(self, work: Work) -> None:
+    def learn(self, work: Task) -> None:
         """What follows a slice that was cut counts when it is answered itself."""
         self._answered += 1
         answer = work.answered_with()
@@ -170,7 +170,7 @@ class Source(OneByOne):
             followers = work.followers if isinstance(work, Slice) else ()
             self._calls += work.count - sum(each.count for each in followers)
 
-    def take(self, most: int) -> Work | None:
+    def take(self, most: int) -> Task | None:
         work = self.latest = self._next
         self._next = None
         if work is None and not self.exhausted:
@@ -196,7 +196,7 @@ class Source(OneByOne):
             best = min(best, -(-left // self._crew.plan.size))
         return max(1, best)
 
-    def _gather(self, most: int) -> Work | None:
+    def _gather(self, most: int) -> Task | None:
         form = ITEMS if self._single else ROWS
         if self._range is not None:
             part, self._range = self._range[:most], self._range[most:]
@@ -205,7 +205,7 @@ class Source(OneByOne):
             self._rows = iter(part)
         rows: list[Any] = []
         size = 0
-        work: Work | None
+        work: Task | None
         source: Iterator[Any] = islice(self._rows, most)
         if self._at_once and most > 1:
             try:
@@ -224,7 +224,7 @@ class Source(OneByOne):
             args = (row,) if self._single else row
             pickled = self._pickled(args) if most > 1 else None
             if pickled is None:
-                self.latest = Work(self._crew)
+                self.latest = Task(self._crew)
                 self.latest.item = self._item + len(rows)
                 self._next = self._crew.submit(self._fn, args, {}, None, self._terms, self.latest)
                 break
@@ -273,10 +273,10 @@ class Source(OneByOne):
             return True
         return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
 
-    def untaken(self) -> list[Work]:
+    def untaken(self) -> list[Task]:
         return super().untaken() + ([] if self._next is None else [self._next])
 
-    def _slice(self, form: int, rows: Sequence[Any]) -> Work | None:
+    def _slice(self, form: int, rows: Sequence[Any]) -> Task | None:
         if not rows:
             self.exhausted = True
             return None

@@ -12,10 +12,10 @@ from ..store.shared import Shared
 from ..timeline import Timeline
 from ..timeline.taking import take
 from ..wire.output import Line
-from .base import Workforce
+from .base import ExecutorBase
 from .config import (
-    Plan,
-    Terms,
+    PoolConfig,
+    TaskOptions,
     check_at_least,
     check_cwd,
     check_env,
@@ -28,7 +28,7 @@ from .config import (
     check_timeout,
 )
 from .current import entered, left
-from .dispatcher import Crew
+from .dispatcher import Dispatcher
 from .drone import Drone
 from .drone_handle import State
 from .engine import machine
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _names = itertools.count(1)
 
 
-class Pool(Workforce):
+class Pool(ExecutorBase):
     """``drones`` headless copies of this image behind one queue (by default as many as usable cores).
 
     All are of one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
@@ -119,7 +119,7 @@ class Pool(Workforce):
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
-        plan = Plan(
+        plan = PoolConfig(
             size=size,
             name=name,
             drone_name=lambda index: f"{name}.{index}",
@@ -130,7 +130,7 @@ class Pool(Workforce):
             initargs=tuple(initargs),
             output=check_output(output),
             width=check_at_least("width", width, 1),
-            terms=Terms(check_timeout(timeout), check_at_least("retries", retries, 0)),
+            terms=TaskOptions(check_timeout(timeout), check_at_least("retries", retries, 0)),
             max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
             max_memory=check_memory(max_memory),
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
@@ -139,7 +139,7 @@ class Pool(Workforce):
             machine=where,
             on_death=on_death,
         )
-        self._crew = Crew(plan)
+        self._crew = Dispatcher(plan)
         self._crew.close_without(self)
         try:
             self._crew.begun.result()

@@ -44,10 +44,10 @@ class Progress:
 def _bar_type() -> Any:
     from tqdm.auto import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+    class ProgressBar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
         """Without tqdm's own thread, and without its lock for several processes: neither goes with forks."""
 
         monitor_interval = 0
 
-    Bar.set_lock(threading.RLock())
-    return Bar
+    ProgressBar.set_lock(threading.RLock())
+    return ProgressBar

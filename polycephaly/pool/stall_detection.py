@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Promise
 from ..runtime.tuning import tuning
-from .task import Work
+from .task import Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Stuck"]
+__all__ = ["StallDetector"]
 
 
-class Stuck:
+class StallDetector:
     """A crew's."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
         self._looks = False  # or has said it
 
@@ -59,7 +59,7 @@ class Stuck:
                 return
 
 
-def by_hand_for(work: Work, seen: set[Any]) -> Promise[Any] | None:
+def by_hand_for(work: Task, seen: set[Any]) -> Promise[Any] | None:
     """A promise that nobody but the program settles, for which it waits in the end; none that was `seen` before."""
     todo: list[Any] = [work]
     while todo:

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DroneDied
 from ..promises.promise import Promise
-from ..wire.functions import Book
+from ..wire.functions import FunctionRegistry
 from ..wire.messages import RECALL, STOP, pack_numbers
-from .drone_handle import Link, State, drained
+from .drone_handle import DroneHandle, State, drained
 from .handlers import print_lines
-from .task import Work
+from .task import Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Crew
+    from .dispatcher import Dispatcher
 
-__all__ = ["Roster", "because"]
+__all__ = ["Supervisor", "because"]
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +44,19 @@ KILLED_TRIES = 100  # in a row, by somebody else
 TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are there
 
 
-class Roster:
-    def __init__(self, crew: Crew) -> None:
+class Supervisor:
+    def __init__(self, crew: Dispatcher) -> None:
         """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits forbid it."""
         self._crew = crew
         self._plan = crew.plan
         self._hub = crew.hub
-        self.links: list[Link] = []
+        self.links: list[DroneHandle] = []
         self._numbers = itertools.count(1)
-        self.first: Link | None = None
+        self.first: DroneHandle | None = None
         self._failed_starts = 0
         self.too_large_so_far = 0  # drones in a row
         self._renewals: list[Promise[None]] = []  # refreshes that wait for their drones
-        self.book: Book
+        self.book: FunctionRegistry
         self.engine = self._plan.machine.open(self)
         try:
             self._initializer = self._capture_initializer()
@@ -65,22 +65,22 @@ class Roster:
             raise
 
     @property
-    def crew(self) -> Crew:
+    def crew(self) -> Dispatcher:
         return self._crew
 
-    def _capture_initializer(self) -> Callable[[], Work] | None:
+    def _capture_initializer(self) -> Callable[[], Task] | None:
         """Pickles it once, as any call's arguments are: now. Raises what its pickling raises."""
         initializer, initargs = self._plan.initializer, self._plan.initargs
         if initializer is None:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)
         definition = self.book.define(initializer)
-        first = Work(self._crew)
+        first = Task(self._crew)
         if first.capture(definition, initargs, {}, self.book):
             raise TypeError(f"a promise is among the initargs of {definition.label}: give its value")
 
-        def once_more() -> Work:
-            work = Work(self._crew)
+        def once_more() -> Task:
+            work = Task(self._crew)
             work.definition, work.args, work.kind, work.payload = definition, first.args, first.kind, first.payload
             return work
 
@@ -123,7 +123,7 @@ class Roster:
         else:
             self._crew.cannot_start(error)
 
-    def started(self, link: Link, pid: int) -> None:
+    def started(self, link: DroneHandle, pid: int) -> None:
         link.pid = pid
         self._crew.watch.begin()  # where no zygote starts it, there was nothing to look at yet
         self._crew.tell(link.born)
@@ -132,11 +132,11 @@ class Roster:
             while self._renewals:
                 self._crew.tell(self._renewals.pop())
 
-    def not_started(self, link: Link, error: BaseException) -> None:
+    def not_started(self, link: DroneHandle, error: BaseException) -> None:
         self._remove(link)
         self._crew.cannot_start(error)
 
-    def hello(self, link: Link) -> None:
+    def hello(self, link: DroneHandle) -> None:
         """The drone is up: it gets its initializer first, if there is one."""
         if link.state is not State.STARTING:
             return
@@ -150,7 +150,7 @@ class Roster:
         batch, frames = link.load_batch(deque([work]), 1, self._hub.timers.now())
         link.send(frames, batch)
 
-    def _prepared(self, link: Link, promise: Promise[Any]) -> None:
+    def _prepared(self, link: DroneHandle, promise: Promise[Any]) -> None:
         if link.state is not State.PREPARING:
             return
         if promise._exception is None:
@@ -159,7 +159,7 @@ class Roster:
             self.stop(link)
             self._start_failed(because(f"the initializer of {self._plan.name} failed", promise._exception))
 
-    def _ready(self, link: Link) -> None:
+    def _ready(self, link: DroneHandle) -> None:
         link.state = State.READY
         link.tasks_done = 0  # its initializer does not count
         self._failed_starts = 0
@@ -169,7 +169,7 @@ class Roster:
         if link.retires:
             self.retire(link)
 
-    def too_large(self, link: Link, what: str) -> None:
+    def too_large(self, link: DroneHandle, what: str) -> None:
         """It holds more than it may before it has done anything: so would the next."""
         link.kill(what)
         self.too_large_so_far += 1
@@ -184,7 +184,7 @@ class Roster:
 
     # -- retiring and stopping ----------------------------------------------------------------------
 
-    def retire(self, link: Link) -> None:
+    def retire(self, link: DroneHandle) -> None:
         """No new work for it; it ends when it has done what is its own."""
         if link.state is State.READY:
             link.state = State.RETIRING
@@ -199,16 +199,16 @@ class Roster:
             link.kill()
         self.fill_up()
 
-    def stop_if_retired(self, link: Link) -> None:
+    def stop_if_retired(self, link: DroneHandle) -> None:
         if link.state is State.RETIRING and not (link.flight or link.packing or link.owes()):
             self.stop(link)
 
-    def stop(self, link: Link) -> None:
+    def stop(self, link: DroneHandle) -> None:
         link.state = State.STOPPING
         link.send(pack_numbers(STOP))
         self._hub.after(STOP_GRACE, partial(self._kill_if_alive, link))
 
-    def _kill_if_alive(self, link: Link) -> None:
+    def _kill_if_alive(self, link: DroneHandle) -> None:
         if link.alive:
             link.kill()
 
@@ -230,7 +230,7 @@ class Roster:
 
     # -- deaths -----------------------------------------------------------------------------------
 
-    def died(self, link: Link, exitcode: int | None) -> None:
+    def died(self, link: DroneHandle, exitcode: int | None) -> None:
         """None where the engine cannot know."""
         before = link.state
         link.exitcode = exitcode
@@ -264,7 +264,7 @@ class Roster:
         self.fill_up()
         self._crew.look_for_end = True
 
-    def _unexpected(self, link: Link, error: DroneDied, before: State) -> None:
+    def _unexpected(self, link: DroneHandle, error: DroneDied, before: State) -> None:
         if self._plan.on_death == "break":
             self._crew.break_(error)
         elif before < State.READY and self._crew.wanted() and self._plan.on_death == "end":
@@ -281,14 +281,14 @@ class Roster:
         else:
             log.info("%s", error)
 
-    def _give_up(self, link: Link, error: DroneDied) -> None:
+    def _give_up(self, link: DroneHandle, error: DroneDied) -> None:
         """Results that the dead drone had sent did not come: they never left it."""
         self._crew.lose(list(link.flight.values()), error, again=True)
         link.flight.clear()
         self._remove(link)
         self._crew.look_for_end = True
 
-    def _remove(self, link: Link) -> None:
+    def _remove(self, link: DroneHandle) -> None:
         print_lines(link)
         link.close()
         link.state = State.DEAD
@@ -307,7 +307,7 @@ class Roster:
         self.engine.end()
 
 
-def _death(link: Link, work: Work | None) -> DroneDied:
+def _death(link: DroneHandle, work: Task | None) -> DroneDied:
     code = link.exitcode
     if code is None:
         how = f"died ({link.fate})"

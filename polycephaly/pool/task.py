@@ -21,33 +21,33 @@ from ..errors import Lost, another
 from ..promises.promise import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans, outcome
 from ..store.blocks import pristine_view
 from ..store.kept import Kept
-from ..store.placeholders import Taking, meeting, taking, untaken
-from ..store.references import Arrived, Parcel, load, load_beside
+from ..store.placeholders import PayloadWithRefs, meeting, taking, untaken
+from ..store.references import Received, Serialized, load, load_beside
 from ..store.shared import Shared
-from ..wire.functions import Book, Definition
+from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from ..wire.pickling import LARGE_BUFFER, MainSnapshot, capture, join, pack
 from ..wire.slices import SHORT, SMALL, Answers, part_of
 from .flow_graph import note_failure
-from .inputs import CONTAINERS, Holes, StandIn, cancel_upstream, fall, forget
+from .inputs import CONTAINERS, Placeholder, Placeholders, cancel_upstream, fall, forget
 
 if TYPE_CHECKING:
-    from ..store.directory import Deposit
-    from .dispatcher import Crew
-    from .drone_handle import Link
+    from ..store.directory import RemoteObject
+    from .dispatcher import Dispatcher
+    from .drone_handle import DroneHandle
 
-__all__ = ["Answer", "AnswersTogether", "KeptWork", "Sending", "Slice", "Work"]
+__all__ = ["Answer", "AnswersTogether", "KeptTask", "Sending", "Slice", "Task"]
 
 _numbers = itertools.count(1)
 _CURE = " (a future of the standard library does not go along: give `polycephaly.race(future)`, a promise of its value)"
 
 
-class Work(Promise[Any]):
+class Task(Promise[Any]):
     """The work is its promise: one object for both. After the call it is changed in the hub's turns only."""
 
     _can_be_interrupted = True
-    target: Link | None = None  # the only drone it may run on, if there is one
-    prefers: Link | None = None  # the drone that has most of what it takes, if one is known
+    target: DroneHandle | None = None  # the only drone it may run on, if there is one
+    prefers: DroneHandle | None = None  # the drone that has most of what it takes, if one is known
     burden = 0  # bytes that would have to be moved for any other
     favoured = 0.0  # since when it waits for that one
     keeps = False  # its value stays where it is computed
@@ -61,14 +61,14 @@ class Work(Promise[Any]):
     count = 1  # calls
     item: int | None = None  # of a `map`: the index of its first call
     place = 0  # among the overlapped work that was sent to its drone, from 1
-    definition: Definition
+    definition: RemoteFunction
     answer: Answer | AnswersTogether | None = None
     timeout: float | None = None  # seconds that it may run
     retries = 0  # how often it is run again when its drone dies
     party = ""  # the client of a served pool that has given it (server/fairness.py)
     relays: Any = None  # what of another process's it is, where it is such (server/session.py)
     leases: Any = None  # of a remote pool's shared values (engines/remote/shared.py), until it is sent
-    given: list[Deposit] | None = None  # of which handles are in what came back, until that is opened
+    given: list[RemoteObject] | None = None  # of which handles are in what came back, until that is opened
     lent = False  # another process has it, and may be running it
     runs_elsewhere = False  # another process has told that it has begun
     inputs: Sequence[Any] = ()  # while it waits: the promises for which it does; and what else is in `args`
@@ -80,7 +80,7 @@ class Work(Promise[Any]):
     is_node = False  # of a graph (flow.py): cancelling it goes upstream
     _filling: Iterator[int]  # as many steps as there are inputs but one: the synchronization counter
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self._open = None  # as Promise.__init__ does
         if DICT_AT_BIRTH:
             self.__dict__  # noqa: B018
@@ -89,7 +89,7 @@ class Work(Promise[Any]):
         self.queued = monotonic()
 
     def capture(
-        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book
+        self, definition: RemoteFunction, args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry
     ) -> Sequence[Promise[Any]]:
         """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
         self.definition = definition
@@ -99,7 +99,7 @@ class Work(Promise[Any]):
             kind = type(arg)
             if kind in SMALL:
                 continue
-            if kind is Work:
+            if kind is Task:
                 inputs.append(arg)
                 continue
             if kind is str or kind is bytes:
@@ -114,7 +114,7 @@ class Work(Promise[Any]):
             together = False
             if kind in CONTAINERS:
                 nested = True
-            elif isinstance(arg, StandIn):
+            elif isinstance(arg, Placeholder):
                 shared = nested = True
             elif kind is Shared:
                 shared = True
@@ -141,10 +141,10 @@ class Work(Promise[Any]):
         return inputs
 
     def _capture_with_holes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], book: Book, bulky: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry, bulky: bool
     ) -> Sequence[Promise[Any]]:
         self.kind = CALL_KEYWORDS
-        with Holes() as holes, meeting(book.vault) as pickling:
+        with Placeholders() as holes, meeting(book.vault) as pickling:
             try:
                 self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
                 if holes.inputs:
@@ -183,7 +183,7 @@ class Work(Promise[Any]):
         for each in followed:
             self.crew.hub.deliver(partial(each._never_arrived, self))
 
-    def take(self, deposits: dict[int, Deposit]) -> None:
+    def take(self, deposits: dict[int, RemoteObject]) -> None:
         """It needs these kept values."""
         if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):  # else see `_fill`
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
@@ -194,7 +194,7 @@ class Work(Promise[Any]):
         if self.args is not None:
             return self.args
         payload = self.payload
-        if isinstance(payload, Parcel):
+        if isinstance(payload, Serialized):
             views = [pristine_view(segment)[at : at + length] for segment, at, length in payload.places]
             args: tuple[Any, ...] = load_beside(payload.inline, views)
         else:
@@ -205,7 +205,7 @@ class Work(Promise[Any]):
         """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and this work is
         rejected too."""
         self.inputs = inputs if self.args is None else self.args
-        self.needed = tuple([each.number for each in inputs if isinstance(each, Work)])
+        self.needed = tuple([each.number for each in inputs if isinstance(each, Task)])
         self._filling = iter(range(1, len(inputs)))
         settled = self._one_settled
         for each in inputs:
@@ -231,7 +231,7 @@ class Work(Promise[Any]):
         args, inputs = self.args, self.inputs
         if args is not None:
             values = [arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args]
-            captured = self.payload.deposits if type(self.payload) is Taking else None
+            captured = self.payload.deposits if type(self.payload) is PayloadWithRefs else None
             if SMALL.issuperset(map(type, values)):
                 self.args = tuple(values)
                 self.inputs = ()
@@ -278,9 +278,9 @@ class Work(Promise[Any]):
     def open(self, payload: Any) -> Any:
         """The value, or what stands for it until somebody asks. What has handles in it is opened: they are written for
         this image."""
-        if isinstance(payload, Arrived) and not self.given and (self.is_node or payload.is_far()):
+        if isinstance(payload, Received) and not self.given and (self.is_node or payload.is_far()):
             self._lying = payload  # first: from the next line on, others look at it
-            self.__class__ = LyingWork  # this adds methods only: its attributes are stored as before
+            self.__class__ = LazyTask  # this adds methods only: its attributes are stored as before
             return None
         return self.read(payload)
 
@@ -307,7 +307,7 @@ class Work(Promise[Any]):
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
-        far = [each if isinstance(each, LyingWork) and each._is_far() else None for each in inputs]
+        far = [each if isinstance(each, LazyTask) and each._is_far() else None for each in inputs]
         self.wait_for([it if each is None else each.computed_again(lost) for each, it in zip(far, inputs, strict=True)])
 
     def let_go(self) -> None:
@@ -335,7 +335,7 @@ class Work(Promise[Any]):
         self.crew.hub.drive(self, end)
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> DroneHandle | None:
         """The drone it was sent to."""
         sending = self.sending  # a turn in another thread may take it away
         return sending.link if sending is not None else None
@@ -370,7 +370,7 @@ class Work(Promise[Any]):
         return answer.of(self.number) if isinstance(answer, AnswersTogether) else answer
 
 
-class LyingWork(Work):
+class LazyTask(Task):
     """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes from there, and is
     opened here only when somebody asks. For a node of a graph that is shared memory; for all work of a cluster's, a
     node of that."""
@@ -378,7 +378,7 @@ class LyingWork(Work):
     _lies = True
     _opened = False
     _unopened: Exception | None = None  # why it cannot be
-    _again: Work | None = None
+    _again: Task | None = None
 
     def _bring_here(self) -> Any:
         if not self._opened:
@@ -413,14 +413,14 @@ class LyingWork(Work):
         unopened = not self._opened and self._state == FINISHED and self._exception is None
         return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
-    def computed_again(self, lost: Lost) -> Work:
+    def computed_again(self, lost: Lost) -> Task:
         """The same work once more, on its way; the same again for who else asks. Raises `lost` where `retries` do not
         allow it."""
         if self._again is not None:
             return self._again
         if not self.retries or self.recipe is None:
             raise lost
-        again = self._again = Work(self.crew)
+        again = self._again = Task(self.crew)
         again.definition, again.kind, again.args, again.payload = self.definition, self.kind, self.args, self.recipe
         again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
         self.crew.start(again)
@@ -429,16 +429,16 @@ class LyingWork(Work):
     def _is_far(self) -> bool:
         return not self._opened and bool(self._lying.is_far())
 
-    def _part(self, book: Book) -> Parcel | None:
+    def _part(self, book: FunctionRegistry) -> Serialized | None:
         return self._lying.parcel() if self._lying.lies_in(book.store) else None
 
 
-class KeptWork(Work):
+class KeptTask(Task):
     """Its value is a handle: what it computes stays in the drone."""
 
     keeps = True
-    weight = Work.weight + 1  # so that it does not go in a run of others
-    deposit: Deposit | None = None  # where it computes once more what was lost
+    weight = Task.weight + 1  # so that it does not go in a run of others
+    deposit: RemoteObject | None = None  # where it computes once more what was lost
 
     read: Callable[[Any], Any] = staticmethod(Kept.of)
 
@@ -448,7 +448,7 @@ class Sending:
 
     __slots__ = ("at", "by_bulk", "estimate", "link")
 
-    def __init__(self, link: Link, at: float, estimate: float, by_bulk: bool = False) -> None:
+    def __init__(self, link: DroneHandle, at: float, estimate: float, by_bulk: bool = False) -> None:
         self.link = link
         self.at = at
         self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
@@ -481,7 +481,7 @@ class AnswersTogether:
         return Answer(self._started[index], self._finished[index], self._received)
 
 
-class Slice(Work):
+class Slice(Task):
     """Several calls of one function. Its value is `Answers`."""
 
     kind = CALL_SLICE
@@ -490,7 +490,7 @@ class Slice(Work):
     continues = False
     """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a repeated message."""
 
-    def __init__(self, crew: Crew, definition: Definition, calls: bytes, count: int) -> None:
+    def __init__(self, crew: Dispatcher, definition: RemoteFunction, calls: bytes, count: int) -> None:
         super().__init__(crew)
         self.definition = definition
         self.payload = calls
@@ -521,18 +521,18 @@ def _with_stand_ins(
     args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def stand_in(arg: Any) -> Any:
-        if isinstance(arg, StandIn):
+        if isinstance(arg, Placeholder):
             return arg.stands_for()
         return arg.stand_in(snapshot) if type(arg) is Shared else arg
 
     return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
 
 
-def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: Book) -> str:
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry) -> str:
     """Which argument it was that does not pickle."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
-            with Holes() as holes:
+            with Placeholders() as holes:
                 capture(arg, book.snapshot)
             holes.check(arg)
         except Exception:

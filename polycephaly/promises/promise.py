@@ -38,7 +38,7 @@ condition has come before it (C2), and `cancel` looks for RUNNING under the cond
 S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
 at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state. Therefore no subclass
 may make a property of `_result`, `_exception` or `_state`: the store would be a call. A value that lies elsewhere is
-opened by `result`, which looks at `_lies` after the state: work may have become a `LyingWork` during the wait.
+opened by `result`, which looks at `_lies` after the state: work may have become a `LazyTask` during the wait.
 
 CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an instance's `__dict__` out of
 what the instance holds inline. What the collection runs may be at the same promise, or let another thread be, and make
@@ -64,9 +64,9 @@ from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 from ..runtime.tuning import tuning
-from .trampoline import Cascade
+from .trampoline import Trampoline
 
-__all__ = ["Milestone", "Promise", "Spans", "break_off", "callbacks", "misplaced", "outcome"]
+__all__ = ["Promise", "Signal", "Spans", "break_off", "callbacks", "misplaced", "outcome"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -81,7 +81,7 @@ DICT_AT_BIRTH = sys.version_info < (3, 12)
 _MANY = 256
 """Hooks: from more than these on, their list is turned round."""
 
-_chain = Cascade(deep=50)
+_chain = Trampoline(deep=50)
 """Promises by `then`, each settled by the one before it."""
 
 _STEPS_SHOWN = 10
@@ -272,7 +272,7 @@ class Promise(Future[T], Generic[T]):
         return False
 
     def _part(self, book: Any) -> Any:
-        """Such a value as a part of arguments (a `Parcel`), if it can go there as it is."""
+        """Such a value as a part of arguments (a `Serialized`), if it can go there as it is."""
         return None
 
     def _break_off(self) -> None:
@@ -620,7 +620,7 @@ class Promise(Future[T], Generic[T]):
         return promise_table(self)
 
 
-class Milestone(Promise[T]):
+class Signal(Promise[T]):
     """One of the library's own, for which many may wait, and which none of them cancels."""
 
     _cancels_with_waiter = False

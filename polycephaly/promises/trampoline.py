@@ -15,10 +15,10 @@ from collections.abc import Callable
 from os import getpid
 from typing import Any
 
-__all__ = ["Cascade"]
+__all__ = ["Trampoline"]
 
 
-class Cascade(threading.local):
+class Trampoline(threading.local):
     def __init__(self, deep: int) -> None:
         self._deep = deep
         self._depth = 0

@@ -1,7 +1,7 @@
 """Ctrl-C must not fall into a turn.
 
 Code that changes the hub's state may run in the main thread (it drives while it waits), where CPython runs
-signal handlers between any two bytecodes, and Python's own handler for SIGINT raises. A `Shield` puts a
+signal handlers between any two bytecodes, and Python's own handler for SIGINT raises. A `DeferredSigint` puts a
 handler in its place that only takes a note; the real one is called when the shield is lowered, with the state
 whole again. Swapping twice costs about 0.5 us.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-__all__ = ["Shield", "can_be_raised"]
+__all__ = ["DeferredSigint", "can_be_raised"]
 
 _SIGINT = int(signal.SIGINT)
 _NAMES = ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGCHLD")
@@ -38,7 +38,7 @@ def can_be_raised() -> bool:
     return True
 
 
-class Shield:
+class DeferredSigint:
     """``with Shield(on_trip):`` in any thread; does something in the main thread only.
 
     `tripped` tells that a SIGINT waits; `on_trip` is called when it comes, to end a wait.

@@ -26,13 +26,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-__all__ = ["OwnThread", "Turn", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
+__all__ = ["GuardedLock", "OwnThread", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
 
 guard = threading.RLock()
 """Held while a hub begins, ends or forks."""
 
 
-class Turn:
+class GuardedLock:
     """The lock of a turn. It knows whose it is, and is taken once."""
 
     def __init__(self) -> None:

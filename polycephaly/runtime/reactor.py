@@ -53,19 +53,19 @@ import zmq
 from ..pool.handlers import hear
 from ..promises import promise as promises
 from ..promises.promise import FINISHED, Promise, callbacks, settlers
-from ..wire.endpoint import Endpoint, has_news, news_fd
+from ..wire.endpoint import BulkTransport, has_news, news_fd
 from ..wire.messages import Malformed
 from . import fork_guard, parent_death
-from .deferred_sigint import Shield, can_be_raised
+from .deferred_sigint import DeferredSigint, can_be_raised
 from .timers import Timer, Timers
 from .tuning import tuning
 
 if TYPE_CHECKING:
-    from ..engines.local.handle import LocalLink
+    from ..engines.local.handle import LocalHandle
     from ..engines.local.launcher import Launcher
-    from ..pool.dispatcher import Crew
+    from ..pool.dispatcher import Dispatcher
 
-__all__ = ["Hub", "lease_hub"]
+__all__ = ["Reactor", "lease_hub"]
 
 log = logging.getLogger(__name__)
 
@@ -74,15 +74,15 @@ LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
 TOGETHER = 32  # pieces of work that a delivery makes ready: fewer wait for its end, to be sent as one message
 TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
 
-_hub: Hub | None = None
+_hub: Reactor | None = None
 
 
-def lease_hub() -> Hub:
+def lease_hub() -> Reactor:
     """This image's hub, started if need be. It lives until `Hub.give_back` was called as often."""
     global _hub
     with fork_guard.guard:
         if _hub is None:
-            _hub = Hub()
+            _hub = Reactor()
         _hub.leases += 1
         return _hub
 
@@ -118,13 +118,13 @@ def _end_with_interpreter() -> None:
         hub.thread.join(timeout=5.0)
 
 
-class Hub:
+class Reactor:
     def __init__(self) -> None:
-        self.endpoint = Endpoint()
+        self.endpoint = BulkTransport()
         self.leases = 0
         self.gone = False
         self.left_behind = False
-        self.crews: list[Crew] = []
+        self.crews: list[Dispatcher] = []
         self.ending: list[Promise[None]] = []
         """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
         self.last_zygotes: list[Launcher] = []
@@ -132,11 +132,11 @@ class Hub:
         when that is gone."""
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
-        self._turn = fork_guard.Turn()
+        self._turn = fork_guard.GuardedLock()
         self._inbox: deque[Callable[[], object]] = deque()
         self._errands: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
-        self._links: dict[bytes, LocalLink] = {}
+        self._links: dict[bytes, LocalHandle] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self.timers = Timers()
         """Set in turns. Its `now` is the time of limits, grace and looks."""
@@ -152,7 +152,7 @@ class Hub:
         self._epoll = parent_death.own(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._lanes = parent_death.own(select.epoll())
-        self._lane_links: dict[int, LocalLink] = {}
+        self._lane_links: dict[int, LocalHandle] = {}
         self._nudging = threading.RLock()
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lanes.register(self._nudge_fd, select.EPOLLIN)
@@ -193,14 +193,14 @@ class Hub:
                 return
             os.eventfd_write(self._wake_fd, 1)
 
-    def serve(self, crew: Crew) -> None:
+    def serve(self, crew: Dispatcher) -> None:
         """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
         if get_ident() == self._deliverer and len(crew.queue) < TOGETHER:
             return  # it looks at the queues when it has delivered
         if self._turn.is_mine() or not can_be_raised():
             self.wake()
             return
-        with Shield():
+        with DeferredSigint():
             while crew.hungry and (crew.queue or crew.pinned_waiting):
                 if not self._turn.acquire(blocking=False):
                     self.wake()
@@ -217,7 +217,7 @@ class Hub:
         """A caller submits much, and leaves no other thread the interpreter: sends and hears in between. What was
         heard is settled by the hub's thread, since here it is not waited for."""
         if can_be_raised() and not self._turn.is_mine():
-            with Shield():
+            with DeferredSigint():
                 if self._turn.acquire(timeout=TICK):  # who has it may be waiting for the interpreter, which we have
                     try:
                         self._read_lanes(self._lanes.poll(0))
@@ -234,7 +234,7 @@ class Hub:
             raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
         if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
-        with Shield(self._nudge) as shield:
+        with DeferredSigint(self._nudge) as shield:
             again = self._driving == get_ident()  # a finalizer in a drive of this thread: nobody else would drive
             if not again and not self._driver.acquire(blocking=False):
                 return
@@ -271,7 +271,7 @@ class Hub:
             self._drives_seen = self._drives
             self._driver.release()
 
-    def _drive(self, promise: Promise[Any], end: float | None, shield: Shield) -> None:
+    def _drive(self, promise: Promise[Any], end: float | None, shield: DeferredSigint) -> None:
         news: list[tuple[int, int]] = []
         while not (promise.done() or shield.tripped or self.gone):
             waits = not any(crew.hungry and crew.queue for crew in self.crews)
@@ -301,17 +301,17 @@ class Hub:
 
     # -- in a turn: what crews use --------------------------------------------------------------------
 
-    def add_link(self, link: LocalLink) -> None:
+    def add_link(self, link: LocalHandle) -> None:
         self._links[link.identity] = link
         if link.lane is not None:
             self._lane_links[link.lane.fileno()] = link
             self._lanes.register(link.lane.fileno(), select.EPOLLIN)
 
-    def remove_link(self, link: LocalLink) -> None:
+    def remove_link(self, link: LocalHandle) -> None:
         self._links.pop(link.identity, None)
         self._unwatch_lane(link)
 
-    def _unwatch_lane(self, link: LocalLink) -> None:
+    def _unwatch_lane(self, link: LocalHandle) -> None:
         if link.lane is not None and self._lane_links.pop(link.lane.fileno(), None) is not None:
             self._lanes.unregister(link.lane.fileno())
 
@@ -343,7 +343,7 @@ class Hub:
         self._errands.append(act)
         self.wake()
 
-    def receive_by_lane(self, link: LocalLink, *, all_of_it: bool = False) -> None:
+    def receive_by_lane(self, link: LocalHandle, *, all_of_it: bool = False) -> None:
         """Reads one message (the lane's descriptor tells if there are more), or all that there are."""
         while link.lane is not None:
             try:

@@ -28,13 +28,13 @@ from .state import KNOWN, known_of
 if TYPE_CHECKING:
     from .server import Client, Server
 
-__all__ = ["Questions"]
+__all__ = ["AdminService"]
 
 SOON = 5.0  # seconds that joined drones have to tell what they have done
 ASIDE = 1.0  # seconds that the server's end waits for an answer that is just being made
 
 
-class Questions:
+class AdminService:
     def __init__(self, server: Server, on_stop: Callable[[bool], object] | None) -> None:
         self._server = server
         self._pool = server._pool

@@ -12,17 +12,17 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..pool.dispatcher import Crew
-    from ..pool.task import Work
+    from ..pool.dispatcher import Dispatcher
+    from ..pool.task import Task
 
-__all__ = ["Turns"]
+__all__ = ["FairTurns"]
 
 REST = 20
 """Times as long as the last ordering took nothing is ordered again: the hub has other things to do."""
 
 
-class Turns:
-    def __init__(self, crew: Crew) -> None:
+class FairTurns:
+    def __init__(self, crew: Dispatcher) -> None:
         self._crew = crew
         self._asked = False
         self._not_before = 0.0
@@ -39,7 +39,7 @@ class Turns:
         begun, crew = monotonic(), self._crew
         if not crew.over:
             queue = crew.queue
-            parties: dict[str, list[Work]] = {}
+            parties: dict[str, list[Task]] = {}
             for work in [*queue]:
                 parties.setdefault(work.party, []).append(work)
             if len(parties) > 1:

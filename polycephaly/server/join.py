@@ -29,7 +29,7 @@ import zmq
 
 from ..engines.remote import pool_registry
 from ..engines.remote.bell import Bell
-from ..engines.remote.client_socket import Dealer
+from ..engines.remote.client_socket import ClientSocket
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import (
     ASK,
@@ -56,14 +56,14 @@ from ..engines.remote.messages import (
     read_work,
 )
 from ..pool.config import check_timeout
-from ..pool.task import Work
-from ..promises.promise import FINISHED, Milestone, Promise, settlers
+from ..pool.task import Task
+from ..promises.promise import FINISHED, Promise, Signal, settlers
 from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .answers import OF_DRONES
-from .session import Desk, Given, outcome, run
+from .session import ClientFunction, ClientSession, outcome, run
 from .state import drones_of
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class Joined:
         self._crew = pool._crew
         self.address = card.address
         self.name = ""
-        self._welcome: Milestone[None] = Milestone()
-        self._over: Milestone[None] = Milestone()
-        self._desk = Desk(self._run, self._settled, None)
+        self._welcome: Signal[None] = Signal()
+        self._over: Signal[None] = Signal()
+        self._desk = ClientSession(self._run, self._settled, None)
         self._outcomes: deque[tuple[int, Promise[Any]]] = deque()
         self._lines: deque[Line] = deque()
         self._tags: set[str] = set()
@@ -104,9 +104,9 @@ class Joined:
         self._window = -1
         self._seconds: float | None = None  # that calls take
         self._news_at = 0.0
-        self._turn = fork_guard.Turn()
+        self._turn = fork_guard.GuardedLock()
         try:
-            self._dealer = Dealer(card)
+            self._dealer = ClientSocket(card)
         except BaseException:
             self._bell.close()
             raise
@@ -155,7 +155,7 @@ class Joined:
     def __repr__(self) -> str:
         return f"<Joined: {self._pool!r} works for {self.name} at {self.address}>"
 
-    def _run(self, given: Given, item: Item, shared: object) -> Promise[Any]:
+    def _run(self, given: ClientFunction, item: Item, shared: object) -> Promise[Any]:
         if given.tag not in self._tags:
             self._tags.add(given.tag)
             self._crew.audiences[given.tag] = self._printed
@@ -280,7 +280,7 @@ class Joined:
                 continue
             self._desk.take(item)
             self._desk.begin()
-            if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Work):
+            if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Task):
                 del self._desk.works[item.number]  # our pool was shut down just now, and did not take it
                 back.append(item.number)
                 self._leaving = True
@@ -300,7 +300,7 @@ class Joined:
         self._crew.lending.settled(works)
         self._post(partial(self._return, works))
 
-    def _return(self, works: list[Work]) -> None:
+    def _return(self, works: list[Task]) -> None:
         self._giving_back -= 1
         mine = {id(work): number for number, work in self._desk.works.items()}
         numbers = [mine[id(work)] for work in works if id(work) in mine and not work.done()]
@@ -328,7 +328,7 @@ class Joined:
 
     def _follow(self, promise: Promise[Any]) -> None:
         """How long calls take: what its definition has lately taken, and with the others some of what they have."""
-        seconds = promise.definition.seconds if isinstance(promise, Work) and hasattr(promise, "definition") else None
+        seconds = promise.definition.seconds if isinstance(promise, Task) and hasattr(promise, "definition") else None
         if seconds is not None:
             old = self._seconds
             self._seconds = seconds if old is None or seconds > old else old + (seconds - old) * 0.1

@@ -54,20 +54,20 @@ from ..engines.remote.messages import (
 )
 from ..errors import DroneDied
 from ..pool.drone_handle import State
-from ..pool.task import Work
+from ..pool.task import Task
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
-from ..wire.functions import Defined
+from ..wire.functions import KnownFunctions
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from .flow_control import Flow
-from .session import Given
+from .session import ClientFunction
 from .state import KNOWN
 
 if TYPE_CHECKING:
     from .server import Server
 
-__all__ = ["Worker", "Workers"]
+__all__ = ["JoinedHost", "JoinedHosts"]
 
 log = logging.getLogger("polycephaly")
 
@@ -75,7 +75,7 @@ _INDEX = 32
 """A drone of a worker has the worker's index above so many bits, and its number there below."""
 
 
-class Worker(Flow):
+class JoinedHost(Flow):
     def __init__(self, identity: bytes, key: str, index: int, who: dict[str, Any]) -> None:
         super().__init__(monotonic())
         self.identity = identity
@@ -86,8 +86,8 @@ class Worker(Flow):
         self.window = 0
         self.leaves = False
         self.recalled = False
-        self.flight: dict[int, Work] = {}
-        self.defined = Defined()
+        self.flight: dict[int, Task] = {}
+        self.defined = KnownFunctions()
         self.drones: list[dict[str, Any]] = []
         self.asked: dict[int, Callable[..., None]] = {}
 
@@ -96,13 +96,13 @@ class Worker(Flow):
         return self.window - len(self.flight)
 
 
-class Workers:
+class JoinedHosts:
     """Used in the server's turns, except where something else is said."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._crew = server._pool._crew
-        self._workers: dict[bytes, Worker] = {}
+        self._workers: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
         self._ask_numbers = itertools.count(1)
         self._lending = False
@@ -110,14 +110,14 @@ class Workers:
     def __bool__(self) -> bool:
         return bool(self._workers)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[JoinedHost]:
         return iter(list(self._workers.values()))
 
-    def get(self, identity: bytes) -> Worker | None:
+    def get(self, identity: bytes) -> JoinedHost | None:
         return self._workers.get(identity)
 
     def admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
-        worker = self._workers[identity] = Worker(identity, key, next(self._indices), who)
+        worker = self._workers[identity] = JoinedHost(identity, key, next(self._indices), who)
         log.info("%s has joined", worker.name)
 
     # -- calls ------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Workers:
             self._lending = True
             self._crew.hub.post(partial(self._lend, roomy))
 
-    def _lend(self, roomy: list[tuple[Worker, int]]) -> None:
+    def _lend(self, roomy: list[tuple[JoinedHost, int]]) -> None:
         """In a turn of the hub."""
         for worker, room in roomy:
             works = self._crew.lending.lend(room, _is_relayed)
@@ -145,12 +145,12 @@ class Workers:
     def _has_lent(self) -> None:
         self._lending = False
 
-    def _give(self, worker: Worker, works: list[Work], target: int = 0) -> None:
+    def _give(self, worker: JoinedHost, works: list[Task], target: int = 0) -> None:
         if worker.identity not in self._workers or (worker.leaves and not target):
             self._not_given(works, target)
             return
         items: list[Item] = []
-        given: list[Work] = []
+        given: list[Task] = []
         for work in works:
             if work.done():  # cancelled on its way
                 continue
@@ -171,25 +171,25 @@ class Workers:
             worker.flight[work.number] = work
             work._hook(partial(self._look_if_cancelled, worker))
 
-    def _not_given(self, works: list[Work], target: int) -> None:
+    def _not_given(self, works: list[Task], target: int) -> None:
         if target:
             error = RuntimeError("the drone has ended: its worker has left")
             self._post(partial(self._crew.lending.lost, works, error))
         else:
             self._post(partial(self._crew.lending.come_back, works))
 
-    def _define(self, worker: Worker, given: Given, items: list[Item]) -> None:
+    def _define(self, worker: JoinedHost, given: ClientFunction, items: list[Item]) -> None:
         if given.number not in worker.defined:
             items += [Item(oldest, 0, FORGET) for oldest in worker.defined.add(given)]
             items.append(Item(given.number, 0, given.kind, pack_definition(given.label, given.payload, given.tag)))
 
-    def _look_if_cancelled(self, worker: Worker, work: Promise[Any]) -> None:
+    def _look_if_cancelled(self, worker: JoinedHost, work: Promise[Any]) -> None:
         """In any thread."""
         if work._state == CANCELLED:
-            assert isinstance(work, Work)
+            assert isinstance(work, Task)
             self._server._post(partial(self._withdraw, worker, work.number))
 
-    def _withdraw(self, worker: Worker, number: int) -> None:
+    def _withdraw(self, worker: JoinedHost, number: int) -> None:
         if worker.flight.pop(number, None) is not None:
             self._server._send(worker.identity, pack_numbers(CANCEL, [number]))
 
@@ -207,7 +207,7 @@ class Workers:
 
     # -- what a worker says -------------------------------------------------------------------------------
 
-    def hear(self, worker: Worker, frames: list[bytes]) -> None:
+    def hear(self, worker: JoinedHost, frames: list[bytes]) -> None:
         """Raises `Malformed`."""
         kind = frames[0]
         if kind == RESULTS:
@@ -240,7 +240,7 @@ class Workers:
         else:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
-    def _settle(self, worker: Worker, results: list[Result]) -> None:
+    def _settle(self, worker: JoinedHost, results: list[Result]) -> None:
         settled = []
         for number, status, payload, tail in results:
             work = worker.flight.pop(number, None)
@@ -254,7 +254,7 @@ class Workers:
                 settled.append(work)
         self._post(partial(self._crew.lending.settled, settled))
 
-    def drop(self, worker: Worker, why: str) -> None:
+    def drop(self, worker: JoinedHost, why: str) -> None:
         if self._workers.pop(worker.identity, None) is None:
             return
         works = list(worker.flight.values())
@@ -289,18 +289,18 @@ class Workers:
     def has(self, number: int) -> bool:
         return bool(number >> _INDEX)
 
-    def _worker_of(self, number: int) -> Worker:
+    def _worker_of(self, number: int) -> JoinedHost:
         for worker in self:
             if worker.index == number >> _INDEX:
                 return worker
         raise RuntimeError(f"the drone has ended: its worker is not connected to {self._crew.plan.name} any more")
 
-    def run(self, given: Given, item: Item) -> Promise[Any]:
+    def run(self, given: ClientFunction, item: Item) -> Promise[Any]:
         """A call for one of its drones. Raises `RuntimeError` where its worker is gone."""
         worker = self._worker_of(item.target)
         crew = self._crew
         crew.check_open()
-        work = Work(crew)
+        work = Task(crew)
         work.definition = crew.book.define(given.call)
         work.definition.label = given.label
         work.relays, work.args, work.lent = given, (item.kind, item.payload), True
@@ -322,7 +322,7 @@ class Workers:
             self._ask(worker, "timeline", 0, partial(_take_timeline, promise))
         return told
 
-    def _ask(self, worker: Worker, what: str, number: int, tell: Callable[..., None]) -> None:
+    def _ask(self, worker: JoinedHost, what: str, number: int, tell: Callable[..., None]) -> None:
         asked = next(self._ask_numbers)
         worker.asked[asked] = tell
         note = {"id": asked, "what": what, "drone": number & (1 << _INDEX) - 1}
@@ -342,7 +342,7 @@ def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "
         promise._settle(FINISHED, timeline, None)
 
 
-def _is_relayed(work: Work) -> bool:
+def _is_relayed(work: Task) -> bool:
     return work.relays is not None
 
 

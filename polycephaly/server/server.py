@@ -90,11 +90,11 @@ from ..wire.endpoint import has_news, new_context
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .accepted import Accepted
-from .admin import Questions
-from .fairness import Turns
+from .admin import AdminService
+from .fairness import FairTurns
 from .flow_control import ClientFlow, Flow
-from .joined import Worker, Workers
-from .session import Desk, Given, outcome, run
+from .joined import JoinedHost, JoinedHosts
+from .session import ClientFunction, ClientSession, outcome, run
 from .state import drones_of, queued_in
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ HEARTBEAT_MS = 3000
 
 
 class Client(ClientFlow):
-    desk: Desk
+    desk: ClientSession
 
     def __init__(self, identity: bytes, key: str) -> None:
         super().__init__(monotonic())
@@ -148,9 +148,9 @@ class Server:
         self.key, secret = new_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
-        self._workers = Workers(self)
-        self._turns = Turns(pool._crew)
-        self._questions = Questions(self, on_stop)
+        self._workers = JoinedHosts(self)
+        self._turns = FairTurns(pool._crew)
+        self._questions = AdminService(self, on_stop)
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
         self._mute: set[bytes] = set()  # who was put out, and may not be heard
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
@@ -163,7 +163,7 @@ class Server:
         self._bell = Bell()
         self._closing = self._over = self._somebody_left = False
         self.started = time()
-        self._turn = fork_guard.Turn()
+        self._turn = fork_guard.GuardedLock()
         with ExitStack() as undo:
             undo.callback(self._bell.close)
             context = new_context()
@@ -388,7 +388,7 @@ class Server:
 
     def _check_ceiling(self) -> None:
         """Who has most is put out: what it still sends is of nobody's, and so ends its connection."""
-        peers: list[Client | Worker] = [*self._clients.values(), *self._workers]
+        peers: list[Client | JoinedHost] = [*self._clients.values(), *self._workers]
         if sum(each.held for each in peers) > self._ceiling:
             most = max(peers, key=lambda each: each.held)
             why = f"the server holds more than {self._ceiling:,} bytes of its clients, {most.held:,} of them yours"
@@ -485,13 +485,13 @@ class Server:
             self._send(identity, hello(size, name=self.name))
             return
         client = Client(identity, key)
-        client.desk = Desk(self._run, partial(self._settled, client), client.tag)
+        client.desk = ClientSession(self._run, partial(self._settled, client), client.tag)
         printed = partial(self._printed, client)
         self._pool._crew.audiences[client.tag] = printed if who.get("output") else _discard
         self._clients[identity] = client
         self._send(identity, hello(size, name=self.name))
 
-    def _run(self, given: Given, item: Item, shared: Sequence[Shared[Any]]) -> Promise[Any]:
+    def _run(self, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]]) -> Promise[Any]:
         if not self._workers.has(item.target):
             return run(self._pool, given, item, shared)
         if shared:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ..drone.forwarded import ForwardedFunction, pack_error, relayed
 from ..engines.remote.messages import SHARES, Item, Result, read_definition, read_shares
 from ..errors import another
-from ..pool.config import Terms
-from ..pool.drone_handle import Link, State
+from ..pool.config import TaskOptions
+from ..pool.drone_handle import DroneHandle, State
 from ..promises.promise import CANCELLED, Promise
 from ..store.shared import Shared
 from ..wire.messages import (
@@ -37,10 +37,10 @@ from ..wire.messages import (
 if TYPE_CHECKING:
     from ..pool.pool import Pool
 
-__all__ = ["Desk", "Given", "find", "outcome", "run"]
+__all__ = ["ClientFunction", "ClientSession", "find", "outcome", "run"]
 
 
-class Given:
+class ClientFunction:
     """A definition of a peer's. `number` tells it from all others of this process."""
 
     __slots__ = ("__weakref__", "call", "kind", "label", "number", "payload", "tag")
@@ -57,21 +57,21 @@ class Given:
 _numbers = itertools.count(1)
 
 
-class Desk:
+class ClientSession:
     """`settled` is called with the number and the promise of each call, in any thread. What the calls print is marked
     with `tag`; None: with what came with their definition."""
 
     def __init__(
         self,
-        run: Callable[[Given, Item, Sequence[Shared[Any]]], Promise[Any]],
+        run: Callable[[ClientFunction, Item, Sequence[Shared[Any]]], Promise[Any]],
         settled: Callable[[int, Promise[Any]], object],
         tag: str | None,
     ) -> None:
         self._run = run
         self._settled = settled
         self._tag = tag
-        self._definitions: dict[int, Given] = {}
-        self.waiting: dict[int, tuple[Given, Item, list[Shared[Any]]]] = {}
+        self._definitions: dict[int, ClientFunction] = {}
+        self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
         self.works: dict[int, Promise[Any]] = {}
         self._told: set[int] = set()  # of these, those that `begun` has given
         self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
@@ -80,7 +80,7 @@ class Desk:
         """Raises `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
             label, payload, tag = read_definition(item.payload)
-            self._definitions[item.number] = Given(item.kind, label, payload, tag if self._tag is None else self._tag)
+            self._definitions[item.number] = ClientFunction(item.kind, label, payload, tag if self._tag is None else self._tag)
         elif item.kind == FORGET:
             self._definitions.pop(item.number, None)
         elif item.kind & ~SHARES in (CALL, CALL_KEYWORDS, CALL_FILLED):
@@ -141,14 +141,14 @@ class Desk:
         return count
 
 
-def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()) -> Promise[Any]:
+def run(pool: Pool, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()) -> Promise[Any]:
     """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has ended."""
     crew = pool._crew
     link = find(pool, item.target) if item.target else None
     terms = None
     if item.timeout is not None or item.retries is not None:
         own = crew.terms
-        terms = Terms(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
+        terms = TaskOptions(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
     crew.book.define(given.call).label = given.label  # before it is recorded; each time: a refresh makes new ones
     work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
@@ -157,7 +157,7 @@ def run(pool: Pool, given: Given, item: Item, shared: Sequence[Shared[Any]] = ()
     return work
 
 
-def find(pool: Pool, number: int) -> Link:
+def find(pool: Pool, number: int) -> DroneHandle:
     """The drone of that number. Raises `RuntimeError` where there is none."""
     for link in list(pool._crew.links):
         if link.number == number and link.state is not State.DEAD:

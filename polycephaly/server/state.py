@@ -6,7 +6,7 @@ import socket
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..pool.drone_handle import Link, State
+from ..pool.drone_handle import DroneHandle, State
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
@@ -23,7 +23,7 @@ def drones_of(pool: Pool) -> list[dict[str, Any]]:
     return [known_of(link) | _doing(link) for link in links]
 
 
-def known_of(link: Link) -> dict[str, Any]:
+def known_of(link: DroneHandle) -> dict[str, Any]:
     return {"number": link.number, "name": link.name, "pid": link.pid, "host": socket.gethostname()}
 
 
@@ -33,7 +33,7 @@ def queued_in(pool: Pool) -> int:
     return len(crew.queue) + sum(len(link.pinned) for link in list(crew.links))
 
 
-def _doing(link: Link) -> dict[str, Any]:
+def _doing(link: DroneHandle) -> dict[str, Any]:
     now = monotonic()
     works = list(link.flight.values())
     label, since = None, link.last_heard or None

@@ -10,7 +10,7 @@ them wrote stays when it dies. The kernel owns it: it has no name, cannot be lef
 last process that has it. It is sparse: each writer has a region of addresses to itself, so writers need no lock
 between them, and a drone gets a region that no other has had.
 
-Who may look at a range has a `Keep` on it: a `Segment` at the writer's, a `Loan` at the reader's. They end with
+Who may look at a range has a `Keep` on it: a `Segment` at the writer's, a `ObjectRef` at the reader's. They end with
 Python's own references, in any thread and in the middle of anything, so their ends only append to a deque.
 
 Why nobody's data changes under him:

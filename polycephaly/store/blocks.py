@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from ..runtime.deferred_sigint import Shield
+from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from .arena import (
     REGIONS,
@@ -30,7 +30,7 @@ from .arena import (
     map_range,
     view,
 )
-from .references import Parcel, Place
+from .references import Place, Serialized
 
 __all__ = ["Segment", "Store", "place_of", "pristine_view"]
 
@@ -102,7 +102,7 @@ class Store:
             size += -(-length // ALIGN) * ALIGN
         if self._owner == threading.get_ident():
             raise Full("a finalizer came while memory was being taken")
-        with self._lock, Shield():  # Ctrl-C between the lines would lose the block
+        with self._lock, DeferredSigint():  # Ctrl-C between the lines would lose the block
             self._owner = threading.get_ident()
             try:
                 block = self._take(size)
@@ -121,7 +121,7 @@ class Store:
             raise
         return segment, places
 
-    def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Parcel:
+    def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Serialized:
         """Puts a pickle, if it is large, and the buffers beside it there; those that lie in the arena stay where they
         are. Raises `Full`, or `OSError`, where there is no room."""
         inline = b"".join(pieces) if sum(map(len, pieces)) < LARGE_PICKLE else b""
@@ -136,7 +136,7 @@ class Store:
         fresh = iter(places)
         ordered = [] if inline else [next(fresh)]
         ordered += [next(fresh) if place is None else place for place in borrowed]
-        return Parcel(inline, ordered, written)
+        return Serialized(inline, ordered, written)
 
     def warn(self, error: Exception) -> None:
         """Something had to go another way."""

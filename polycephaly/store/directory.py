@@ -5,8 +5,8 @@
                          └─────────> drone 1: FETCH from 0, PACKED, BRING to 1          calls ─┘    (strong references)
     Kept.value ─────────────────────────> FETCH, PACKED, opened here
 
-Who owns what. A `Deposit` stands for one kept value. It is owned by references: of handles, of the payloads of calls
-that take it (placeholders.py), and of recipes. The vault itself knows it weakly. When the last reference has gone, in
+Who owns what. A `RemoteObject` stands for one kept value. It is owned by references: of handles, of the payloads of
+calls that take it (placeholders.py), and of recipes. The vault itself knows it weakly. When the last reference has gone, in
 any thread and in the middle of anything, a finalizer appends the number to a deque of each link that has the value, and
 takes no lock; the drone is told (DROP) with the next work or soon after. Nobody else frees anything. (A finalizer, and
 no `__del__`: while that runs, the vault could still find the deposit.)
@@ -53,36 +53,36 @@ from weakref import WeakValueDictionary, finalize
 from ..drone.store import described, grants
 from ..errors import DroneDied, Lost
 from ..pool.drone_handle import State
-from ..pool.task import KeptWork, Work
-from ..promises.promise import FINISHED, Milestone, Promise
+from ..pool.task import KeptTask, Task
+from ..promises.promise import FINISHED, Promise, Signal
 from ..wire.exceptions import unpack_exception
 from .placeholders import here, known, redeem
-from .references import Arrived, load
+from .references import Received, load
 
 if TYPE_CHECKING:
-    from ..pool.dispatcher import Crew
-    from ..pool.drone_handle import Link
-    from ..wire.functions import Definition
+    from ..pool.dispatcher import Dispatcher
+    from ..pool.drone_handle import DroneHandle
+    from ..wire.functions import RemoteFunction
 
-__all__ = ["Deposit", "Vault"]
+__all__ = ["ObjectDirectory", "RemoteObject"]
 
 
 class Recipe(NamedTuple):
     """How a value can be computed again."""
 
-    definition: Definition
+    definition: RemoteFunction
     kind: int
     args: tuple[Any, ...] | None
     payload: Any
     timeout: float | None
 
 
-class Stake:
+class RefCount:
     """What the drones hold for a deposit. It outlives that, until they are told."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.holders: dict[Link, int] = {}  # who has it, or will before any call that takes it: how many claims
+        self.holders: dict[DroneHandle, int] = {}  # who has it, or will before any call that takes it: how many claims
         self._pid = os.getpid()
 
     def give_up(self) -> None:
@@ -92,24 +92,24 @@ class Stake:
                 link.drop(self.number, claims)
 
 
-class Deposit:
+class RemoteObject:
     """One kept value. It is changed in turns only; any thread may look."""
 
-    def __init__(self, vault: Vault, number: int, label: str, nbytes: int, kind: str) -> None:
+    def __init__(self, vault: ObjectDirectory, number: int, label: str, nbytes: int, kind: str) -> None:
         self.vault = vault
         self.number = number
         self.label = label
         self.nbytes = nbytes
         self.kind = kind
-        stake = Stake(number)
+        stake = RefCount(number)
         self.holders = stake.holders
         finalize(self, stake.give_up).atexit = False
-        self.packed: bytes | Arrived | None = None
+        self.packed: bytes | Received | None = None
         self.unpackable: bytes | None = None  # the error of its pickling, pickled
-        self.asked: Link | None = None  # who packs it
+        self.asked: DroneHandle | None = None  # who packs it
         self.recipe: Recipe | None = None
         self.retries = 0
-        self.again: Work | None = None  # it is being computed once more
+        self.again: Task | None = None  # it is being computed once more
         self.lost: BaseException | None = None
         self.waiting: list[Callable[[], object]] = []
 
@@ -121,7 +121,7 @@ class Deposit:
     def burden(self) -> int:
         """Bytes that are pickled, copied or unpickled to have it elsewhere, about. What is packed is mapped there."""
         packed = self.packed
-        return self.nbytes if packed is None else packed.pickle_bytes if isinstance(packed, Arrived) else len(packed)
+        return self.nbytes if packed is None else packed.pickle_bytes if isinstance(packed, Received) else len(packed)
 
     @property
     def is_stuck(self) -> bool:
@@ -171,10 +171,10 @@ class Deposit:
         return load(packed)
 
 
-class _Fetch(Milestone[Any]):
+class _Fetch(Signal[Any]):
     """Of a value in its packed form."""
 
-    def __init__(self, vault: Vault) -> None:
+    def __init__(self, vault: ObjectDirectory) -> None:
         super().__init__()
         self._hub = vault.crew.hub
 
@@ -182,22 +182,22 @@ class _Fetch(Milestone[Any]):
         self._hub.drive(self, end)
 
 
-class Vault:
+class ObjectDirectory:
     """A crew's. All but `home` is called in turns."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Dispatcher) -> None:
         self.crew = crew
         self.pid = os.getpid()
-        self._deposits: WeakValueDictionary[int, Deposit] = WeakValueDictionary()
+        self._deposits: WeakValueDictionary[int, RemoteObject] = WeakValueDictionary()
 
     @property
     def name(self) -> str:
         return self.crew.plan.name
 
-    def home(self, deposits: Iterable[Deposit]) -> tuple[Link | None, int]:
+    def home(self, deposits: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
         """Who has most bytes of these, of those who take work; the least loaded of several. And how many bytes it takes
         to have them elsewhere. In any thread."""
-        held: dict[Link, int] = {}
+        held: dict[DroneHandle, int] = {}
         burden = 0
         for deposit in deposits:
             burden += deposit.burden
@@ -209,12 +209,12 @@ class Vault:
 
     # -- what comes, and what goes --------------------------------------------------------------------
 
-    def add(self, link: Link, work: KeptWork, payload: Any) -> Deposit:
+    def add(self, link: DroneHandle, work: KeptTask, payload: Any) -> RemoteObject:
         """`link` has answered `work`: its value is on the shelf there."""
         deposit = work.deposit
         if deposit is None:
             nbytes, kind = described(payload)
-            deposit = Deposit(self, work.number, work.definition.label, nbytes, kind)
+            deposit = RemoteObject(self, work.number, work.definition.label, nbytes, kind)
             self._deposits[work.number] = deposit
             if work.retries > 0 and work.target is None:
                 deposit.recipe = Recipe(work.definition, work.kind, work.args, work.payload, work.timeout)
@@ -224,20 +224,20 @@ class Vault:
         self._changed(deposit)
         return deposit
 
-    def given(self, link: Link, work: Work | None, payload: Any) -> None:
+    def given(self, link: DroneHandle, work: Task | None, payload: Any) -> None:
         """`link` has made these itself, and handles of them are in what comes of `work`, or will be."""
         given = []
         for number, nbytes, kind in grants(payload):
             deposit = self._deposits.get(number)
             if deposit is None:
                 label = work.definition.label if work is not None else "work that was lost"
-                deposit = self._deposits[number] = known[number] = Deposit(self, number, label, nbytes, kind)
+                deposit = self._deposits[number] = known[number] = RemoteObject(self, number, label, nbytes, kind)
             self._put(deposit, link)
             given.append(deposit)
         if work is not None:
             work.given = given if work.given is None else work.given + given
 
-    def _put(self, deposit: Deposit, link: Link) -> None:
+    def _put(self, deposit: RemoteObject, link: DroneHandle) -> None:
         if link.alive:
             deposit.holders[link] = deposit.holders.get(link, 0) + 1
             if link.state >= State.RETIRING:
@@ -245,7 +245,7 @@ class Vault:
         else:
             deposit.lost = link.death
 
-    def not_brought(self, link: Link, number: int) -> None:
+    def not_brought(self, link: DroneHandle, number: int) -> None:
         """What was to bring it did not arrive."""
         deposit = self._deposits.get(number)
         if deposit is not None and link in deposit.holders:
@@ -253,26 +253,26 @@ class Vault:
             if not deposit.holders[link]:
                 del deposit.holders[link]
 
-    def packed(self, link: Link, number: int, payload: Any) -> None:
+    def packed(self, link: DroneHandle, number: int, payload: Any) -> None:
         deposit = self._answered(link, number)
         if deposit is not None:
-            deposit.packed = payload if isinstance(payload, Arrived) else bytes(payload)
+            deposit.packed = payload if isinstance(payload, Received) else bytes(payload)
             self._changed(deposit)
 
-    def not_packed(self, link: Link, number: int, payload: Any) -> None:
+    def not_packed(self, link: DroneHandle, number: int, payload: Any) -> None:
         deposit = self._answered(link, number)
         if deposit is not None:
             deposit.unpackable = bytes(payload)
             self._changed(deposit)
 
-    def _answered(self, link: Link, number: int) -> Deposit | None:
+    def _answered(self, link: DroneHandle, number: int) -> RemoteObject | None:
         link.packing.discard(number)
         deposit = self._deposits.get(number)
         if deposit is not None and deposit.asked is link:
             deposit.asked = None
         return deposit
 
-    def died(self, link: Link) -> None:
+    def died(self, link: DroneHandle) -> None:
         """Nothing more is heard of it."""
         link.packing.clear()
         for deposit in list(self._deposits.values()):
@@ -284,7 +284,7 @@ class Vault:
                     deposit.lost = link.death
                 self._changed(deposit)
 
-    def evacuate(self, link: Link) -> None:
+    def evacuate(self, link: DroneHandle) -> None:
         """It is to end: what only it has is fetched."""
         for deposit in list(self._deposits.values()):
             if link in deposit.holders:
@@ -295,14 +295,14 @@ class Vault:
             deposit.holders.clear()
             self._changed(deposit)
 
-    def _changed(self, deposit: Deposit) -> None:
+    def _changed(self, deposit: RemoteObject) -> None:
         waiting, deposit.waiting = deposit.waiting, []
         for look in waiting:
             look()
 
     # -- who needs it -----------------------------------------------------------------------------------
 
-    def fits(self, work: Work, link: Link) -> bool:
+    def fits(self, work: Task, link: DroneHandle) -> bool:
         """Can it be sent to `link` now? Else it has been put where it can be, or waits for what it takes."""
         deposits = work.payload.deposits.values()
         missing = [each for each in deposits if link not in each.holders and each.packed is None]
@@ -320,7 +320,7 @@ class Vault:
             missing[0].waiting.append(partial(self.crew.go_on, work))
         return False
 
-    def can_move(self, work: Work, link: Link) -> bool:
+    def can_move(self, work: Task, link: DroneHandle) -> bool:
         """Whether it can be sent to `link`; has what it takes packed, if it cannot yet, but could then."""
         here = True
         for each in work.payload.deposits.values():
@@ -330,7 +330,7 @@ class Vault:
                     self._bring_about(each)
         return here
 
-    def fetch(self, deposit: Deposit, fetch: Promise[Any]) -> None:
+    def fetch(self, deposit: RemoteObject, fetch: Promise[Any]) -> None:
         if fetch.done():
             return
         if deposit.packed is not None:
@@ -340,13 +340,13 @@ class Vault:
         else:
             self.crew.hub.deliver(lambda: fetch._settle(FINISHED, None, self.why(deposit)))
 
-    def _bring_about(self, deposit: Deposit) -> bool:
+    def _bring_about(self, deposit: RemoteObject) -> bool:
         """Sees to it that it will be packed, or that something else changes; False where it is lost."""
         if self.crew.over:
             return False
         return self._ask(deposit) or self._compute_again(deposit)
 
-    def _ask(self, deposit: Deposit) -> bool:
+    def _ask(self, deposit: RemoteObject) -> bool:
         """Has it packed by who has it."""
         if deposit.packed is not None or deposit.asked is not None:
             return True
@@ -358,13 +358,13 @@ class Vault:
         self.crew.fetch_from(link, deposit.number)
         return True
 
-    def _compute_again(self, deposit: Deposit) -> bool:
+    def _compute_again(self, deposit: RemoteObject) -> bool:
         recipe = deposit.recipe
         if deposit.again is not None:
             return True
         if recipe is None or deposit.retries <= 0:
             return False
-        work = deposit.again = KeptWork(self.crew)
+        work = deposit.again = KeptTask(self.crew)
         work.number = deposit.number
         work.deposit = deposit
         work.definition, work.kind, work.args, work.payload, work.timeout = recipe
@@ -374,14 +374,14 @@ class Vault:
         self.crew.go_on(work)
         return True
 
-    def _computed_again(self, deposit: Deposit, promise: Promise[Any]) -> None:
+    def _computed_again(self, deposit: RemoteObject, promise: Promise[Any]) -> None:
         if deposit.again is promise:  # or it is being computed once more, as it was lost again before this
             deposit.again = None
         if promise._exception is not None:
             deposit.lost, deposit.recipe = promise._exception, None
         self._changed(deposit)
 
-    def why(self, deposit: Deposit) -> BaseException:
+    def why(self, deposit: RemoteObject) -> BaseException:
         """Why nobody can have it any more. Not in a turn: the error of its own pickling is unpickled."""
         told, cause, unpackable = f"what {deposit.label} gave", deposit.lost, deposit.unpackable
         refused = None if unpackable is None else unpack_exception(unpackable)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from . import placeholders
-from .placeholders import Custody, known
+from .placeholders import ValueOwner, known
 
 __all__ = ["Kept", "arrive"]
 
@@ -48,10 +48,10 @@ class Kept(Generic[T]):
                 "Kept(value) keeps a value in the drone whose work it is called in, and this is no drone: "
                 "pool.share(value) puts one into shared memory"
             )
-        self._custody: Custody | None = placeholders.shelf.make(value)
+        self._custody: ValueOwner | None = placeholders.shelf.make(value)
 
     @classmethod
-    def of(cls, custody: Custody) -> Self:
+    def of(cls, custody: ValueOwner) -> Self:
         """One more handle of what is kept already."""
         handle = object.__new__(cls)
         handle._custody = custody
@@ -83,7 +83,7 @@ class Kept(Generic[T]):
         """Gives the value up, as far as this handle goes: calls that were given it still get it. Twice is no error."""
         self._custody = None
 
-    def _opened(self) -> Custody:
+    def _opened(self) -> ValueOwner:
         custody = self._custody
         if custody is None:
             raise ValueError("this kept value was released")

@@ -4,8 +4,8 @@
                   └── met: deposit 17 ──> Taking(payload, deposits)┘ BRING 17, where it is not there
 
 A handle says how it is pickled only to who pickles for its own pool: `meeting` tells it so, and notes which handles
-were met. A payload with tickets is a `Taking`, which holds what the tickets stand for. So nothing that a call needs is
-given up before it is answered; then the payload makes room for the answer, and holds it no more.
+were met. A payload with tickets is a `PayloadWithRefs`, which holds what the tickets stand for. So nothing that a call needs
+is given up before it is answered; then the payload makes room for the answer, and holds it no more.
 
 Handles that a drone has made itself travel the other way, in results: as a number too, of which the hub is told (GIVEN)
 before the result comes.
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
-from .references import Parcel
+from .references import Serialized
 
 if TYPE_CHECKING:
-    from .directory import Deposit, Vault
+    from .directory import ObjectDirectory, RemoteObject
 
-__all__ = ["Custody", "Taking", "here", "known", "meeting", "redeem", "taking", "untaken"]
+__all__ = ["PayloadWithRefs", "ValueOwner", "here", "known", "meeting", "redeem", "taking", "untaken"]
 
 
 class meeting:
@@ -34,9 +34,9 @@ class meeting:
 
     __slots__ = ("_outer", "met", "moved", "vault")
 
-    def __init__(self, vault: Vault | None) -> None:
+    def __init__(self, vault: ObjectDirectory | None) -> None:
         self.vault = vault
-        self.met: dict[int, Deposit] | None = None
+        self.met: dict[int, RemoteObject] | None = None
         self.moved: list[Any] | None = None
 
     def moves(self, thing: Any) -> None:
@@ -62,12 +62,12 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Taking:
+class PayloadWithRefs:
     """A payload with tickets in it, and what they stand for."""
 
     __slots__ = ("deposits", "payload")
 
-    def __init__(self, payload: bytes | Parcel, deposits: dict[int, Deposit]) -> None:
+    def __init__(self, payload: bytes | Serialized, deposits: dict[int, RemoteObject]) -> None:
         self.payload = payload
         self.deposits = deposits
 
@@ -78,18 +78,18 @@ class Taking:
 def travelling(payload: Any) -> int:
     """Bytes that go with a call: neither what it only refers to, nor what it takes."""
     payload = untaken(payload)[0]
-    return payload.travels if isinstance(payload, Parcel) else len(payload)
+    return payload.travels if isinstance(payload, Serialized) else len(payload)
 
 
-def taking(payload: Any, deposits: dict[int, Deposit]) -> Any:
+def taking(payload: Any, deposits: dict[int, RemoteObject]) -> Any:
     """`payload`, which takes these too."""
     inner, before = untaken(payload)
-    return Taking(inner, before | deposits) if deposits else payload
+    return PayloadWithRefs(inner, before | deposits) if deposits else payload
 
 
-def untaken(payload: Any) -> tuple[Any, dict[int, Deposit]]:
+def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
     """The payload itself, and what it takes."""
-    return (payload.payload, payload.deposits) if type(payload) is Taking else (payload, {})
+    return (payload.payload, payload.deposits) if type(payload) is PayloadWithRefs else (payload, {})
 
 
 def redeem(number: int) -> Any:
@@ -99,8 +99,8 @@ def redeem(number: int) -> Any:
     return shelf.value(number)
 
 
-class Custody(Protocol):
-    """What a handle is of: a `Deposit`, or what a drone has `Made`."""
+class ValueOwner(Protocol):
+    """What a handle is of: a `RemoteObject`, or what a drone has `KeptHere`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -113,13 +113,13 @@ class Custody(Protocol):
         """How a handle of it is pickled, for whom this thread is pickling. Raises `TypeError` where it cannot be."""
 
 
-class OwnShelf(Protocol):
+class LocalStore(Protocol):
     def value(self, number: int) -> Any: ...
-    def make(self, value: Any) -> Custody: ...
+    def make(self, value: Any) -> ValueOwner: ...
 
 
-shelf: OwnShelf | None = None
+shelf: LocalStore | None = None
 """This drone's, in a drone."""
 
-known: WeakValueDictionary[int, Custody] = WeakValueDictionary()
+known: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
 """What drones made themselves, by its number: where it was made, and where a handle of it has come."""

@@ -6,7 +6,7 @@
 
 A controller lends on what a drone has lent to it: then it is a Loan that is held until the number comes back.
 
-A `Parcel` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through the socket, with the
+A `Serialized` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through the socket, with the
 waybill; a large one lies in the segment too, as its first place.
 
 Each sending is a loan with a number of its own. The Segment is held until that number comes back, whatever becomes
@@ -29,7 +29,7 @@ from typing import Any
 from ..wire.messages import Malformed
 from .arena import REGIONS, SPAN, Arena, Keep, view
 
-__all__ = ["Arrived", "Ledger", "Loan", "Parcel", "Place", "load", "load_beside", "load_joined", "read_waybill"]
+__all__ = ["ObjectRef", "Place", "Received", "RefTable", "Serialized", "load", "load_beside", "load_joined", "read_waybill"]
 
 _COUNTS = Struct("<HI")
 _LOAN = Struct("<QQQ")
@@ -39,12 +39,12 @@ Place = tuple[Keep, int, int]
 """What was written, here or by who lent it to this image; and a place in it: start and length."""
 
 
-class Loan(Keep):
+class ObjectRef(Keep):
     """A range that the other end of a link has lent to this image."""
 
     __slots__ = ("_ledger", "number")
 
-    def __init__(self, ledger: Ledger, number: int, offset: int, length: int) -> None:
+    def __init__(self, ledger: RefTable, number: int, offset: int, length: int) -> None:
         self.number = number
         self._ledger = ledger
         super().__init__(ledger.arena, offset, length)
@@ -58,7 +58,7 @@ class Loan(Keep):
             self.arena.punch(self.offset, self.length)
 
 
-class Ledger:
+class RefTable:
     """One end's account of a link. `theirs` is the region of the other end; None: what it lends may be of anybody's.
     `ring` is called, in any thread, when there is something in `returned`."""
 
@@ -77,9 +77,9 @@ class Ledger:
         self.lent[number] = segment
         return number
 
-    def arrived(self, waybill: Any) -> Arrived:
+    def arrived(self, waybill: Any) -> Received:
         """What a message brings. Raises `Malformed`."""
-        return Arrived(waybill, self)
+        return Received(waybill, self)
 
     def came_back(self, number: int) -> None:
         self.lent.pop(number, None)
@@ -98,7 +98,7 @@ class Ledger:
         self.arena.clear(*self.region)
 
 
-class Parcel:
+class Serialized:
     """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the first place."""
 
     __slots__ = ("inline", "places", "travels")
@@ -112,7 +112,7 @@ class Parcel:
     def __len__(self) -> int:
         return len(self.inline) + sum(length for _, _, length in self.places)
 
-    def waybill(self, ledger: Ledger) -> bytes:
+    def waybill(self, ledger: RefTable) -> bytes:
         """The message that brings it, once."""
         numbers: dict[int, int] = {}
         loans: list[bytes] = []
@@ -126,12 +126,12 @@ class Parcel:
         return b"".join((_COUNTS.pack(len(loans), len(places)), *loans, *places, self.inline))
 
 
-class Arrived:
+class Received:
     """What has been received."""
 
     __slots__ = ("_arena", "_inline", "_loans", "_places")
 
-    def __init__(self, waybill: Any, ledger: Ledger) -> None:
+    def __init__(self, waybill: Any, ledger: RefTable) -> None:
         """Raises `Malformed`. Opens nothing."""
         self._inline, listed, self._places = read_waybill(waybill)
         for _, offset, length in listed:
@@ -143,7 +143,7 @@ class Arrived:
                 raise Malformed(f"a place of {length} bytes at {start} in loan {which}")
         if not self._inline and not self._places:
             raise Malformed("a waybill without a pickle")
-        self._loans = [Loan(ledger, *each) for each in listed]
+        self._loans = [ObjectRef(ledger, *each) for each in listed]
         self._arena = ledger.arena
 
     def __len__(self) -> int:
@@ -153,9 +153,9 @@ class Arrived:
     def pickle_bytes(self) -> int:
         return len(self._inline) or self._places[0][2]
 
-    def parcel(self) -> Parcel:
+    def parcel(self) -> Serialized:
         """To be lent on, as it is: nothing of it is opened."""
-        return Parcel(self._inline, [(self._loans[which], start, length) for which, start, length in self._places])
+        return Serialized(self._inline, [(self._loans[which], start, length) for which, start, length in self._places])
 
     def is_far(self) -> bool:
         """Whether to look at it would cost time."""
@@ -186,8 +186,8 @@ def read_waybill(waybill: Any) -> tuple[bytes, list[tuple[int, int, int]], list[
 
 
 def load(payload: Any) -> Any:
-    """The value of a payload as it came: bytes, or `Arrived`."""
-    if not isinstance(payload, Arrived):
+    """The value of a payload as it came: bytes, or `Received`."""
+    if not isinstance(payload, Received):
         return loads(payload)
     return load_beside(*payload.content())
 
@@ -201,7 +201,7 @@ def load_beside(inline: bytes, views: list[Any]) -> Any:
 
 def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
     """The head, and the parts, of what `join` made: each to be given to `load_beside`."""
-    if isinstance(payload, Arrived):
+    if isinstance(payload, Received):
         inline, views = payload.content()
     else:
         inline, views = payload, []

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from ..wire.pickling import MainSnapshot, pack_strictly
 from .arena import Full, view
 from .blocks import Store, pristine_view
-from .references import Parcel, load_beside
+from .references import Serialized, load_beside
 
 __all__ = ["Shared"]
 
@@ -114,7 +114,7 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
         parcel = pack_strictly(value, snapshot, store)
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
-    if not isinstance(parcel, Parcel):
+    if not isinstance(parcel, Serialized):
         return Shared(parcel, [], snapshot=snapshot)
     return _stored(parcel, snapshot)
 
@@ -126,10 +126,10 @@ def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
         segment, places = store.put(runs)
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
-    return _stored(Parcel(b"", [(segment, start, length) for start, length in places]), None)
+    return _stored(Serialized(b"", [(segment, start, length) for start, length in places]), None)
 
 
-def _stored(parcel: Parcel, snapshot: MainSnapshot | None) -> Shared[Any]:
+def _stored(parcel: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
     segments = {id(segment): segment for segment, _, _ in parcel.places}  # also others, of handles in the value
     stored = {key: pristine_view(segment) for key, segment in segments.items()}
     own = {key: view(segment) for key, segment in segments.items()}

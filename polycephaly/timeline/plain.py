@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .record import Folded
+from .record import Aggregated
 from .spans import Span, Sums
 from .timeline import Timeline
 
@@ -31,7 +31,7 @@ def unpack_timeline(plain: dict[str, Any], ahead: float = 0.0) -> Timeline:
     timeline.threads_lost = plain["threads_lost"]
     for sums, spans, start, end in plain["folded"]:
         by_key = {(drone, name): Sums(*numbers) for drone, name, *numbers in sums}
-        timeline.add_record(Folded(by_key, spans, start - ahead, end - ahead), [])
+        timeline.add_record(Aggregated(by_key, spans, start - ahead, end - ahead), [])
     return timeline
 
 

@@ -27,11 +27,11 @@ from ..wire.messages import ERROR as ERRONEOUS
 from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 
 if TYPE_CHECKING:
-    from ..pool.task import Work
-    from ..wire.functions import Definition
+    from ..pool.task import Task
+    from ..wire.functions import RemoteFunction
 from .trail import read, spans_of
 
-__all__ = ["Entry", "Folded", "Record"]
+__all__ = ["Aggregated", "Entry", "TraceBuffer"]
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
@@ -41,7 +41,7 @@ THREADS_KEPT = 10_000
 CPU_KEPT = 1000
 
 
-class Folded(NamedTuple):
+class Aggregated(NamedTuple):
     """What is not kept one by one, of how many spans, from when to when."""
 
     sums: Mapping[tuple[str, str], Sums] = {}
@@ -118,13 +118,13 @@ class Entry(NamedTuple):
         )
 
 
-class Record:
+class TraceBuffer:
     """Added to in the hub's turns; any thread may look."""
 
     def __init__(self) -> None:
         self._chapter: list[Entry] = []
         self._size = 0
-        self._state: tuple[Folded, tuple[list[Entry], ...]] = Folded(), (self._chapter,)
+        self._state: tuple[Aggregated, tuple[list[Entry], ...]] = Aggregated(), (self._chapter,)
         self._until: dict[str, float] = {}  # up to when slices of a drone have been noted
         self.threads: deque[Span] = deque(maxlen=THREADS_KEPT)
         self.threads_lost = 0
@@ -135,7 +135,7 @@ class Record:
     def many(
         self,
         drone: str,
-        works: Sequence[Work | None],
+        works: Sequence[Task | None],
         started: list[float],
         finished: list[float],
         running: float,
@@ -166,13 +166,13 @@ class Record:
     def _add_by_definition(
         self,
         drone: str,
-        works: Sequence[Work | None],
+        works: Sequence[Task | None],
         started: list[float],
         finished: list[float],
         received: float,
         size: float,
     ) -> None:
-        by_definition: dict[Definition, list[int]] = {}
+        by_definition: dict[RemoteFunction, list[int]] = {}
         for index, work in enumerate(works):
             if work is not None:
                 by_definition.setdefault(work.definition, []).append(index)
@@ -182,7 +182,7 @@ class Record:
             running = sum(ended) - sum(began)
             self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
-    def several(self, drone: str, works: list[Work], parts: Mapping[int, int]) -> None:
+    def several(self, drone: str, works: list[Task], parts: Mapping[int, int]) -> None:
         """Works that were answered one by one, in one message; `parts` says of how many calls, where that is not one.
         Short calls of one definition in a row are one span, too."""
         for _, group in groupby(works, _definition):
@@ -200,7 +200,7 @@ class Record:
             for work in run:
                 self._add_one(drone, work, work.answer, parts.get(work.number, 1))
 
-    def _add_one(self, drone: str, work: Work, answer: Answer, calls: int, status: str = "") -> None:
+    def _add_one(self, drone: str, work: Task, answer: Answer, calls: int, status: str = "") -> None:
         sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished = max(answer.started, sent), answer.finished
         if work.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
@@ -213,7 +213,7 @@ class Record:
         known = ((work.number, work.needed),)
         self._add(Entry(drone, name, status, calls, *times, answer.received, answer.there, answer.back, cpu, known))
 
-    def lost(self, drone: str, works: Iterable[Work]) -> None:
+    def lost(self, drone: str, works: Iterable[Task]) -> None:
         """What a drone was running as it died. Since when nobody knows: since what it had done before, at most."""
         before, now = 0.0, monotonic()
         for entry in self.look()[1]:
@@ -249,13 +249,13 @@ class Record:
 
     # -- any thread ---------------------------------------------------------------------------------
 
-    def look(self) -> tuple[Folded, list[Entry]]:
+    def look(self) -> tuple[Aggregated, list[Entry]]:
         """What there is at this moment."""
         folded, chapters = self._state
         return folded, [entry for chapter in chapters for entry in chapter[:]]
 
 
-def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
+def _fold(folded: Aggregated, chapter: list[Entry]) -> Aggregated:
     added: dict[tuple[str, str], list[Any]] = {}
     known = folded.sums
     spans = folded.spans
@@ -275,10 +275,10 @@ def _fold(folded: Folded, chapter: list[Entry]) -> Folded:
     sums = dict(known)
     for key, numbers in added.items():
         sums[key] = Sums(*numbers) + sums.get(key, Sums())
-    return Folded(sums, spans, start, end)
+    return Aggregated(sums, spans, start, end)
 
 
-def _how_it_failed(work: Work) -> str:
+def _how_it_failed(work: Task) -> str:
     if not work.done():
         return ERROR
     return CANCELLED if work.cancelled() else TIMEOUT

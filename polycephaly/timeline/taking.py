@@ -10,12 +10,12 @@ from .spans import RUNNING, SENT, Span, short_name
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from ..pool.dispatcher import Crew
+    from ..pool.dispatcher import Dispatcher
 
 __all__ = ["take"]
 
 
-def take(crew: Crew, only: str | None = None) -> Timeline:
+def take(crew: Dispatcher, only: str | None = None) -> Timeline:
     """Of all its drones, or of one. From any thread, also when the crew has ended."""
     now = monotonic()
     record, plan = crew.record, crew.plan
@@ -28,7 +28,7 @@ def take(crew: Crew, only: str | None = None) -> Timeline:
     return taken if only is None else taken.of_drone(only)
 
 
-def _under_way(crew: Crew, before: Mapping[str, float], now: float) -> Iterator[Span]:
+def _under_way(crew: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:
     for link in list(crew.links):
         for work in list(link.flight.values()):
             sending = work.sending

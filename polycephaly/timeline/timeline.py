@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .spans import Span, Sums, sums_of
 
 if TYPE_CHECKING:
-    from .record import Entry, Folded
+    from .record import Aggregated, Entry
 
 __all__ = ["Timeline"]
 
@@ -41,7 +41,7 @@ class Timeline:
         self._spans: list[Span] | None = None
         self._drones = dict.fromkeys(drones)
         self._entries: list[Entry] = []
-        self._folded: list[Folded] = []
+        self._folded: list[Aggregated] = []
         self._sums: dict[Key, Sums] | None = None
         self.waiting = waiting
         """Pieces of work that were in the queue, and sent to no drone yet."""
@@ -49,7 +49,7 @@ class Timeline:
         """Calls of green threads that were too many to be kept."""
 
     def add_record(
-        self, folded: Folded, entries: Sequence[Entry], threads: Iterable[Span] = (), threads_lost: int = 0
+        self, folded: Aggregated, entries: Sequence[Entry], threads: Iterable[Span] = (), threads_lost: int = 0
     ) -> None:
         """What a crew's record has, to a timeline that nobody has looked at yet."""
         self._entries += entries

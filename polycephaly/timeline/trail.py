@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from .spans import DONE, ERROR, RUNNING, Span, short_name
 
-__all__ = ["Event", "Trail", "trail"]
+__all__ = ["EventLog", "LoggedEvent", "trail"]
 
 KEPT = 4000  # events
 LIVES = 256
@@ -33,7 +33,7 @@ PART = 1000
 """Events that go home at once: with these a message is still one for the lane."""
 
 
-class Event(NamedTuple):
+class LoggedEvent(NamedTuple):
     """What a green thread did. `cpu` is in seconds of processor time, negative where that is not known; `life`: it is
     all of it, from its spawn to its end."""
 
@@ -48,11 +48,11 @@ class Event(NamedTuple):
     note: str = ""
 
 
-class Trail:
+class EventLog:
     """One for each image. Any thread may add to it; who takes from it is one."""
 
     def __init__(self) -> None:
-        self.events: deque[Event] = deque(maxlen=KEPT)
+        self.events: deque[LoggedEvent] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
         self.work: deque[tuple[int, int]] = deque()  # of a drone's works: number, microseconds of processor time
         self._numbers = itertools.count(1)
@@ -62,7 +62,7 @@ class Trail:
     def ended(self, thread: Any, since: float, failed: bool) -> None:
         """One has ended, which was spawned at `since`."""
         name = _title(thread)
-        self._add(Event(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed))
+        self._add(LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed))
 
     def called(
         self, thread: Any, fn: Any, args: tuple[Any, ...], started: float, failed: bool = False, cpu: float = -1.0
@@ -72,7 +72,7 @@ class Trail:
         if now - started < SHORTEST:
             return
         note = _note(args[0]) if len(args) == 1 else ""
-        self._add(Event(self.number_of(thread), _title(thread), _name(fn), started, now, cpu, False, failed, note))
+        self._add(LoggedEvent(self.number_of(thread), _title(thread), _name(fn), started, now, cpu, False, failed, note))
 
     def number_of(self, thread: Any) -> int:
         """By which it is told from others of its name."""
@@ -81,7 +81,7 @@ class Trail:
         number: int = thread._number
         return number
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: LoggedEvent) -> None:
         if len(self.events) >= KEPT:
             self.lost += 1
         self.events.append(event)
@@ -117,7 +117,7 @@ class Trail:
         self.__init__()  # type: ignore[misc]
 
 
-def read(sent: bytes, ahead: float = 0.0) -> tuple[list[Event], dict[int, float], int]:
+def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, float], int]:
     """What `take` gave, by a clock so many seconds `ahead`: events, processor time by work, how many events were lost.
     Raises `ValueError`."""
     try:
@@ -125,7 +125,7 @@ def read(sent: bytes, ahead: float = 0.0) -> tuple[list[Event], dict[int, float]
         names = [str(name) for name in told["names"]]
         shift = int(ahead * 1e6)
         events = [
-            Event(
+            LoggedEvent(
                 int(thread), names[owner], names[name], _seconds(started - shift), _seconds(started - shift + took),
                 _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
             )
@@ -144,7 +144,7 @@ def _seconds(microseconds: Any) -> float:
     return seconds
 
 
-def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
+def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
     """As spans of a drone. Threads of one name are told apart by a number, the first to begin being 1."""
     return [
         Span(
@@ -162,11 +162,11 @@ def spans_of(events: Iterable[Event], drone: str) -> list[Span]:
     ]
 
 
-def lives_now(trail: Trail, threads: Iterable[Any], drone: str) -> list[Span]:
+def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]:
     """The lives of green threads that have not ended."""
     now = monotonic()
     lives = [
-        Event(trail.number_of(thread), name, name, thread._since, now, life=True)
+        LoggedEvent(trail.number_of(thread), name, name, thread._since, now, life=True)
         for thread, name in [(thread, _title(thread)) for thread in threads]
         if thread._since is not None
     ]
@@ -197,5 +197,5 @@ def _note(arg: Any) -> str:
     return repr(arg)[:NOTE] if type(arg) is float or (type(arg) is str and len(arg) <= NOTE) else ""
 
 
-trail = Trail()
+trail = EventLog()
 os.register_at_fork(after_in_child=trail.forget)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from select import PIPE_BUF
 
-__all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "Sorter", "chunk"]
+__all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "ChunkParser", "chunk"]
 
 TAG = "T"
 """What follows in this pipe is on behalf of the body, a short name; none: of nobody."""
@@ -57,7 +57,7 @@ def chunk(kind: str, body: str) -> list[bytes]:
     ]
 
 
-class Sorter:
+class ChunkParser:
     """Tells chunks from text in what comes through one pipe."""
 
     def __init__(self) -> None:

@@ -28,13 +28,13 @@ import zmq
 from ..runtime.system_limits import ZMQ_THREADS, check_threads
 from . import addresses
 
-__all__ = ["Endpoint", "connect", "has_news", "new_context", "news_fd"]
+__all__ = ["BulkTransport", "connect", "has_news", "new_context", "news_fd"]
 
 _PREFIX = "polycephaly-"
 _SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
 _OLD_ENOUGH = 60.0  # seconds: a directory younger than this may not have got its lock yet
 
-class Endpoint:
+class BulkTransport:
     """A private directory with the hub's bound socket in it.
 
     Its path is known from the start and it is made by `open`, so that a zygote can be there before, which

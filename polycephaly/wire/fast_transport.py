@@ -25,13 +25,13 @@ from typing import Any
 
 from .messages import Malformed
 
-__all__ = ["Lane"]
+__all__ = ["FastTransport"]
 
 LARGEST = 48 * 1024  # bytes of a packet; the kernel's default buffer holds four
 _SIZES = Struct("<IB")  # bytes of the head, and number of frames
 
 
-class Lane:
+class FastTransport:
     """One end of it. `send` and `receive` never block."""
 
     def __init__(self, end: socket.socket) -> None:

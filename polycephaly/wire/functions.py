@@ -29,14 +29,14 @@ from weakref import WeakKeyDictionary, ref
 from ..runtime.coroutines import is_coroutine_function
 from ..store.blocks import Store
 from ..store.placeholders import meeting
-from ..store.references import Parcel
+from ..store.references import Serialized
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .pickling import ATOMS, MainSnapshot, main_namespace, pack
 
 if TYPE_CHECKING:
-    from ..store.directory import Deposit, Vault
+    from ..store.directory import ObjectDirectory, RemoteObject
 
-__all__ = ["Book", "Defined", "Definition", "by_reference"]
+__all__ = ["FunctionRegistry", "KnownFunctions", "RemoteFunction", "by_reference"]
 
 _NOT_THERE = object()
 _not_there = itertools.repeat(_NOT_THERE)
@@ -48,7 +48,7 @@ _COLD = 16
 _numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
 
 
-class Definition:
+class RemoteFunction:
     """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
 
     __slots__ = (
@@ -56,11 +56,11 @@ class Definition:
         "reports", "seconds",
     )  # fmt: skip
 
-    def __init__(self, number: int, kind: int, payload: bytes | Parcel, label: str) -> None:
+    def __init__(self, number: int, kind: int, payload: bytes | Serialized, label: str) -> None:
         self.number = number
         self.kind = kind
         self.captures = False  # handles of kept values, or what wants to know of the call: then it is for one call
-        self.kept: dict[int, Deposit] = {}  # these values, until that call has them
+        self.kept: dict[int, RemoteObject] = {}  # these values, until that call has them
         self.moved: list[Any] = []
         self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
         self.payload = payload
@@ -90,10 +90,10 @@ class Definition:
 class _Entry(NamedTuple):
     function: ref[Any]
     guards: tuple[_Guard, ...]  # none: the function goes by reference, always
-    definition: Definition
+    definition: RemoteFunction
 
 
-class Defined:
+class KnownFunctions:
     """The definitions that another process has, so that a call of one carries only its number.
 
     Told to be forgotten there are those that nobody can call any more, and the oldest ones when there are too many. One
@@ -137,11 +137,11 @@ class Defined:
             self._ended()
 
 
-class Book:
+class FunctionRegistry:
     """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
 
     def __init__(
-        self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False, vault: Vault | None = None
+        self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False, vault: ObjectDirectory | None = None
     ) -> None:
         self.snapshot = snapshot
         self.vault = vault
@@ -149,12 +149,12 @@ class Book:
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
         self._last: tuple[ref[Any], Any] = ref(self), None  # a function without guards, and its definition
-        self._code: dict[str, Definition] = {}
+        self._code: dict[str, RemoteFunction] = {}
         self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
-    def define(self, work: str | Callable[..., Any]) -> Definition:
+    def define(self, work: str | Callable[..., Any]) -> RemoteFunction:
         """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
-        same: Definition
+        same: RemoteFunction
         last, same = self._last
         if work is last():
             return same
@@ -174,7 +174,7 @@ class Book:
             error.add_note(f"while pickling the work itself, {label(work)}")
             raise
         kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
-        definition = Definition(next(_numbers), kind, payload, label(work))
+        definition = RemoteFunction(next(_numbers), kind, payload, label(work))
         definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
         definition.captures = bool(pickling.met or pickling.moved)
         if entry is not None:
@@ -190,17 +190,17 @@ class Book:
         self._entries.clear()
         self._last = ref(self), None
 
-    def _define_code(self, source: str) -> Definition:
+    def _define_code(self, source: str) -> RemoteFunction:
         known = self._code.get(source)
         if known is None:
             payload = source.encode("utf-8", "surrogatepass")
-            known = Definition(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
+            known = RemoteFunction(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
             if len(self._code) >= _KEPT_CODE:
                 self._code.clear()
             self._code[source] = known
         return known
 
-    def _remember(self, work: Any, definition: Definition) -> bool:
+    def _remember(self, work: Any, definition: RemoteFunction) -> bool:
         if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
             return False  # an instance or a bound method: its state may change at any time
         try:

@@ -21,7 +21,7 @@ import cloudpickle
 
 from ..store.arena import Arena, Full, Keep, view
 from ..store.blocks import Store
-from ..store.references import Parcel, load_beside
+from ..store.references import Serialized, load_beside
 from .pickling import MainSnapshot, capture, main_namespace, pack_strictly, pickled_size, stored
 
 __all__ = ["Snapshot", "enter", "take"]
@@ -93,7 +93,7 @@ def _try(
     into: dict[str, bytes | Placed],
     left_out: dict[str, str],
     held: list[Keep] | None,
-    packed: Callable[..., bytes | Parcel],
+    packed: Callable[..., bytes | Serialized],
 ) -> None:
     try:
         made = packed()
@@ -102,7 +102,7 @@ def _try(
     except Exception as error:
         left_out[name] = f"it cannot be pickled: {type(error).__name__}: {error}"
     else:
-        if isinstance(made, Parcel):
+        if isinstance(made, Serialized):
             assert held is not None
             held += [segment for segment, _, _ in made.places]
             into[name] = Placed(made.inline, [(s.offset, s.length, start, length) for s, start, length in made.places])
@@ -119,7 +119,7 @@ def _check_size(size: int) -> None:
         raise _TooLarge(f"it is too large to be copied to every drone ({size >> 20:,} MiB): share or push it")
 
 
-def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Parcel:
+def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Serialized:
     if store is not None:
         try:
             return pack_strictly(value, defined, store)
@@ -129,7 +129,7 @@ def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes |
     return capture(value, defined)
 
 
-def _definition(value: Any, store: Store | None) -> bytes | Parcel:
+def _definition(value: Any, store: Store | None) -> bytes | Serialized:
     file = io.BytesIO()
     _Definitions(file, protocol=5).dump(value)
     packed = stored(file.getvalue(), store)

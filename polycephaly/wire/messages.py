@@ -33,7 +33,7 @@ from struct import pack as struct_pack
 from typing import Any
 
 __all__ = [
-    "Item", "Malformed", "Outcome", "WorkBatch", "head_type", "numbers", "pack_frames", "pack_numbers", "pack_outcome",
+    "Item", "Malformed", "Outcome", "TaskBatch", "head_type", "numbers", "pack_frames", "pack_numbers", "pack_outcome",
     "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_outcomes", "unpack_together", "unpack_work",
 ]  # fmt: skip
 
@@ -116,7 +116,7 @@ def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
     return request, answer
 
 
-class WorkBatch:
+class TaskBatch:
     """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the garbage collector."""
 
     __slots__ = ("_body", "_head", "_large")

@@ -21,10 +21,10 @@ from io import FileIO
 
 from ..promises.promise import callbacks
 from ..runtime import parent_death
-from .chunks import LOG, MARK, ORDER, TAG, Sorter
+from .chunks import LOG, MARK, ORDER, TAG, ChunkParser
 from .log_records import unpack_record
 
-__all__ = ["Heard", "Line", "Lines", "Listener", "Merge", "Record", "Stream", "deliver", "forward"]
+__all__ = ["Heard", "Line", "LineSplitter", "Listener", "OutputMerger", "OutputRecord", "OutputSource", "deliver", "forward"]
 
 told_in: contextvars.Context | None = None
 """Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they appear under."""
@@ -50,7 +50,7 @@ class Line(str):
         return line
 
 
-class Record:
+class OutputRecord:
     """What a drone logged. `text` is what a log record looks like where nothing is configured."""
 
     __slots__ = ("drone", "number", "record")
@@ -78,11 +78,11 @@ class Record:
                 forward(Line(each, self.drone, "stderr"))
 
 
-Heard = list[Line | Record]
+Heard = list[Line | OutputRecord]
 Listener = Callable[[Line], object]
 
 
-class Lines:
+class LineSplitter:
     """Makes of a drone's output whole lines, and what came between them."""
 
     def __init__(self, drone: str, name: str) -> None:
@@ -90,18 +90,18 @@ class Lines:
         self._name = name
         self._rest: list[bytes] = []  # read, and not yet a whole line
         self._size = 0
-        self._sorter = Sorter()
+        self._sorter = ChunkParser()
         self._tag = self._rests_tag = ""
         self.open = True
 
-    def read(self) -> list[Line | Record | int]:
+    def read(self) -> list[Line | OutputRecord | int]:
         """What has come since the last call; a number: what follows was printed after the record of that number.
         `open` turns False at the end."""
         raise NotImplementedError
 
-    def _sort(self, new: bytes) -> list[Line | Record | int]:
+    def _sort(self, new: bytes) -> list[Line | OutputRecord | int]:
         """What is `new`; the last of it, if `open` is False."""
-        heard: list[Line | Record | int] = []
+        heard: list[Line | OutputRecord | int] = []
         if MARK in new or self._sorter.held or not self.open:
             for each in self._sorter.sort(new, last=not self.open):
                 if isinstance(each, bytes):
@@ -114,7 +114,7 @@ class Lines:
             self._split(new, heard)
         return heard
 
-    def _take(self, kind: str, body: str, heard: list[Line | Record | int]) -> None:
+    def _take(self, kind: str, body: str, heard: list[Line | OutputRecord | int]) -> None:
         if kind == TAG:
             if body != self._tag:
                 self._split(b"", heard, last=True)  # nobody ends another's line
@@ -123,7 +123,7 @@ class Lines:
         try:
             if kind == LOG:
                 number, _, record = body.partition(" ")
-                heard.append(Record(int(number), unpack_record(record, self._drone), self._drone))
+                heard.append(OutputRecord(int(number), unpack_record(record, self._drone), self._drone))
             elif kind == ORDER:
                 heard.append(int(body))
             else:
@@ -131,7 +131,7 @@ class Lines:
         except (ValueError, TypeError, RecursionError):  # somebody has printed what looks like one of ours
             self._split(f"\x1epoly:{kind};{body}\x1e".encode(), heard)
 
-    def _split(self, new: bytes, heard: list[Line | Record | int], last: bool = False) -> None:
+    def _split(self, new: bytes, heard: list[Line | OutputRecord | int], last: bool = False) -> None:
         if not self._size:
             self._rests_tag = self._tag
         self._rest.append(new)
@@ -148,7 +148,7 @@ class Lines:
         self._rest, self._size = [rest], len(rest)
 
 
-class Stream(Lines):
+class OutputSource(LineSplitter):
     """The reading end of one of a drone's output pipes."""
 
     def __init__(self, fd: int, drone: str, name: str) -> None:
@@ -159,7 +159,7 @@ class Stream(Lines):
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def read(self) -> list[Line | Record | int]:
+    def read(self) -> list[Line | OutputRecord | int]:
         first = self._file.read(_CHUNK)
         if first is None:  # nothing, as nearly always when it is asked before a result
             return []
@@ -177,7 +177,7 @@ class Stream(Lines):
         parent_death.close(self._file)
 
 
-class Merge:
+class OutputMerger:
     """Puts what comes through stdout's and stderr's pipes in order, as far as log records are concerned.
 
     stderr is read first. So what was printed before a record is there when the record is, and is told before it; and
@@ -187,9 +187,9 @@ class Merge:
 
     def __init__(self) -> None:
         self._seen = 0  # the last record's number
-        self._kept: list[Line | Record | int] = []
+        self._kept: list[Line | OutputRecord | int] = []
 
-    def read(self, streams: Sequence[Lines]) -> Heard:
+    def read(self, streams: Sequence[LineSplitter]) -> Heard:
         """Of stdout's and stderr's, those that are open."""
         came = streams[-1].read() if streams else []
         printed, kept = self._kept, len(self._kept)
@@ -198,7 +198,7 @@ class Merge:
         if not came and not printed:  # as nearly always
             return []
         errors = [each for each in came if not isinstance(each, int)]
-        self._seen = max([self._seen, *(each.number for each in errors if isinstance(each, Record))])
+        self._seen = max([self._seen, *(each.number for each in errors if isinstance(each, OutputRecord))])
         self._kept = []
         heard: Heard = []
         rest = deque(errors)
@@ -209,7 +209,7 @@ class Merge:
                 self._kept = printed[at:]
                 break
             else:
-                while rest and not (isinstance(rest[0], Record) and rest[0].number > each):
+                while rest and not (isinstance(rest[0], OutputRecord) and rest[0].number > each):
                     heard.append(rest.popleft())
         heard += rest
         return heard
@@ -227,7 +227,7 @@ def deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener
 def _deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
     for each in heard:
         try:
-            if isinstance(each, Record):
+            if isinstance(each, OutputRecord):
                 each.handle()
             else:
                 listener = audiences.get(each.tag, output) if audiences else output

@@ -36,7 +36,7 @@ from cloudpickle.cloudpickle import _class_setstate
 
 from ..store.arena import Full
 from ..store.blocks import LARGE_PICKLE, Store
-from ..store.references import Parcel, Place
+from ..store.references import Place, Serialized
 
 __all__ = [
     "ATOMS",
@@ -164,7 +164,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
 
 
-def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False) -> bytes | Parcel:
+def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False) -> bytes | Serialized:
     """The same, with what is large in shared memory, if there is a store, while there is room for it.
 
     Raises whatever the value's own pickling raises, whose code may be run twice.
@@ -197,7 +197,7 @@ def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memo
     return b"".join(pieces), buffers
 
 
-def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Parcel:
+def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Serialized:
     """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but once."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     views = _as_they_are(pieces)
@@ -275,7 +275,7 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-def stored(pickled: bytes, store: Store | None) -> bytes | Parcel:
+def stored(pickled: bytes, store: Store | None) -> bytes | Serialized:
     """A pickle, in shared memory if it is large and there is room for it."""
     if store is None:
         return pickled
@@ -286,25 +286,25 @@ def stored(pickled: bytes, store: Store | None) -> bytes | Parcel:
         return pickled
 
 
-def join(head: Any, parts: Sequence[bytes | Parcel], store: Store | None) -> bytes | Parcel:
+def join(head: Any, parts: Sequence[bytes | Serialized], store: Store | None) -> bytes | Serialized:
     """Several payloads as one, with something to say of them: plain data. See `load_joined`."""
     inlines: list[tuple[bytes, int]] = []
     places: list[Place] = []
     written = 0
     for part in parts:
-        if isinstance(part, Parcel):
+        if isinstance(part, Serialized):
             written += part.travels - len(part.inline)
             inlines.append((part.inline, len(part.places)))
             places += part.places
         else:
             inlines.append((part, 0))
     together = stored(dumps((head, inlines), 5), store)
-    if isinstance(together, Parcel):
-        return Parcel(together.inline, [*together.places, *places], together.travels - len(together.inline) + written)
-    return Parcel(together, places, written) if places else together
+    if isinstance(together, Serialized):
+        return Serialized(together.inline, [*together.places, *places], together.travels - len(together.inline) + written)
+    return Serialized(together, places, written) if places else together
 
 
-def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Parcel:
+def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Serialized:
     if not buffers and sum(map(len, pieces)) < LARGE_PICKLE:
         return b"".join(pieces)
     return store.parcel(pieces, buffers)

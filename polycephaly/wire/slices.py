@@ -19,7 +19,7 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from ..store.blocks import Store
-from ..store.references import Parcel, load_beside, load_joined
+from ..store.references import Serialized, load_beside, load_joined
 from .messages import Malformed
 from .pickling import ATOMS, join
 
@@ -66,10 +66,10 @@ def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
 class Packed(NamedTuple):
     """A value that was pickled by itself."""
 
-    payload: bytes | Parcel
+    payload: bytes | Serialized
 
 
-def pack_answers(done: list[Any], packed: bool, error: bytes | None, store: Store) -> bytes | Parcel:
+def pack_answers(done: list[Any], packed: bool, error: bytes | None, store: Store) -> bytes | Serialized:
     """`done`: values, and if `packed` some that are `Packed`; and the error of the call after them, if there is one."""
     which = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done

@@ -39,7 +39,7 @@ class Experiment:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ExperimentOutcome:
     """What came of an experiment; `astray` names the lists that are not exactly the first experiment's."""
 
     experiment: Experiment
@@ -69,7 +69,7 @@ def plan(
     ]
 
 
-def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
+def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOutcome]:
     """Run one experiment after another; each outcome comes as soon as it is there.
 
     The time includes the start of the drones, the transport of the lists to this image, and the end of the
@@ -85,7 +85,7 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
             baseline = lists
         # Row for row, order included: however many heads loaded a list, it is the one that one head loads.
         astray = tuple(name for name in LISTS if lists[name] != baseline[name])
-        yield Outcome(experiment, seconds, {name: len(lists[name]) for name in LISTS}, astray)
+        yield ExperimentOutcome(experiment, seconds, {name: len(lists[name]) for name in LISTS}, astray)
 
 
 def sequential(site: Site) -> Lists:

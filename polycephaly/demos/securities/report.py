@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...timeline.picture import Bar
-from .experiments import Experiment, Outcome
+from .experiments import Experiment, ExperimentOutcome
 
 BAR_WIDTH = 50
 
@@ -15,7 +15,7 @@ THE_TALK = "The talk of 2009: 114 s sequential, II best with 8 drones, III best 
 HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
 
 
-def row(outcome: Outcome, baseline: Outcome) -> str:
+def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
     """One experiment's line below `HEADER`: its speed-up is against the baseline, and so is its bar."""
     experiment, share = outcome.experiment, outcome.seconds / baseline.seconds
     bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
@@ -23,24 +23,24 @@ def row(outcome: Outcome, baseline: Outcome) -> str:
     return f"{experiment.name:<12}{numbers}  {bar}"
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
     """What to know after the last row: the sizes of the lists, whether they are equal, the talk's figures."""
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
     return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
 
 
-def bars(outcomes: Sequence[Outcome]) -> list[Bar]:
+def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
     """The talk's bar chart: the seconds of each experiment, and its speed-up."""
     baseline = outcomes[0].seconds
     return [Bar(_label(each.experiment), each.seconds, f"{baseline / each.seconds:.1f}x") for each in outcomes]
 
 
-def equal(outcomes: Iterable[Outcome]) -> bool:
+def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
     """Whether all experiments loaded the same lists."""
     return not any(outcome.astray for outcome in outcomes)
 
 
-def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
     """The result for programs: the sizes of the lists, whether they are equal, each experiment's time."""
     return {
         "lists": outcomes[0].rows,
@@ -57,7 +57,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _verdict(outcomes: Sequence[Outcome]) -> str:
+def _verdict(outcomes: Sequence[ExperimentOutcome]) -> str:
     if equal(outcomes):
         return f"The five lists are the same in all {len(outcomes)} runs, row for row."
     differing = (
@@ -68,9 +68,9 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     return f"THE LISTS DIFFER from the first run's in: {'; '.join(differing)}"
 
 
-def _best(outcomes: Iterable[Outcome]) -> Iterator[str]:
+def _best(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
     """For experiments that run with several numbers, the best of them."""
-    runs: dict[str, list[Outcome]] = {"II": [], "III": []}
+    runs: dict[str, list[ExperimentOutcome]] = {"II": [], "III": []}
     for outcome in outcomes:
         runs.get(outcome.experiment.name, []).append(outcome)
     for name, candidates in runs.items():

@@ -41,7 +41,7 @@ def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
 class Handler(BaseHTTPRequestHandler):
     """Answers one request, late."""
 
-    server: Server
+    server: FixtureServer
 
     def do_GET(self) -> None:
         body = self.server.answers.get(self.path)
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing is logged: the terminal belongs to the demo's report."""
 
 
-class Server(ThreadingHTTPServer):
+class FixtureServer(ThreadingHTTPServer):
     """An HTTP server on a free port."""
 
     # The default of 5 makes the sixth drone that knocks at once wait a second for TCP to try again.
@@ -88,7 +88,7 @@ def main() -> int:
     except SourceError as error:
         print(json.dumps({"error": [error.where, error.problem]}), flush=True)
         return 1
-    with Server(answers, options.latency, options.host) as server:
+    with FixtureServer(answers, options.latency, options.host) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         print(json.dumps({"port": server.server_port}), flush=True)
         sys.stdin.buffer.read()

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...store.arena import Arena
 from ...wire.main_snapshot import Snapshot, enter
 from ...wire.pickling import MainSnapshot
-from .status_table import RunningPage
+from .status_table import StatusTable
 
 if TYPE_CHECKING:
-    from .zygote import Nest
+    from .zygote import DroneSpec
 
 __all__ = ["MainMaker", "start_bare"]
 
@@ -92,10 +92,10 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
             exec(compile(file.read(), path, "exec", dont_inherit=True), main)
 
 
-class _Zygote:
+class _BareZygote:
     """What the interpreter is sent. `multiprocessing` calls `_bootstrap` there."""
 
-    def __init__(self, control: int, page: int, arena: Arena, nest: Nest) -> None:
+    def __init__(self, control: int, page: int, arena: Arena, nest: DroneSpec) -> None:
         self.descriptors = control, page, arena.fd
         self._ceiling = arena.ceiling
         self._nest = nest
@@ -111,7 +111,7 @@ class _Zygote:
         run_zygote(
             socket.socket(fileno=control),
             self._nest,
-            RunningPage(self._nest.slots, page),
+            StatusTable(self._nest.slots, page),
             Arena(self._ceiling, arena),
             MainSnapshot(()),
             self._owner,
@@ -136,7 +136,7 @@ class _Spawning:
             return self.fd
 
 
-def start_bare(control: int, page: int, arena: Arena, nest: Nest, snapshot: Snapshot | None) -> int:
+def start_bare(control: int, page: int, arena: Arena, nest: DroneSpec, snapshot: Snapshot | None) -> int:
     """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module; gives its pid.
 
     Raises what the pickling of the pool's `initargs` raises, and `RuntimeError` in a main module that is being imported
@@ -148,7 +148,7 @@ def start_bare(control: int, page: int, arena: Arena, nest: Nest, snapshot: Snap
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # it does what is asked of a Popen
     try:
         heirloom = None if nest.heirloom is None else _pickled(nest.heirloom)
-        zygote = _Zygote(control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module)))
+        zygote = _BareZygote(control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module)))
         reduction.dump(prepared, pickled)
         reduction.dump(zygote, pickled)
     finally:

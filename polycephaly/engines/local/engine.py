@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...drone.child import call_as_imported, goes_only_with_the_start, with_heirloom
 from ...drone.main import hatch
-from ...pool.drone_handle import Link
+from ...pool.drone_handle import DroneHandle
 from ...pool.handlers import print_lines
 from ...promises.promise import Promise
 from ...runtime import parent_death
@@ -29,15 +29,15 @@ from ...store.arena import Arena
 from ...store.blocks import Store
 from ...store.shared import Shared, share
 from ...wire.addresses import channels_of, leave_word
-from ...wire.fast_transport import Lane
-from ...wire.functions import Book
-from ...wire.output import Stream
-from .handle import LocalLink
+from ...wire.fast_transport import FastTransport
+from ...wire.functions import FunctionRegistry
+from ...wire.output import OutputSource
+from .handle import LocalHandle
 from .launcher import Launcher
-from .zygote import Nest, Order
+from .zygote import DroneSpec, Order
 
 if TYPE_CHECKING:
-    from ...pool.supervisor import Roster
+    from ...pool.supervisor import Supervisor
 
 __all__ = ["LocalEngine", "ThisMachine"]
 
@@ -51,12 +51,12 @@ class ThisMachine:
     def check(self, size: int) -> None:
         check_descriptors(size)
 
-    def open(self, roster: Roster) -> LocalEngine:
+    def open(self, roster: Supervisor) -> LocalEngine:
         return LocalEngine(roster)
 
 
 class LocalEngine:
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Supervisor) -> None:
         """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits forbid it."""
         self._roster = roster
         self._crew = roster.crew
@@ -86,7 +86,7 @@ class LocalEngine:
             raise
 
     def _open_book(self, launcher: Launcher) -> None:
-        self._roster.book = Book(launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault)
+        self._roster.book = FunctionRegistry(launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault)
 
     def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         if self._heirloom is not None:
@@ -126,18 +126,18 @@ class LocalEngine:
     def can_start(self) -> bool:
         return bool(self._free_slots) and not self._zygote_lost
 
-    def start(self, number: int, name: str, index: int) -> LocalLink | None:
+    def start(self, number: int, name: str, index: int) -> LocalHandle | None:
         slot = self._free_slots.pop()
-        link = LocalLink(self._crew, number, slot, name, self._launcher)
+        link = LocalHandle(self._crew, number, slot, name, self._launcher)
         ends: list[int] = []
         try:
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
-                link.streams.append(Stream(reader, name, stream))
-            mine, its = Lane.pair()
+                link.streams.append(OutputSource(reader, name, stream))
+            mine, its = FastTransport.pair()
             ends.append(its.detach())
-            link.lane = parent_death.own(Lane(mine))
+            link.lane = parent_death.own(FastTransport(mine))
             order = Order(link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd)
             self._launcher.start(order, ends)
         except Exception as error:
@@ -154,7 +154,7 @@ class LocalEngine:
         self._hub.add_link(link)
         return link
 
-    def _read_stream(self, link: LocalLink, stream: Stream) -> None:
+    def _read_stream(self, link: LocalHandle, stream: OutputSource) -> None:
         print_lines(link)
         if not stream.open:
             self._hub.unwatch(stream.fileno())
@@ -184,14 +184,14 @@ class LocalEngine:
                 number = report["errno"]
                 self._roster.not_started(link, named(OSError(number, os.strerror(number))))
 
-    def _links(self, launcher: Launcher) -> list[LocalLink]:
-        return [each for each in self._roster.links if isinstance(each, LocalLink) and each.launcher is launcher]
+    def _links(self, launcher: Launcher) -> list[LocalHandle]:
+        return [each for each in self._roster.links if isinstance(each, LocalHandle) and each.launcher is launcher]
 
-    def _link(self, launcher: Launcher, number: int | None) -> LocalLink | None:
+    def _link(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
         return next((each for each in self._links(launcher) if each.number == number), None)
 
-    def released(self, link: Link) -> None:
-        assert isinstance(link, LocalLink)
+    def released(self, link: DroneHandle) -> None:
+        assert isinstance(link, LocalHandle)
         if link.slot not in self._free_slots:
             self._free_slots.append(link.slot)
         if link.launcher is not self._launcher and not self._links(link.launcher):
@@ -200,7 +200,7 @@ class LocalEngine:
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
-        nest = Nest(hatch, self._hub.endpoint.home, 2 * self._plan.size, parent_death.new_family(), self._heirloom)
+        nest = DroneSpec(hatch, self._hub.endpoint.home, 2 * self._plan.size, parent_death.new_family(), self._heirloom)
         try:
             return Launcher(self._plan.start, nest, self._store, self._plan.name)
         except OSError as error:
@@ -283,7 +283,7 @@ class LocalEngine:
         self._arena.end()
 
 
-def _import_trouble(link: Link, code: int) -> RuntimeError:
+def _import_trouble(link: DroneHandle, code: int) -> RuntimeError:
     print_lines(link)
     told = "\n".join(link.stderr)
     return RuntimeError(

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...pool.drone_handle import Link, Times
+from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import hear_kept
-from ...pool.task import Work
+from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import descendants, memory_of, processor_times, state_of, system_call_of, threads_of
-from ...store.references import Ledger
-from ...wire.fast_transport import Lane
+from ...store.references import RefTable
+from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, pack_numbers
-from ...wire.output import Heard, Merge, Stream
+from ...wire.output import Heard, OutputMerger, OutputSource
 from .launcher import Launcher
 
 if TYPE_CHECKING:
     import zmq
 
-    from ...pool.dispatcher import Crew
+    from ...pool.dispatcher import Dispatcher
 
-__all__ = ["LocalLink"]
+__all__ = ["LocalHandle"]
 
 SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is in transit
 TICK = 0.002  # seconds until a full lane is tried again
@@ -37,19 +37,19 @@ _WHY = {
 _IDLE = "it holds its interpreter and does nothing"
 
 
-class LocalLink(Link):
-    def __init__(self, crew: Crew, number: int, slot: int, name: str, launcher: Launcher) -> None:
+class LocalHandle(DroneHandle):
+    def __init__(self, crew: Dispatcher, number: int, slot: int, name: str, launcher: Launcher) -> None:
         super().__init__(crew, number, name)
         self.slot = slot
         self.launcher = launcher
         self.identity = b"\x01" + os.urandom(16)
-        self.streams: list[Stream] = []
-        self._merge = Merge()
-        self.lane: Lane | None = None
+        self.streams: list[OutputSource] = []
+        self._merge = OutputMerger()
+        self.lane: FastTransport | None = None
         self.bulk_open = False
         self._bulk_waiting: list[list[bytes]] = []
         self._asked = False
-        self.ledger = Ledger(launcher.arena, number, self._ring)
+        self.ledger = RefTable(launcher.arena, number, self._ring)
 
     @property
     def keeper(self) -> Launcher:  # type: ignore[override]
@@ -57,7 +57,7 @@ class LocalLink(Link):
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
         """By the lane if it can go there without passing anything sent by bulk; see wire/fast_transport.py."""
         if not self.bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
             return
@@ -160,7 +160,7 @@ class LocalLink(Link):
     def close(self) -> None:
         hub = self.crew.hub
         hub.remove_link(self)
-        ends: list[Stream | Lane] = [*self.streams]
+        ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.lane is not None:
             ends.append(self.lane)
         for end in ends:

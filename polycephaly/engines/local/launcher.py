@@ -26,8 +26,8 @@ from ...wire.main_snapshot import Snapshot, take
 from ...wire.pickling import MainSnapshot, shared_with
 from .bare import start_bare
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
-from .status_table import RunningPage
-from .zygote import MAX_ORDER, Nest, Order, run_zygote
+from .status_table import StatusTable
+from .zygote import MAX_ORDER, DroneSpec, Order, run_zygote
 
 __all__ = ["START_METHODS", "Launcher"]
 
@@ -37,7 +37,7 @@ START_METHODS = ("fork", "spawn")
 class Launcher:
     """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once one has done so."""
 
-    def __init__(self, start: str | None, nest: Nest, store: Store, name: str) -> None:
+    def __init__(self, start: str | None, nest: DroneSpec, store: Store, name: str) -> None:
         """Warns if it does not fork though nothing was said of the start; `name` says whose it is."""
         self.family = nest.family
         self.arena = store.arena
@@ -49,7 +49,7 @@ class Launcher:
         # Of imported modules nothing is known until a drone reports: till then all of `__main__` goes by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = not self.imports_main
-        self.page = RunningPage(nest.slots)
+        self.page = StatusTable(nest.slots)
         try:
             self.pid = self._start(start, nest, store, name)
         except BaseException:
@@ -62,7 +62,7 @@ class Launcher:
     def _shared(self) -> MainSnapshot:
         return self.snapshot
 
-    def _start(self, start: str | None, nest: Nest, store: Store, name: str) -> int:
+    def _start(self, start: str | None, nest: DroneSpec, store: Store, name: str) -> int:
         if start != "spawn":
             try:
                 if start is None:
@@ -75,7 +75,7 @@ class Launcher:
             self.snapshot = MainSnapshot(self.taken.names(), self.taken.left_out)
         return self._start_bare(nest)
 
-    def _fork(self, nest: Nest, insists: bool) -> int:
+    def _fork(self, nest: DroneSpec, insists: bool) -> int:
         """Raises `UnsafeFork`, unless it `insists`."""
         owner = os.getpid()
         above, addresses.address_of_parent = addresses.address_of_parent, addresses.address_here(nest.home)
@@ -103,7 +103,7 @@ class Launcher:
             theirs.close()
             addresses.address_of_parent = above
 
-    def _start_bare(self, nest: Nest) -> int:
+    def _start_bare(self, nest: DroneSpec) -> int:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.own(mine)
         try:

@@ -29,14 +29,14 @@ from __future__ import annotations
 import mmap
 import os
 
-__all__ = ["RunningPage"]
+__all__ = ["StatusTable"]
 
 ROOM = 16 * 1024  # bytes of a slot, of which most are for kept results
 _STARTED, _SENT, _KEPT, _BEAT, _EAR, _STEPS, _CELLS = range(7)
 _HEAD = _CELLS * 8
 
 
-class RunningPage:
+class StatusTable:
     """`slots` slots in memory shared by descriptor; it has no name, so it cannot be left behind."""
 
     def __init__(self, slots: int, fd: int | None = None) -> None:
@@ -52,9 +52,9 @@ class RunningPage:
             raise
         self._bytes = memoryview(self._map)
 
-    def row(self, slot: int) -> Row:
+    def row(self, slot: int) -> Slot:
         """The writer's side of a slot."""
-        return Row(self._bytes[slot * ROOM : (slot + 1) * ROOM])
+        return Slot(self._bytes[slot * ROOM : (slot + 1) * ROOM])
 
     def clear(self, slot: int) -> None:
         self._bytes[slot * ROOM : slot * ROOM + _HEAD] = bytes(_HEAD)
@@ -92,7 +92,7 @@ class RunningPage:
         os.close(self.fd)
 
 
-class Row:
+class Slot:
     """What one drone displays."""
 
     def __init__(self, room: memoryview) -> None:
@@ -132,7 +132,7 @@ class Row:
         """Keeps these, and no others."""
         self._kept = self._cells[_KEPT] = 0
         for each in results:
-            Row.keep(self, each)
+            Slot.keep(self, each)
 
     def sent(self, number: int, arrive: bool) -> None:
         """All results up to this work's have gone to the socket; whether they arrive though this drone should die. Of a

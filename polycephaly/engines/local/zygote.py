@@ -35,12 +35,12 @@ from ...runtime.connections import leave_connections
 from ...store.arena import Arena
 from ...wire.addresses import channels_of, leave_word
 from ...wire.pickling import MainSnapshot
-from .status_table import RunningPage
+from .status_table import StatusTable
 
 if TYPE_CHECKING:
     from .bare import MainMaker
 
-__all__ = ["Nest", "Order", "run_zygote"]
+__all__ = ["DroneSpec", "Order", "run_zygote"]
 
 OWNER_ENDS_WITHIN = 2.0  # seconds after its end of the lifeline has closed
 SWEEP = 0.02  # seconds between looks for orphans
@@ -68,10 +68,10 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Nest:
+class DroneSpec:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[[Order, Nest, socket.socket, RunningPage, Arena, MainSnapshot, socket.socket], None]
+    hatch: Callable[[Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None]
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see runtime/parent_death.py
@@ -84,7 +84,7 @@ class Nest:
 
 
 def run_zygote(
-    control: socket.socket, nest: Nest, page: RunningPage, arena: Arena, snapshot: MainSnapshot, owner: int
+    control: socket.socket, nest: DroneSpec, page: StatusTable, arena: Arena, snapshot: MainSnapshot, owner: int
 ) -> NoReturn:
     """The zygote's life. Never returns: the frames below belong to the main image."""
     status = 1
@@ -116,8 +116,8 @@ class _Zygote:
     def __init__(
         self,
         control: socket.socket,
-        nest: Nest,
-        page: RunningPage,
+        nest: DroneSpec,
+        page: StatusTable,
         arena: Arena,
         snapshot: MainSnapshot,
         owner: int,

@@ -1,7 +1,7 @@
 """The Ray engine: drones are Ray actors, on any node of a cluster.
 
-    Pool(8, engine="ray", address="auto") ──> Crew, as ever ──> RayEngine ──> RayLink ── actor calls ──> Nest (an actor)
-                                                                    ^                                     holds a Runner
+    Pool(8, engine="ray", address="auto") ──> Dispatcher ──> RayEngine ──> RayHandle ── actor calls ──> DroneActor, which
+                                                                    ^                          holds a DroneExecutor
                                                                     └────── Switch (an actor): orders ──────> its ear
                                                                                 news, output, beats <──────── its ear
 

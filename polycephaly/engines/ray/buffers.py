@@ -3,8 +3,8 @@
     a call's arguments ── put, when the call is made ──> object ── an argument of the actor call ──> views, in the drone
     a call's result ── beside the message that tells of it ──> object of the driver's ── when `value` asks ──> views
 
-A `Cargo` is a list of buffers. Where it arrives its buffers are read-only views of the store's memory, which lives as
-long as they do. So nothing is copied but once, by whoever puts it there, and a result that is only an argument of other
+`OutOfBandBuffers` are a list of buffers. Where they arrive they are read-only views of the store's memory, which lives
+as long as they do. So nothing is copied but once, by whoever puts it there, and a result that is only an argument of other
 calls never comes to the driver.
 
 What is in a store is gone with its *session*, one connection of this process to a cluster: handles and promises may
@@ -25,9 +25,9 @@ import ray
 from ...errors import Lost
 from ...store.arena import Full
 from ...store.blocks import LARGE_PICKLE
-from ...store.references import Arrived, Parcel, read_waybill
+from ...store.references import Received, Serialized, read_waybill
 
-__all__ = ["Brought", "Cargo", "Hold", "Lying", "Manifest", "Plasma", "Sealed", "session"]
+__all__ = ["BufferHold", "LazyBuffers", "OutOfBandBuffers", "RayRefTable", "RayStore", "ReceivedFromRay", "StoredBuffers", "session"]
 
 HEAVY = 1 << 20
 """Bytes of a result from which it is not copied until it is sent: its drone runs nothing else before."""
@@ -54,23 +54,23 @@ def session() -> tuple[str, str] | None:
         return None
 
 
-class Cargo:
+class OutOfBandBuffers:
     """Buffers on their way."""
 
     def __init__(self, buffers: Sequence[Any]) -> None:
         self.buffers = buffers
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
-        return Cargo, ([PickleBuffer(each) for each in self.buffers],)
+        return OutOfBandBuffers, ([PickleBuffer(each) for each in self.buffers],)
 
 
-class Lying:
+class LazyBuffers:
     """A cargo in the object store, fetched when somebody looks at it."""
 
     def __init__(self, ref: Any, of: tuple[str, str] | None) -> None:
         self.ref = ref
         self.session = of
-        self._cargo: Cargo | None = None
+        self._cargo: OutOfBandBuffers | None = None
 
     @property
     def buffers(self) -> Sequence[Any]:
@@ -86,31 +86,31 @@ class Lying:
         return self._cargo.buffers
 
 
-class Sealed:
-    """A cargo that this image has made, or knows of: a segment, to a `Parcel`."""
+class StoredBuffers:
+    """A cargo that this image has made, or knows of: a segment, to a `Serialized`."""
 
     def __init__(self, cargo: Any, length: int, of: tuple[str, str] | None = None) -> None:
-        self.cargo = cargo  # an ObjectRef, or a `Cargo` that is still to be sent
+        self.cargo = cargo  # an ObjectRef, or a `OutOfBandBuffers` that is still to be sent
         self.length = length
         self.session = of  # of the ObjectRef
         self.offset = 0  # of its first buffer, among those of the cargo with which it goes
 
 
-class Plasma:
+class RayStore:
     """The driver's store: what is put there is in the object store from that moment on."""
 
     def __init__(self) -> None:
         self.session = session()
 
-    def parcel(self, pieces: list[Any], buffers: list[memoryview]) -> Parcel:
+    def parcel(self, pieces: list[Any], buffers: list[memoryview]) -> Serialized:
         """Raises `Full`, or `ConnectionError` when Ray was shut down."""
         inline, runs, lengths = _runs(pieces, buffers)
         total = sum(lengths)
-        sealed = Sealed(self.put(Cargo(runs), total), total, self.session)
+        sealed = StoredBuffers(self.put(OutOfBandBuffers(runs), total), total, self.session)
         places = [(sealed, at, length) for at, length in enumerate(lengths)]
-        return Parcel(inline, places, total)  # type: ignore[arg-type]
+        return Serialized(inline, places, total)  # type: ignore[arg-type]
 
-    def put(self, cargo: Cargo, total: int) -> Any:
+    def put(self, cargo: OutOfBandBuffers, total: int) -> Any:
         """Raises as `parcel` does."""
         if self.session != session():
             raise ConnectionError("the pool's Ray was shut down")
@@ -123,7 +123,7 @@ class Plasma:
         """It goes with the message instead."""
 
 
-class Hold(Plasma):
+class BufferHold(RayStore):
     """A drone's store: it keeps results until the message goes that tells of them. `laden` is called when one is so
     large that it is not copied: nothing else may be run before that."""
 
@@ -132,7 +132,7 @@ class Hold(Plasma):
     def __init__(self, laden: Callable[[], None]) -> None:
         self._laden = laden
 
-    def put(self, cargo: Cargo, total: int) -> Any:
+    def put(self, cargo: OutOfBandBuffers, total: int) -> Any:
         if total < HEAVY:
             cargo.buffers = [bytes(each) for each in cargo.buffers]
         else:
@@ -140,8 +140,8 @@ class Hold(Plasma):
         return cargo
 
 
-class Manifest:
-    """What goes beside messages across one link, there and back; what a `Ledger` is to shared memory.
+class RayRefTable:
+    """What goes beside messages across one link, there and back; what a `RefTable` is to shared memory.
 
     `loading`: the cargoes of the message that is being made. `landed`: those of the message that is being read, which
     is set before it is.
@@ -152,8 +152,8 @@ class Manifest:
         self.landed: Sequence[Any] = ()
         self.returned: deque[int] = deque()  # Ray counts references itself
 
-    def lend(self, sealed: Sealed) -> int:
-        if isinstance(sealed.cargo, Cargo):  # a result: all of a message are one object
+    def lend(self, sealed: StoredBuffers) -> int:
+        if isinstance(sealed.cargo, OutOfBandBuffers):  # a result: all of a message are one object
             sealed.offset = sum(len(each.buffers) for each in self.loading)
             self.loading.append(sealed.cargo)
             return 0
@@ -164,8 +164,8 @@ class Manifest:
         taken, self.loading = self.loading, []
         return taken
 
-    def arrived(self, waybill: Any) -> Brought:
-        return Brought(waybill, self.landed)
+    def arrived(self, waybill: Any) -> ReceivedFromRay:
+        return ReceivedFromRay(waybill, self.landed)
 
     def came_back(self, number: int) -> None:
         """There are no loans."""
@@ -177,7 +177,7 @@ class Manifest:
         self.loading.clear()
 
 
-class Brought(Arrived):
+class ReceivedFromRay(Received):
     """What has been received, and lies in the object store."""
 
     __slots__ = ("_cargoes",)
@@ -193,16 +193,16 @@ class Brought(Arrived):
         return self._inline, [memoryview(cargoes[which][index]) for which, index, _ in self._places]
 
     def is_far(self) -> bool:
-        return any(isinstance(each, Lying) for each in self._cargoes)
+        return any(isinstance(each, LazyBuffers) for each in self._cargoes)
 
     def lies_in(self, store: Any) -> bool:
-        return isinstance(store, Plasma) and all(
-            isinstance(each, Lying) and each.session == store.session for each in self._cargoes
+        return isinstance(store, RayStore) and all(
+            isinstance(each, LazyBuffers) and each.session == store.session for each in self._cargoes
         )
 
-    def parcel(self) -> Parcel:
-        sealed = [Sealed(each.ref, 0, each.session) for each in self._cargoes]
-        return Parcel(self._inline, [(sealed[which], index, length) for which, index, length in self._places])  # type: ignore[misc]
+    def parcel(self) -> Serialized:
+        sealed = [StoredBuffers(each.ref, 0, each.session) for each in self._cargoes]
+        return Serialized(self._inline, [(sealed[which], index, length) for which, index, length in self._places])  # type: ignore[misc]
 
 
 def _runs(pieces: list[Any], buffers: list[memoryview]) -> tuple[bytes, list[Any], list[int]]:

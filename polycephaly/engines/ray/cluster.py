@@ -15,7 +15,7 @@ from .probe import knock
 
 if TYPE_CHECKING:
     from ...pool.engine import Engine
-    from ...pool.supervisor import Roster
+    from ...pool.supervisor import Supervisor
 
 __all__ = ["Cluster", "where_in"]
 
@@ -127,7 +127,7 @@ class Cluster:
             asked[f"accelerator_type:{accelerator}"] = 0.001  # so Ray puts it
         return {name: amount for name, amount in asked.items() if amount}
 
-    def open(self, roster: Roster) -> Engine:
+    def open(self, roster: Supervisor) -> Engine:
         from .engine import RayEngine
 
         return RayEngine(roster, self.placement)

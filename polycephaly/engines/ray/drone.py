@@ -34,17 +34,17 @@ import ray
 from ray._private import auto_init_hook
 
 from ...drone.console import open_console
-from ...drone.executor import Runner
+from ...drone.executor import DroneExecutor
 from ...drone.logs import send_logs_home
 from ...drone.overlap import Overlap
-from ...drone.result_buffer import Outcomes
+from ...drone.result_buffer import ResultBuffer
 from ...runtime.procfs import boot_of_this_machine, memory_of
 from ...wire.main_snapshot import Snapshot, enter
 from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
-from .buffers import Cargo, Hold, Manifest
-from .exit_record import ERR, OUT, Diary, Printed, open_folder
+from .buffers import BufferHold, OutOfBandBuffers, RayRefTable
+from .exit_record import ERR, OUT, ExitRecord, Printed, open_folder
 
-__all__ = ["Birth", "Born", "Nest", "Report"]
+__all__ = ["DroneActor", "Report", "SpawnReply", "SpawnRequest"]
 
 WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
 BEAT = 0.5  # seconds between reports of a long task
@@ -54,7 +54,7 @@ MEMORY_EVERY = 4  # reports
 MISSED_MOST = 1000  # cancelled calls that are on their way here, perhaps
 
 
-class Birth(NamedTuple):
+class SpawnRequest(NamedTuple):
     """What a drone is told at its start."""
 
     number: int
@@ -66,7 +66,7 @@ class Birth(NamedTuple):
     watches_memory: bool
 
 
-class Born(NamedTuple):
+class SpawnReply(NamedTuple):
     """What it says of itself then."""
 
     pid: int
@@ -94,14 +94,14 @@ class Report(NamedTuple):
         return cls(*loads(packed))
 
 
-Told = tuple[bytes, Cargo | None]
+Told = tuple[bytes, OutOfBandBuffers | None]
 """A report, and what goes beside it."""
 
 
-class Nest:
+class DroneActor:
     """Runs in an actor: a drone's, of which Ray knows."""
 
-    def __init__(self, birth: Birth, snapshot: Snapshot) -> None:
+    def __init__(self, birth: SpawnRequest, snapshot: Snapshot) -> None:
         self._folder = open_folder()
         os.environ.update(birth.env)
         sys.path += [each for each in birth.path if each not in sys.path]
@@ -123,14 +123,14 @@ class Nest:
         known = enter(snapshot)
         self._drone = RayDrone(birth, self._folder, known)
 
-    def begin(self) -> Born:
+    def begin(self) -> SpawnReply:
         node = ray.get_runtime_context().get_node_id()
-        return Born(os.getpid(), node, self._folder, boot_of_this_machine())
+        return SpawnReply(os.getpid(), node, self._folder, boot_of_this_machine())
 
     def clock(self) -> float:
         return monotonic()
 
-    def take(self, said: bytes, *cargoes: Cargo) -> Told:
+    def take(self, said: bytes, *cargoes: OutOfBandBuffers) -> Told:
         """Does what the message says. The driver has all reports up to the one that it names."""
         has, frames = loads(said)
         return self._drone.take(has, frames, cargoes)
@@ -142,7 +142,7 @@ class Nest:
         return last
 
 
-class _Outcomes(Outcomes):
+class _ResultBuffer(ResultBuffer):
     def keep(self) -> bool:
         """Not what goes beside messages: that dies with this drone."""
         if status_of(self._last[0]) & SHARED:
@@ -151,30 +151,30 @@ class _Outcomes(Outcomes):
         return super().keep()
 
 
-class RayDrone(Runner):
-    def __init__(self, birth: Birth, folder: str, snapshot: Any) -> None:
+class RayDrone(DroneExecutor):
+    def __init__(self, birth: SpawnRequest, folder: str, snapshot: Any) -> None:
         tail = open_console()
         send_logs_home()
         faulthandler.enable(file=2)
-        self._diary = Diary(folder)
-        self._manifest = Manifest()
+        self._diary = ExitRecord(folder)
+        self._manifest = RayRefTable()
         self._laden = False
         ledger: Any = self._manifest
-        super().__init__(birth.name, self._diary, snapshot, Hold(self._lade), ledger, tail)
-        self._outcomes = _Outcomes(self._diary, snapshot, self._store, self._ledger, tail, self._shelf)
+        super().__init__(birth.name, self._diary, snapshot, BufferHold(self._lade), ledger, tail)
+        self._outcomes = _ResultBuffer(self._diary, snapshot, self._store, self._ledger, tail, self._shelf)
         self.birth = birth
         self._printed = [Printed(folder, name) for name in (OUT, ERR)]
         self._outbox: list[list[bytes]] = []
         self._reports = 0
         self.in_call = threading.Lock()
-        self._ear = _Ear(self)
+        self._ear = _ControlThread(self)
 
     def _lade(self) -> None:
         self._laden = True
 
     # -- the main thread --------------------------------------------------------------------------
 
-    def take(self, has: int, frames: list[bytes], cargoes: Sequence[Cargo]) -> Told:
+    def take(self, has: int, frames: list[bytes], cargoes: Sequence[OutOfBandBuffers]) -> Told:
         with self.in_call:
             with self.socket_turn:
                 self._diary.acknowledged(has)
@@ -244,10 +244,10 @@ class RayDrone(Runner):
         if self.birth.watches_memory and self._reports % MEMORY_EVERY == 0:
             memory = memory_of(os.getpid(), 0)
         report = Report(self._reports, messages, out, err, self._current, memory, bool(loaded))
-        return report.packed(), Cargo([buffer for cargo in loaded for buffer in cargo.buffers]) if loaded else None
+        return report.packed(), OutOfBandBuffers([buffer for cargo in loaded for buffer in cargo.buffers]) if loaded else None
 
     def _what_was_printed(self, most: int) -> tuple[bytes, bytes]:
-        """stderr's first: see `Merge`."""
+        """stderr's first: see `OutputMerger`."""
         out, err = self._printed
         errors = err.read(most)
         return out.read(most), errors
@@ -281,7 +281,7 @@ class RayDrone(Runner):
         return any(file.has_more() for file in self._printed)
 
 
-class _Ear:
+class _ControlThread:
     """Hears orders, tells of long tasks, and looks now and then whether something was printed."""
 
     def __init__(self, drone: RayDrone) -> None:

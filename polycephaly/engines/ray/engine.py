@@ -38,26 +38,26 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import Lost
-from ...pool.drone_handle import Link, State
-from ...pool.task import Work
+from ...pool.drone_handle import DroneHandle, State
+from ...pool.task import Task
 from ...runtime.procfs import boot_of_this_machine
 from ...runtime.tuning import tuning
 from ...store.arena import Full
 from ...wire import main_snapshot as snapshot
-from ...wire.functions import Book
+from ...wire.functions import FunctionRegistry
 from ...wire.main_snapshot import Snapshot
 from ...wire.pickling import MainSnapshot
-from .buffers import Cargo, Lying, Plasma, session
+from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, session
 from .cluster import where_in
-from .drone import Birth, Born, Nest, Report
-from .exit_record import Remains, kill_owner, read_remains
-from .handle import RayLink
+from .drone import DroneActor, Report, SpawnReply, SpawnRequest
+from .exit_record import FinalState, kill_owner, read_remains
+from .handle import RayHandle
 from .shared import RayShared, share
 from .switch import MOST, Switch
 
 if TYPE_CHECKING:
-    from ...pool.supervisor import Roster
-    from ...pool.task import Work
+    from ...pool.supervisor import Supervisor
+    from ...pool.task import Task
 
 __all__ = ["RayEngine"]
 
@@ -72,7 +72,7 @@ _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)  
 
 
 class RayEngine:
-    def __init__(self, roster: Roster, placement: dict[str, Any]) -> None:
+    def __init__(self, roster: Supervisor, placement: dict[str, Any]) -> None:
         self.crew = roster.crew
         self._roster = roster
         self._plan = self.crew.plan
@@ -84,11 +84,11 @@ class RayEngine:
         self._probe_every = PROBE_EVERY if hang is None else min(PROBE_EVERY, hang / 4)
         self._home = ray.get_runtime_context().get_node_id()
         self._taken = self.snapshot()
-        self._store = Plasma()
+        self._store = RayStore()
         options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._plan.size}
         here = NodeAffinitySchedulingStrategy(self._home, soft=False)
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
-        self._nest = ray.remote(Nest)  # once: Ray keeps each of these for ever
+        self._nest = ray.remote(DroneActor)  # once: Ray keeps each of these for ever
         self._says_what_is_awaited = False
         self._open_book()
 
@@ -96,7 +96,7 @@ class RayEngine:
         names = self._taken.names()
         self._ref = ray.put(self._taken)
         store: Any = self._store
-        self._roster.book = Book(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)
+        self._roster.book = FunctionRegistry(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)
 
     def is_there(self) -> bool:
         """Its Ray."""
@@ -124,22 +124,22 @@ class RayEngine:
     def can_start(self) -> bool:
         return not self._ended and self.is_there()
 
-    def start(self, number: int, name: str, index: int) -> RayLink | None:
+    def start(self, number: int, name: str, index: int) -> RayHandle | None:
         plan = self._plan
-        birth = Birth(number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None)
+        birth = SpawnRequest(number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None)
         try:
             actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
         except Exception as error:
             self._roster.cannot_start(error)
             return None
-        link = RayLink(self, number, name, actor)
+        link = RayHandle(self, number, name, actor)
         self._when_done(actor.begin.remote(), partial(self._started, link), partial(self._not_started, link))
         if not self._says_what_is_awaited:
             self._says_what_is_awaited = True
             self._hub.after(tuning.start_report_seconds, self._say_what_is_awaited)
         return link
 
-    def _started(self, link: RayLink, born: Born) -> None:
+    def _started(self, link: RayHandle, born: SpawnReply) -> None:
         link.born_as = born
         if born.boot != boot_of_this_machine():
             asked = monotonic()
@@ -147,11 +147,11 @@ class RayEngine:
         self._roster.started(link, born.pid)
         self._roster.hello(link)
 
-    def _set_clock(self, link: RayLink, asked: float, its: float) -> None:
+    def _set_clock(self, link: RayHandle, asked: float, its: float) -> None:
         """Its answer was made about halfway between question and answer."""
         link.ahead = its - (asked + monotonic()) / 2
 
-    def _not_started(self, link: RayLink, error: Exception) -> None:
+    def _not_started(self, link: RayHandle, error: Exception) -> None:
         init_failed = isinstance(error, RayActorError) and error.actor_init_failed
         if link.dying or (isinstance(error, _DEATHS) and not init_failed and not _cannot_be(error)):
             self.lost(link, error)
@@ -164,7 +164,7 @@ class RayEngine:
 
     def _say_what_is_awaited(self) -> None:
         """Looks at drones that are being started, as long as there are any: is there one that has no place?"""
-        starting = [link for link in self._roster.links if isinstance(link, RayLink) and not link.pid and link.alive]
+        starting = [link for link in self._roster.links if isinstance(link, RayHandle) and not link.pid and link.alive]
         self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
         if not self._says_what_is_awaited:
             return
@@ -182,13 +182,13 @@ class RayEngine:
     # -- what links use, in turns -------------------------------------------------------------------
 
     def await_answer(
-        self, link: RayLink, answer: Any, cargo: Any, frames: Sequence[bytes] = (), works: Sequence[Work] = ()
+        self, link: RayHandle, answer: Any, cargo: Any, frames: Sequence[bytes] = (), works: Sequence[Task] = ()
     ) -> None:
         link.calls += 1
         not_answered = partial(self._not_answered, link, frames, works)
         self._when_done(answer, partial(self._answered, link, cargo), not_answered)
 
-    def _not_answered(self, link: RayLink, frames: Sequence[bytes], works: Sequence[Work], error: Exception) -> None:
+    def _not_answered(self, link: RayHandle, frames: Sequence[bytes], works: Sequence[Task], error: Exception) -> None:
         link.calls -= 1
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not isinstance(cause, ObjectLostError):
@@ -198,12 +198,12 @@ class RayEngine:
             lost = Lost(f"what work was to take lay with a node that is lost: {why}", drone=link.name)
             link.not_begun(frames, works, lost)
 
-    def _answered(self, link: RayLink, cargo: Any, told: bytes) -> None:
+    def _answered(self, link: RayHandle, cargo: Any, told: bytes) -> None:
         link.calls -= 1
         link.last_heard = self._hub.timers.now()
         link.hear(Report.unpack(told), cargo)
 
-    def not_sent(self, link: RayLink, frames: list[bytes], works: Sequence[Work], error: Exception) -> None:
+    def not_sent(self, link: RayHandle, frames: list[bytes], works: Sequence[Task], error: Exception) -> None:
         """In the turn that was to send it, which goes on with other drones: so not before the next."""
         if not self.is_there():
             self._hub.post(self._is_lost)
@@ -212,37 +212,37 @@ class RayEngine:
         else:
             raise error
 
-    def land(self, cargo: Any) -> Lying | Cargo:
+    def land(self, cargo: Any) -> LazyBuffers | OutOfBandBuffers:
         """What came beside a report."""
-        if isinstance(cargo, Cargo):
+        if isinstance(cargo, OutOfBandBuffers):
             try:
                 ref = self._store.put(cargo, sum(memoryview(each).nbytes for each in cargo.buffers))
             except Full:  # then it stays where it is
                 return cargo
-            return Lying(ref, self._session)
-        return Lying(cargo, self._session)
+            return LazyBuffers(ref, self._session)
+        return LazyBuffers(cargo, self._session)
 
-    def order(self, link: RayLink, frames: list[bytes]) -> None:
+    def order(self, link: RayHandle, frames: list[bytes]) -> None:
         self._switch.order.remote(link.number, frames)
 
-    def stop(self, link: RayLink) -> None:
+    def stop(self, link: RayHandle) -> None:
         answer, cargo = link.call_end()
         link.calls += 1
         self._when_done(answer, partial(self._stopped, link, cargo), partial(self.lost, link))
 
-    def _stopped(self, link: RayLink, cargo: Any, told: bytes) -> None:
+    def _stopped(self, link: RayHandle, cargo: Any, told: bytes) -> None:
         link.last_report = Report.unpack(told).number
         self._answered(link, cargo, told)
         self._hub.after(LAST_WITHIN, partial(self.ended, link))
 
-    def ended(self, link: RayLink) -> None:
+    def ended(self, link: RayHandle) -> None:
         """It has ended as it was told to, and all that it said was heard."""
         if link.state is not State.DEAD:
             if self.is_there():
                 ray.kill(link.actor)
             self._died(link, 0)
 
-    def kill(self, link: RayLink) -> None:
+    def kill(self, link: RayHandle) -> None:
         if not self.is_there():  # its actors have ended with it
             link.fate = "Ray was shut down"
             self._hub.after(0.0, partial(self._died, link, None))
@@ -263,13 +263,13 @@ class RayEngine:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
 
-    def forget(self, link: RayLink) -> None:
+    def forget(self, link: RayHandle) -> None:
         if not self._ended and self.is_there():
             self._switch.forget.remote(link.number)
 
     # -- deaths -----------------------------------------------------------------------------------
 
-    def lost(self, link: RayLink, error: Exception) -> None:
+    def lost(self, link: RayHandle, error: Exception) -> None:
         """A call of it has failed."""
         if link.dying:
             return
@@ -281,7 +281,7 @@ class RayEngine:
         ray.kill(link.actor)  # one that could not be reached for a moment must not go on unseen
         born = link.born_as
         if born is None:
-            self._buried(link, Remains())
+            self._buried(link, FinalState())
         elif born.node == self._home:
             self._buried(link, read_remains(born.folder, link.out_read, link.err_read))
         elif self._lives(born.node):
@@ -291,17 +291,17 @@ class RayEngine:
         else:
             self._buried(link, None)
 
-    def _buried(self, link: RayLink, remains: Remains | None) -> None:
+    def _buried(self, link: RayHandle, remains: FinalState | None) -> None:
         if link.state is not State.DEAD:
             link.leave(remains)
             self._died(link, link.exitcode)
 
-    def _died(self, link: RayLink, exitcode: int | None) -> None:
+    def _died(self, link: RayHandle, exitcode: int | None) -> None:
         if link.state is not State.DEAD:
             link.dying = True
             self._roster.died(link, exitcode)
 
-    def released(self, link: Link) -> None:
+    def released(self, link: DroneHandle) -> None:
         """Ray has done it."""
 
     def _look(self) -> None:
@@ -312,7 +312,7 @@ class RayEngine:
         links = self._roster.links
         idle_every = max(self._probe_every, len(links) / PROBES_A_SECOND)
         for link in links:
-            if not isinstance(link, RayLink) or link.born_as is None or link.calls or not link.is_up():
+            if not isinstance(link, RayHandle) or link.born_as is None or link.calls or not link.is_up():
                 continue
             if now - link.last_heard >= (self._probe_every if link.flight else idle_every):
                 link.probe()
@@ -328,7 +328,7 @@ class RayEngine:
             return
         for number, (told, cargo) in news:
             link = next((each for each in self._roster.links if each.number == number), None)
-            if isinstance(link, RayLink):
+            if isinstance(link, RayHandle):
                 link.last_heard = self._hub.timers.now()
                 link.hear(Report.unpack(told), cargo)
         self._listen()

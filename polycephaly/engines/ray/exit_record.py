@@ -30,9 +30,9 @@ from io import FileIO
 from typing import Any, NamedTuple
 
 from ...runtime.procfs import birth_of
-from ..local.status_table import ROOM, Row, RunningPage
+from ..local.status_table import ROOM, Slot, StatusTable
 
-__all__ = ["Diary", "Printed", "Remains", "kill_owner", "open_folder", "read_remains"]
+__all__ = ["ExitRecord", "FinalState", "Printed", "kill_owner", "open_folder", "read_remains"]
 
 _PAGE, OUT, ERR, _FOUND = "page", "out", "err", "found"
 UNREAD = 120.0  # seconds that a dead drone's folder waits for its driver, since somebody else has found it
@@ -45,7 +45,7 @@ _libc = ctypes.CDLL(None)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class Remains(NamedTuple):
+class FinalState(NamedTuple):
     started: int = 0
     sent: int = 0
     kept: bytes = b""
@@ -53,13 +53,13 @@ class Remains(NamedTuple):
     err: bytes = b""
 
 
-class Diary(Row):
+class ExitRecord(Slot):
     """The writer's side of the page. Of an outcome that it has no room for, it is kept that it was sent."""
 
     def __init__(self, folder: str) -> None:
         fd = os.open(os.path.join(folder, _PAGE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(fd, ROOM)
-        self._page = RunningPage(1, fd)
+        self._page = StatusTable(1, fd)
         super().__init__(self._page._bytes)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # entries that were before these
@@ -183,17 +183,17 @@ def _see_off(folder: str) -> None:
             os.close(process)
 
 
-def read_remains(folder: str, out_from: int, err_from: int) -> Remains | None:
+def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None:
     """On the drone's node; it is dead then, and the folder is gone. None where there is nothing to be read."""
     _see_off(folder)
     page = os.path.join(folder, _PAGE)
     try:
-        running = RunningPage(1, os.open(page, os.O_RDWR | os.O_CLOEXEC))
+        running = StatusTable(1, os.open(page, os.O_RDWR | os.O_CLOEXEC))
     except OSError:  # it has ended by itself, and tidied up; or somebody else has, and nobody can tell what had begun
         return None
     try:
         started, sent, kept = running.started(0), running.sent(0), running.kept(0)
-        return Remains(started, sent, kept, _rest(folder, OUT, out_from), _rest(folder, ERR, err_from))
+        return FinalState(started, sent, kept, _rest(folder, OUT, out_from), _rest(folder, ERR, err_from))
     finally:
         running.close()
         shutil.rmtree(folder, ignore_errors=True)

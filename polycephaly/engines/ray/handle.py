@@ -17,32 +17,32 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ...errors import Lost
-from ...pool.drone_handle import Link, State
+from ...pool.drone_handle import DroneHandle, State
 from ...pool.handlers import hear, hear_kept, print_lines
-from ...pool.task import Work
+from ...pool.task import Task
 from ...store.placeholders import untaken
-from ...store.references import Parcel
+from ...store.references import Serialized
 from ...wire.messages import STOP, WORK, Malformed
-from ...wire.output import Heard, Line, Lines, Merge, Record
-from .buffers import Manifest
-from .drone import Born, Report
-from .exit_record import Remains
+from ...wire.output import Heard, Line, LineSplitter, OutputMerger, OutputRecord
+from .buffers import RayRefTable
+from .drone import Report, SpawnReply
+from .exit_record import FinalState
 
 if TYPE_CHECKING:
     from .engine import RayEngine
 
-__all__ = ["RayLink"]
+__all__ = ["RayHandle"]
 
 _PIECE = 1 << 20  # bytes
 
 
-class RayLink(Link):
+class RayHandle(DroneHandle):
     def __init__(self, engine: RayEngine, number: int, name: str, actor: Any) -> None:
         super().__init__(engine.crew, number, name)
-        self.ledger: Any = Manifest()
+        self.ledger: Any = RayRefTable()
         self.actor = actor
         self.asked_for = self.crew.hub.timers.now()
-        self.born_as: Born | None = None
+        self.born_as: SpawnReply | None = None
         self.dying = False
         self.calls = 0  # that it has not answered
         self.deaf = False  # what it still says is found in what it left
@@ -54,9 +54,9 @@ class RayLink(Link):
         self._has = 0  # reports, in their order
         self._memory = 0
         self._started = 0
-        self._remains = Remains()
+        self._remains = FinalState()
         self._feeds = [_Feed(name, "stdout"), _Feed(name, "stderr")]
-        self._merge = Merge()
+        self._merge = OutputMerger()
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -69,13 +69,13 @@ class RayLink(Link):
             return False
         return super().takes(pinned)
 
-    def send(self, frames: list[bytes], works: Sequence[Work] = ()) -> None:
+    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
         try:
             self._send(frames, works)
         except Exception as error:
             self._engine.not_sent(self, frames, works, error)
 
-    def _send(self, frames: list[bytes], works: Sequence[Work]) -> None:
+    def _send(self, frames: list[bytes], works: Sequence[Task]) -> None:
         kind = frames[0][:1]
         if kind == WORK:
             loaded = self.ledger.take()
@@ -105,7 +105,7 @@ class RayLink(Link):
     # -- hearing, in turns --------------------------------------------------------------------------
 
     def hear(self, report: Report, cargo: Any) -> None:
-        """And what goes beside it: an ObjectRef, a `Cargo`, or nothing."""
+        """And what goes beside it: an ObjectRef, a `OutOfBandBuffers`, or nothing."""
         if self.deaf:
             return
         landed: Sequence[Any] = ()
@@ -162,7 +162,7 @@ class RayLink(Link):
     def memory(self, enough: int) -> int:
         return self._memory
 
-    def not_begun(self, frames: Sequence[bytes], works: Sequence[Work], lost: Lost) -> None:
+    def not_begun(self, frames: Sequence[bytes], works: Sequence[Task], lost: Lost) -> None:
         """A message did not arrive, since what goes beside it is lost."""
         self.unheard(frames)
         here = [work for work in works if self.flight.get(work.number) is work]
@@ -171,23 +171,23 @@ class RayLink(Link):
         self.crew.fill_again(here, lost)
         self.crew.answered(self)
 
-    def not_sent(self, frames: Sequence[bytes], works: Sequence[Work], error: Exception) -> None:
+    def not_sent(self, frames: Sequence[bytes], works: Sequence[Task], error: Exception) -> None:
         """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything does."""
         self.unheard(frames)
         here = [work for work in works if self.flight.get(work.number) is work]
         for work in here:
             self.answered(work.number)
-        losers = [work for work in here if isinstance(untaken(work.payload)[0], Parcel)] or here
+        losers = [work for work in here if isinstance(untaken(work.payload)[0], Serialized)] or here
         self.crew.lose(losers, error, again=False)
         self.crew.requeue([work for work in here if work not in losers and not work.done()])
         self.crew.look_for_end = True
         self.crew.answered(self)
 
-    def leave(self, remains: Remains | None) -> None:
+    def leave(self, remains: FinalState | None) -> None:
         """What was found of it; None where its node is gone too: then all that it had may have begun."""
         if remains is None:
             last = next(reversed(list(self.flight)), 0)
-            remains = Remains(started=last)
+            remains = FinalState(started=last)
         self._remains = remains
         self._print(remains.out, remains.err)
 
@@ -202,7 +202,7 @@ class RayLink(Link):
         self._engine.forget(self)
 
 
-class _Feed(Lines):
+class _Feed(LineSplitter):
     """Output that comes in reports."""
 
     def __init__(self, drone: str, name: str) -> None:
@@ -216,9 +216,9 @@ class _Feed(Lines):
     def end(self) -> None:
         self._ended = True
 
-    def read(self) -> list[Line | Record | int]:
+    def read(self) -> list[Line | OutputRecord | int]:
         given, self._given = self._given, b""
-        heard: list[Line | Record | int] = []
+        heard: list[Line | OutputRecord | int] = []
         while len(given) > _PIECE:  # as it would come through a pipe: a line without an end is told in pieces
             heard += self._sort(given[:_PIECE])
             given = given[_PIECE:]

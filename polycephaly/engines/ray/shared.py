@@ -5,19 +5,19 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from ...pool.inputs import StandIn
+from ...pool.inputs import Placeholder
 from ...promises.promise import FINISHED, Promise, pickling
-from ...store.references import Parcel, load_beside
-from ...wire.functions import Book
+from ...store.references import Serialized, load_beside
+from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
-from .buffers import Lying, Plasma
+from .buffers import LazyBuffers, RayStore
 
 __all__ = ["RayShared", "share"]
 
 T = TypeVar("T")
 
 
-class RayShared(StandIn, Generic[T]):
+class RayShared(Placeholder, Generic[T]):
     """The handle of a value that was put into the cluster's object store once; made by `Pool.share`.
 
     As an argument by itself it arrives as the value; inside another argument as a handle with that `value`. Large
@@ -26,8 +26,8 @@ class RayShared(StandIn, Generic[T]):
     Ray is shut down, the value is `Lost`. Any thread may use it.
     """
 
-    def __init__(self, part: Parcel) -> None:
-        self._promise: _Settled | None = _Settled(part)
+    def __init__(self, part: Serialized) -> None:
+        self._promise: _SettledRef | None = _SettledRef(part)
 
     @property
     def value(self) -> T:
@@ -47,7 +47,7 @@ class RayShared(StandIn, Generic[T]):
     def stands_for(self) -> Promise[T]:
         return self._held()
 
-    def _held(self) -> _Settled:
+    def _held(self) -> _SettledRef:
         promise = self._promise
         if promise is None:
             raise ValueError("this shared value was released")
@@ -56,7 +56,7 @@ class RayShared(StandIn, Generic[T]):
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         if pickling.stand_in is None:
             raise TypeError("a value shared on Ray goes among the arguments of its pool's calls only: give it as one")
-        return Landed, (_Slot(self._held()), self.nbytes)
+        return ResolvedShared, (_Slot(self._held()), self.nbytes)
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +68,7 @@ class RayShared(StandIn, Generic[T]):
         return f"<RayShared {'released' if self._promise is None else f'{self.nbytes:,} bytes'} at {id(self):#x}>"
 
 
-class Landed(Generic[T]):
+class ResolvedShared(Generic[T]):
     """What it is in a drone, where it came inside another value."""
 
     def __init__(self, value: T, nbytes: int) -> None:
@@ -87,29 +87,29 @@ class _Slot:
         return pickling.stand_in(self._promise)
 
 
-class _Settled(Promise[Any]):
+class _SettledRef(Promise[Any]):
     """By a value that lies in the store."""
 
     _may_be_anywhere = _lies = True
 
-    def __init__(self, part: Parcel) -> None:
+    def __init__(self, part: Serialized) -> None:
         super().__init__()
         self.where = part
         self._settle(FINISHED, None, None)
 
     def _bring_here(self) -> Any:
-        views = [Lying(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
+        views = [LazyBuffers(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
         return load_beside(self.where.inline, [memoryview(each) for each in views])
 
-    def _part(self, book: Any) -> Parcel | None:
-        here = isinstance(book.store, Plasma) and all(
+    def _part(self, book: Any) -> Serialized | None:
+        here = isinstance(book.store, RayStore) and all(
             sealed.session == book.store.session  # type: ignore[attr-defined]
             for sealed, _, _ in self.where.places
         )
         return self.where if here else None
 
 
-def share(value: T, book: Book) -> RayShared[T]:
+def share(value: T, book: FunctionRegistry) -> RayShared[T]:
     snapshot: MainSnapshot = book.snapshot
     part = pack_strictly(value, snapshot, book.store)  # type: ignore[arg-type]
-    return RayShared(part if isinstance(part, Parcel) else Parcel(part, []))
+    return RayShared(part if isinstance(part, Serialized) else Serialized(part, []))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ...drone.forwarded import NOTHING
-from ...pool.base import Workforce
+from ...pool.base import ExecutorBase
 from ...pool.config import check_output, check_timeout
 from ...pool.current import entered, left
 from ...pool.map_source import OneByOne
@@ -19,7 +19,7 @@ from ...wire.output import Line
 from ...wire.pickling import pack_beside
 from . import pool_registry
 from .connection import Connection
-from .drone import Berth, RemoteDrone
+from .drone import RemoteDrone, RemoteHandle
 from .messages import AHEAD
 from .shared import RemoteShared
 
@@ -28,7 +28,7 @@ __all__ = ["RemotePool", "connect"]
 T = TypeVar("T")
 
 
-class RemotePool(Workforce):
+class RemotePool(ExecutorBase):
     """A served pool, from another process; made by `connect`. Any thread may use it.
 
     Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions run in drones of the
@@ -62,7 +62,7 @@ class RemotePool(Workforce):
     @property
     def drones(self) -> list[RemoteDrone]:
         """Its drones at this moment; work given to one of them is run by that one."""
-        return [RemoteDrone(self, Berth(**each)) for each in self._connection.ask("drones").result()]
+        return [RemoteDrone(self, RemoteHandle(**each)) for each in self._connection.ask("drones").result()]
 
     def _drones(self) -> list[RemoteDrone]:
         return self.drones

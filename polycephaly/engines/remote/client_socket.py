@@ -17,7 +17,7 @@ from .forks import Peer, peer_of, reached
 from .keys import Card, wants_ipv6
 from .messages import BYE, LARGEST, PART, PIECE, PING
 
-__all__ = ["Dealer"]
+__all__ = ["ClientSocket"]
 
 HEARTBEAT_MS = 3000
 HEARTBEAT_TIMEOUT_MS = 12000
@@ -28,7 +28,7 @@ _EVENTS = (
 )  # fmt: skip
 
 
-class Dealer:
+class ClientSocket:
     lost = ""
     trouble = ""
     _ended = ""

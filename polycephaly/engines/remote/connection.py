@@ -30,18 +30,18 @@ import zmq
 
 from ...drone.forwarded import NOTHING
 from ...errors import another
-from ...pool.config import Terms
+from ...pool.config import TaskOptions
 from ...pool.handlers import finish, settle
-from ...pool.task import Work
-from ...promises.promise import CANCELLED, FINISHED, Milestone, Promise, callbacks, settlers
+from ...pool.task import Task
+from ...promises.promise import CANCELLED, FINISHED, Promise, Signal, callbacks, settlers
 from ...runtime import fork_guard
 from ...runtime.timers import Timers
 from ...runtime.tuning import tuning
-from ...wire.functions import Book, Defined, Definition
+from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
 from ...wire.messages import FORGET, WITHDRAWN, Malformed
 from ...wire.output import Line
 from .bell import Bell
-from .client_socket import Dealer
+from .client_socket import ClientSocket
 from .keys import Card
 from .messages import (
     AHEAD,
@@ -96,14 +96,14 @@ class Connection:
         self._output = output
         self.address = card.address
         self.hub = self
-        self.terms = Terms(None, AS_THE_POOL_SAYS)
+        self.terms = TaskOptions(None, AS_THE_POOL_SAYS)
         self.name = ""  # of the pool
         self.drones = 0
         self.refusal: BaseException | None = None  # why no more work is taken
-        self.book = Book(NOTHING, None)
+        self.book = FunctionRegistry(NOTHING, None)
         self.welcome: Promise[None] = Promise()
-        self.ended: Milestone[None] = Milestone()
-        self._queue: deque[Work] = deque()
+        self.ended: Signal[None] = Signal()
+        self._queue: deque[Task] = deque()
         self._asked: dict[int, Promise[Any]] = {}
         self._questions: deque[list[Any]] = deque()  # those not sent yet
         self._unanswered = 0  # questions that are sent
@@ -111,18 +111,18 @@ class Connection:
         self._timers = Timers()
         self._ask_numbers = itertools.count(1)
         self._acts: deque[Callable[[], object]] = deque()
-        self._flight: dict[int, tuple[Work, int]] = {}  # what is unanswered, and its bytes
+        self._flight: dict[int, tuple[Task, int]] = {}  # what is unanswered, and its bytes
         self._bytes = 0
-        self._waiting: set[Work] = set()
-        self._defined = Defined()  # at the server
+        self._waiting: set[Task] = set()
+        self._defined = KnownFunctions()  # at the server
         self._bell = Bell()
         self._stopping = self._lost = self._left_behind = False
         self._cancels = ""
         self._recalled = False
         self._signed = 0.0
-        self._turn = fork_guard.Turn()
+        self._turn = fork_guard.GuardedLock()
         try:
-            self._dealer = Dealer(card)
+            self._dealer = ClientSocket(card)
         except BaseException:
             self._bell.close()
             raise
@@ -147,17 +147,17 @@ class Connection:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any = None,
-        terms: Terms | None = None,
-        work: Work | None = None,
-    ) -> Work:
+        terms: TaskOptions | None = None,
+        work: Task | None = None,
+    ) -> Task:
         self.check_open()
         if work is not None and work.keeps:
             raise TypeError(
                 f"{self.name} is served by another process, and keeps no results for its clients: give the work "
                 "without keep=True, or use a Pool of this process"
             )
-        work = work or Work(self)  # type: ignore[arg-type]  # what it needs of a crew is here
-        work.target = target  # a `Berth`
+        work = work or Task(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        work.target = target  # a `RemoteHandle`
         terms = terms or self.terms
         work.timeout, work.retries = terms
         try:
@@ -221,18 +221,18 @@ class Connection:
         if not self._lost:
             self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
 
-    def filled(self, work: Work) -> None:
+    def filled(self, work: Task) -> None:
         if not work.done():
             self._enqueue(work)
         self._waiting.discard(work)
 
-    def _enqueue(self, work: Work) -> None:
+    def _enqueue(self, work: Task) -> None:
         self._queue.append(work)
         self._bell.ring()
         if self._lost:
             self._reject_all()
 
-    def somebody_waits(self, work: Work) -> None:
+    def somebody_waits(self, work: Task) -> None:
         """For that one, which itself waits for promises: nothing that this could tell."""
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
@@ -252,7 +252,7 @@ class Connection:
         """In the thread: after the turn."""
         self._told.append(act)
 
-    def withdraw(self, work: Work) -> None:
+    def withdraw(self, work: Task) -> None:
         """In the thread: it was cancelled."""
         self._waiting.discard(work)
         if work.number in self._flight:
@@ -297,7 +297,7 @@ class Connection:
 
     def _once(self) -> None:
         """A turn, and after it what may run code of users: settling and cancelling."""
-        answered: list[Work] = []
+        answered: list[Task] = []
         with self._turn:
             self._bell.hush()
             self._hear_all(answered)
@@ -352,7 +352,7 @@ class Connection:
         if self.refusal is None or not isinstance(self.refusal, ConnectionError):
             self.refusal = ConnectionError(f"the connection to {self.address} is lost: {why}")
 
-    def _hear_all(self, answered: list[Work]) -> None:
+    def _hear_all(self, answered: list[Task]) -> None:
         for frames in self._dealer.received():
             try:
                 if frames[0] == RESULTS:
@@ -402,7 +402,7 @@ class Connection:
             error = _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"])) if "error" in note else None
             self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
 
-    def _answered(self, number: int) -> Work | None:
+    def _answered(self, number: int) -> Task | None:
         work, size = self._flight.pop(number, (None, 0))
         self._bytes -= size
         return work
@@ -447,7 +447,7 @@ class Connection:
             if items:
                 self._dealer.send(pack_work(items))
 
-    def _define(self, definition: Definition, items: list[Item]) -> None:
+    def _define(self, definition: RemoteFunction, items: list[Item]) -> None:
         items += [Item(oldest, 0, FORGET) for oldest in self._defined.add(definition)]
         payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]  # without a store
         items.append(Item(definition.number, 0, definition.kind, payload))

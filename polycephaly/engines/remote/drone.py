@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...pool.base import Resident
+from ...pool.base import DroneBase
 from ...pool.waiting import Waiting
 
 if TYPE_CHECKING:
     from .client import RemotePool
 
-__all__ = ["Berth", "RemoteDrone"]
+__all__ = ["RemoteDrone", "RemoteHandle"]
 
 
-class Berth(NamedTuple):
+class RemoteHandle(NamedTuple):
     """Where it is: to work that only this drone may do, what a link is in the pool's own process."""
 
     number: int
@@ -22,7 +22,7 @@ class Berth(NamedTuple):
     host: str
 
 
-class RemoteDrone(Resident):
+class RemoteDrone(DroneBase):
     """A drone of a `RemotePool`, from its `drones`. Work given to it is run by it alone, in a namespace that stays.
 
     When it has ended, work is rejected with `RuntimeError`; what it was running, with `DroneDied`. Any thread may use
@@ -37,7 +37,7 @@ class RemoteDrone(Resident):
     42
     """
 
-    def __init__(self, pool: RemotePool, berth: Berth) -> None:
+    def __init__(self, pool: RemotePool, berth: RemoteHandle) -> None:
         self._crew = pool._crew
         self._terms = pool._terms
         self._original = pool

@@ -24,14 +24,14 @@ __all__ = ["Lease", "RemoteShared", "here"]
 T = TypeVar("T")
 
 
-class _Here(threading.local):
+class _SharedHere(threading.local):
     """The call whose arguments this thread is pickling: through which connection it goes, and what it is given."""
 
     connection: object = None
     leases: list[Lease]
 
 
-here = _Here()
+here = _SharedHere()
 
 
 class Lease:

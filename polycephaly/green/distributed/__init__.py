@@ -33,9 +33,9 @@ __all__ = ["Receiver", "Sender", "export", "new_end", "remote_end"]
 def export(channel: Channel[Any]) -> Any:
     """How a channel of this image is pickled. From any thread."""
     from ..channel import Channel, _Buffered
-    from .owner import AtHome
+    from .owner import OwnedChannel
 
-    if type(channel) not in (Channel, _Buffered) and not isinstance(channel, AtHome):
+    if type(channel) not in (Channel, _Buffered) and not isinstance(channel, OwnedChannel):
         raise TypeError(f"{type(channel).__qualname__}: only Channel itself can be sent to another image")
     post = the_post()
     number = post.number_of(channel)

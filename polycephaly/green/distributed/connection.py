@@ -27,9 +27,9 @@ from ...wire import addresses
 from .opcodes import BYE, HEAD, HELLO, NAMES
 
 if TYPE_CHECKING:
-    from .transport import Post
+    from .transport import ChannelTransport
 
-__all__ = ["OBEYED", "TOLD_OF_LOSS", "Ending", "Peer", "ending_of", "keep_last"]
+__all__ = ["OBEYED", "TOLD_OF_LOSS", "PeerConnection", "PeerEnding", "ending_of", "keep_last"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -45,17 +45,17 @@ KEPT = 1000  # of what is remembered of channels, ends and images that are gone
 _space = memoryview(bytearray(CHUNK))  # where the owner reads into: a new one each time would be a new mapping
 
 
-class Peer:
+class PeerConnection:
     """A connection with another image. Either may have remote ends of channels that live in the other."""
 
-    def __init__(self, post: Post, end: socket.socket, address: str, pid: int) -> None:
+    def __init__(self, post: ChannelTransport, end: socket.socket, address: str, pid: int) -> None:
         self.post = post
         self.end = end
         self.who = address  # where the other image is reached; who has called us will say it
         self.name = f"process {pid}"
         self.pid = pid
         self.lost = False
-        self.ending = Ending("", None)
+        self.ending = PeerEnding("", None)
         self.queued = self.sent = 0  # bytes, all told
         self.writing = allocate_lock()
         self._out: deque[Any] = deque()
@@ -183,11 +183,11 @@ class Peer:
         self.lost = True
         self.post.disconnect(self)
         if why:
-            self.tell_loss(Ending(why, None))
+            self.tell_loss(PeerEnding(why, None))
         else:
             self.post.find_out(self)
 
-    def tell_loss(self, ending: Ending) -> None:
+    def tell_loss(self, ending: PeerEnding) -> None:
         self.ending = ending
         if self.post.peers.get(self.who) is self:
             del self.post.peers[self.who]
@@ -209,20 +209,20 @@ def keep_last(known: dict[K, V], key: K, value: V) -> None:
         del known[next(iter(known))]
 
 
-class Ending(NamedTuple):
+class PeerEnding(NamedTuple):
     """How an image ended, in words that follow its name; and its death, where it died."""
 
     how: str
     death: DroneDied | None
 
 
-def ending_of(address: str, name: str) -> Ending | None:
+def ending_of(address: str, name: str) -> PeerEnding | None:
     code = addresses.how_it_ended(address)
     if code is None:
         return None
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
     pid = addresses.pid_of(address)
-    return Ending(how, DroneDied(f"drone {name} (pid {pid}) {how}", drone=name, exitcode=code))
+    return PeerEnding(how, DroneDied(f"drone {name} (pid {pid}) {how}", drone=name, exitcode=code))
 
 
 def _signal_name(number: int) -> str:
@@ -232,6 +232,6 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-OBEYED: dict[int, Callable[[Peer, int, int, bytes], object]] = {}
+OBEYED: dict[int, Callable[[PeerConnection, int, int, bytes], object]] = {}
 """What is done at each word; owner.py and proxy.py fill it."""
-TOLD_OF_LOSS: list[Callable[[Peer], object]] = []
+TOLD_OF_LOSS: list[Callable[[PeerConnection], object]] = []

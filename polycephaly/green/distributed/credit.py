@@ -17,27 +17,27 @@ from typing import Any
 from ..channel import _Buffered
 from ..waiting import NOTHING
 from . import opcodes
-from .connection import Peer
-from .owner import AtHome, Known
-from .packed import Packed
-from .transaction import Deal, chooses
-from .transport import Post
+from .connection import PeerConnection
+from .owner import Known, OwnedChannel
+from .packed import PackedItem
+from .transaction import Transaction, chooses
+from .transport import ChannelTransport
 
-__all__ = ["BufferedAtHome", "bring_home"]
+__all__ = ["OwnedBufferedChannel", "bring_home"]
 
 
-class Account:
+class CreditAccount:
     """The places of one buffer that are granted to one image."""
 
     __slots__ = ("channel", "granted", "recalled")
 
-    def __init__(self, channel: BufferedAtHome) -> None:
+    def __init__(self, channel: OwnedBufferedChannel) -> None:
         self.channel = channel
         self.granted = 0
         self.recalled = False
 
 
-class BufferedAtHome(AtHome, _Buffered[Any]):
+class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
     __slots__ = ()
 
     def _next_item(self) -> Any:
@@ -68,7 +68,7 @@ class BufferedAtHome(AtHome, _Buffered[Any]):
             self._take_from_line("send", sender)
             if chooses(sender):
                 self._extra.promised += 1
-                Deal(self, sender, None, sender.item).begin()
+                Transaction(self, sender, None, sender.item).begin()
             else:
                 self._buffer.append(sender.item)
                 sender.serve(None)
@@ -78,11 +78,11 @@ class BufferedAtHome(AtHome, _Buffered[Any]):
             if not account.granted:
                 self._grant(peer)
 
-    def _grant(self, peer: Peer) -> None:
+    def _grant(self, peer: PeerConnection) -> None:
         extra = self._extra
         account = extra.accounts.get(peer)
         if account is None:
-            account = extra.accounts[peer] = peer.accounts[extra.number] = Account(self)
+            account = extra.accounts[peer] = peer.accounts[extra.number] = CreditAccount(self)
         share = self.capacity // (1 + len(extra.accounts))
         more = min(share - account.granted, self._free())
         if more > 0 and account.granted <= share // 2 and more > share // 4 and not (account.recalled or self._closed):
@@ -95,21 +95,21 @@ class BufferedAtHome(AtHome, _Buffered[Any]):
                 account.recalled = True
                 peer.put(opcodes.RECALL, self._extra.number)
 
-    def _has_come(self, peer: Peer, item: Packed) -> None:
+    def _has_come(self, peer: PeerConnection, item: PackedItem) -> None:
         """Into a place that was granted."""
         self._extra.accounts[peer].granted -= 1
         self._buffer.append(item)
         self._grant(peer)
         self._match()
 
-    def _came_back(self, peer: Peer, places: int) -> None:
+    def _came_back(self, peer: PeerConnection, places: int) -> None:
         account = self._extra.accounts[peer]
         account.granted -= places
         account.recalled = False
         self._match()
 
 
-def bring_home(channel: Any, post: Post, number: int) -> None:
+def bring_home(channel: Any, post: ChannelTransport, number: int) -> None:
     """The owner: from now on it serves other images too."""
     if isinstance(channel._extra, Known) and channel._extra.post is post:
         channel._extra.number = number  # another one, if it is sent away after its end
@@ -120,5 +120,5 @@ def bring_home(channel: Any, post: Post, number: int) -> None:
     extra.holder, extra.next_holders = old.holder, old.next_holders
     extra.put_aside, extra.given_back = old.put_aside, old.given_back
     channel._extra = extra
-    channel.__class__ = BufferedAtHome if isinstance(channel, _Buffered) else AtHome
+    channel.__class__ = OwnedBufferedChannel if isinstance(channel, _Buffered) else OwnedChannel
     channel._end_if_over()

@@ -44,11 +44,11 @@ from ...store import placeholders
 from .. import channel as channels
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, Peer, keep_last
+from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection, keep_last
 from .handlers import channel_of
 
 if TYPE_CHECKING:
-    from ...pool.task import Work
+    from ...pool.task import Task
     from ..channel import Channel
     from ..select import Guard
 
@@ -114,7 +114,7 @@ class _End(Generic[T]):
             placeholders.here.now.moves(self)
         return _arrived, (type(self), self.channel, self._number, self._token)
 
-    def _goes_with(self, work: Work) -> None:
+    def _goes_with(self, work: Task) -> None:
         """A call has it among its arguments, or captured. From any thread."""
         scheduler.post(self._sent)
         work._hook(self._call_settled)
@@ -129,7 +129,7 @@ class _End(Generic[T]):
         if sent is None or work.number not in sent.link.flight:  # else its drone has it, and may not have opened it yet
             work.followed = ()
 
-    def _never_arrived(self, work: Work) -> None:
+    def _never_arrived(self, work: Task) -> None:
         """A call that was settled before has come to nothing all the same."""
         scheduler.post(partial(self._may_be_astray, work._exception or _was_cancelled(work)))
 
@@ -232,7 +232,7 @@ class _Count:
     def __init__(self) -> None:
         self.made = 0
         self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
-        self.holders: dict[int, dict[int, Peer | None]] = {}
+        self.holders: dict[int, dict[int, PeerConnection | None]] = {}
         self.passed: dict[int, dict[int, None]] = {}
         self.calls: dict[int, int] = {}
         self.forsaken: dict[int, tuple[str, BaseException | None]] = {}
@@ -361,7 +361,7 @@ def _is_open(count: _Count, number: int) -> bool:
     return any(number in others for others in count.open.values())
 
 
-def _held_by(channel: Any, number: int, holder: Peer | None, token: int, before: int) -> None:
+def _held_by(channel: Any, number: int, holder: PeerConnection | None, token: int, before: int) -> None:
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
         passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
@@ -375,7 +375,7 @@ def _held_by(channel: Any, number: int, holder: Peer | None, token: int, before:
         _holds_less(count, channel, holders.pop(before, None))
 
 
-def _holds_less(count: _Count, channel: Any, holder: Peer | None) -> None:
+def _holds_less(count: _Count, channel: Any, holder: PeerConnection | None) -> None:
     if holder is not None and not any(holder in others.values() for others in count.holders.values()):
         holder.ends.discard(channel)
 
@@ -423,25 +423,25 @@ def _count_calls(channel: Any, number: int, change: int) -> None:
         _in_a_moment(partial(_forsaken, channel, number, how, cause))
 
 
-def _hear_opened(peer: Peer, channel: int, number: int, payload: bytes) -> None:
+def _hear_opened(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
         _held_by(its, number, peer, *_TOKENS.unpack(payload))
 
 
-def _hear_ended(peer: Peer, channel: int, number: int, _: bytes) -> None:
+def _hear_ended(peer: PeerConnection, channel: int, number: int, _: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
         _gone(its, number)
 
 
-def _hear_let_go(peer: Peer, channel: int, number: int, payload: bytes) -> None:
+def _hear_let_go(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
         _is_let_go(its, number, _TOKENS.unpack(payload)[0])
 
 
-def _hear_astray(peer: Peer, channel: int, number: int, payload: bytes) -> None:
+def _hear_astray(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
     its = channel_of(peer, channel)
     if its is not None:
         token, _ = _TOKENS.unpack_from(payload)
@@ -449,7 +449,7 @@ def _hear_astray(peer: Peer, channel: int, number: int, payload: bytes) -> None:
         scheduler.post(partial(_astray, its, number, token, why, None))  # not here: it hears what else has come
 
 
-def _lost(peer: Peer) -> None:
+def _lost(peer: PeerConnection) -> None:
     for channel in list(peer.ends):
         count = _counts[channel]
         for number, holders in list(count.holders.items()):

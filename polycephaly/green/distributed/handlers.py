@@ -9,19 +9,19 @@ from typing import Any
 from ...errors import ChannelClosed
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, Peer
+from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection
 from .credit import bring_home
 from .inherited import is_inherited, number_of_inherited
-from .owner import Known, Op
-from .packed import NOT_KNOWN, Packed
-from .transaction import Deal
+from .owner import Known, PendingOperation
+from .packed import NOT_KNOWN, PackedItem
+from .transaction import Transaction
 
 __all__ = ["channel_of"]
 
 log = logging.getLogger("polycephaly.green")
 
 
-def channel_of(peer: Peer, number: int) -> Any:
+def channel_of(peer: PeerConnection, number: int) -> Any:
     if is_inherited(number):
         proper = number_of_inherited(peer.post, number)
         peer.put(opcodes.ALIAS, number, proper)
@@ -32,11 +32,11 @@ def channel_of(peer: Peer, number: int) -> Any:
     return channel
 
 
-def _hear_op(hear: str, peer: Peer, number: int, op: int, payload: bytes) -> None:
+def _hear_op(hear: str, peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     (select,) = opcodes.SELECT.unpack_from(payload)
-    item = Packed(payload[opcodes.SELECT.size :]) if hear == "_offered" else None
-    waiter = Op(channel, peer, op, select, item)
+    item = PackedItem(payload[opcodes.SELECT.size :]) if hear == "_offered" else None
+    waiter = PendingOperation(channel, peer, op, select, item)
     if channel is None:
         error = ChannelClosed(f"the channel {NOT_KNOWN}")
         proper = number_of_inherited(peer.post, number) if is_inherited(number) else number
@@ -46,17 +46,17 @@ def _hear_op(hear: str, peer: Peer, number: int, op: int, payload: bytes) -> Non
         getattr(channel, hear)(waiter)
 
 
-def _hear_item(peer: Peer, number: int, _: int, payload: bytes) -> None:
-    channel_of(peer, number)._has_come(peer, Packed(payload))
+def _hear_item(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
+    channel_of(peer, number)._has_come(peer, PackedItem(payload))
 
 
-def _hear_withdraw(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_withdraw(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     waiter = peer.ops.get(op)
     if waiter is not None:
         waiter.channel._withdraw(waiter)
 
 
-def _hear_take(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_take(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     deal = peer.given.pop(op, None)
     if deal is not None:
         deal.receiver.drop()
@@ -64,43 +64,43 @@ def _hear_take(peer: Peer, _: int, op: int, __: bytes) -> None:
         deal.taken()
 
 
-def _hear_pass(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_pass(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     waiter = peer.ops.get(op)
     if waiter is not None:
         waiter.passes()
 
 
-def _hear_return(peer: Peer, number: int, _: int, payload: bytes) -> None:
+def _hear_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
-        channel._give_back_here(Packed(payload))
+        channel._give_back_here(PackedItem(payload))
     else:
         log.warning("an item that %s gave back to a channel is lost: the channel is closed", peer)
 
 
-def _hear_held(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_held(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     answer = peer.asked.pop(op, None)
     if answer is not None:
         answer(True)
 
 
-def _hear_back(peer: Peer, number: int, places: int, _: bytes) -> None:
+def _hear_back(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
         channel._came_back(peer, places)
 
 
-def _hear_close(peer: Peer, number: int, _: int, __: bytes) -> None:
+def _hear_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
         channel.close()
 
 
-def _lost(peer: Peer) -> None:
+def _lost(peer: PeerConnection) -> None:
     """An image has gone: its offers and demands with it."""
     ops, peer.ops = peer.ops, {}
     for op in ops.values():
-        if op.line is not None and not isinstance(op.line, Deal):
+        if op.line is not None and not isinstance(op.line, Transaction):
             op.channel._strike("send" if op.item is not None else "receive", op)
     given, peer.given = peer.given, {}
     for deal in reversed(given.values()):  # what comes back, comes back in the order of sending

@@ -21,7 +21,7 @@ from .. import channel as channels
 
 if TYPE_CHECKING:
     from ..channel import Channel
-    from .transport import Post
+    from .transport import ChannelTransport
 
 __all__ = ["is_inherited", "number_of_inherited", "settle"]
 
@@ -35,18 +35,18 @@ _originals: WeakValueDictionary[tuple[int, int], Channel[Any]] = WeakValueDictio
 
 def settle(channel: Any) -> None:
     """In a forked image: makes a copy what it is from now on."""
-    from .owner import AtHome
-    from .proxy import Remote, become_remote, ends
+    from .owner import OwnedChannel
+    from .proxy import ChannelProxy, become_remote, ends
     from .transport import of_parents
 
-    if isinstance(channel, Remote):
+    if isinstance(channel, ChannelProxy):
         return
     made = abs(channel._plain)
     home = next((address for before, address in channels.lineage if made < before), None)
     if home is None:
         _adopt(channel)
         return
-    if isinstance(channel, AtHome) and channel._extra.post in of_parents:  # not one of a pool that had ended before
+    if isinstance(channel, OwnedChannel) and channel._extra.post in of_parents:  # not one of a pool that had ended before
         number = channel._extra.number
     elif made < _GENERATIONS and id(channel) < 1 << _ADDRESS_BITS:
         number = _MARK | made << _ADDRESS_BITS | id(channel)
@@ -66,7 +66,7 @@ def is_inherited(number: int) -> bool:
     return bool(number & _MARK)
 
 
-def number_of_inherited(post: Post, number: int) -> int:
+def number_of_inherited(post: ChannelTransport, number: int) -> int:
     """The proper number of the original; 0 if it is no more."""
     proper = post.aliases.get(number)
     if proper is None:

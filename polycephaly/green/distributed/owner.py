@@ -4,8 +4,8 @@
                                                             │
                                                             └──> Deal (transaction.py): one sender, one receiver
 
-A channel that has been sent away is changed in place: it becomes an `AtHome`, whose lines hold threads and `Op`s alike,
-and which has no fast path. Channels that never leave are not touched.
+A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, whose lines hold threads and
+`PendingOperation`s alike, and which has no fast path. Channels that never leave are not touched.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ...errors import ChannelClosed
 from ..channel import Channel, _Extra
 from ..waiting import NOTHING, Waiter
 from . import opcodes
-from .connection import Peer
+from .connection import PeerConnection
 from .packed import opened, pack_reason
-from .transaction import Deal, chooses
-from .transport import Post
+from .transaction import Transaction, chooses
+from .transport import ChannelTransport
 
 if TYPE_CHECKING:
-    from .credit import Account
+    from .credit import CreditAccount
 
-__all__ = ["AtHome", "Known", "Op"]
+__all__ = ["Known", "OwnedChannel", "PendingOperation"]
 
 
-class _Select:
+class _RemoteSelect:
     """That of another image. As a `thread` it is one and the same in all its ops."""
 
     __slots__ = ("number",)
@@ -36,18 +36,18 @@ class _Select:
         self.number = number
 
 
-class Op(Waiter):
+class PendingOperation(Waiter):
     """A send or receive of another image, which waits for this one's answer."""
 
     __slots__ = ("channel", "number", "peer", "select", "withdrawn")
 
     is_far = True
 
-    def __init__(self, channel: Any, peer: Peer, number: int, select: int, item: Any = None) -> None:
+    def __init__(self, channel: Any, peer: PeerConnection, number: int, select: int, item: Any = None) -> None:
         self.channel = channel
         self.peer = peer
         self.number = number
-        self.select = _Select(select) if select else None
+        self.select = _RemoteSelect(select) if select else None
         # A select must not meet itself: its ops have one "thread".
         super().__init__((peer.who, select) if select else self, item)  # type: ignore[arg-type]
         self.withdrawn = False
@@ -70,7 +70,7 @@ class Op(Waiter):
         self.peer.asked[self.number] = answer
         self.peer.put(opcodes.HOLD, 0, self.number)
 
-    def give(self, deal: Deal, content: bytes) -> int:
+    def give(self, deal: Transaction, content: bytes) -> int:
         self.peer.given[self.number] = deal
         return self.peer.put(opcodes.GIVE, 0, self.number, content)
 
@@ -102,14 +102,14 @@ class Known(_Extra):
 
     __slots__ = ("accounts", "closing", "deals", "number", "pairing", "post", "promised", "reason", "undecided")
 
-    def __init__(self, post: Post, number: int) -> None:
+    def __init__(self, post: ChannelTransport, number: int) -> None:
         super().__init__()
         self.post = post
         self.number = number
         self.deals = 0
         self.undecided = 0  # those that gave an item of the buffer to a select, which may not want it
         self.promised = 0  # places of the buffer that deals have in the hand
-        self.accounts: dict[Peer, Account] = {}
+        self.accounts: dict[PeerConnection, CreditAccount] = {}
         self.pairing = self.closing = False
         self.reason: BaseException | None = None  # why it was closed, where somebody has died
 
@@ -121,7 +121,7 @@ class Known(_Extra):
         return sum(account.granted for account in self.accounts.values()) if self.accounts else 0
 
 
-class AtHome(Channel[Any]):
+class OwnedChannel(Channel[Any]):
     """A channel that other images know. Its methods are the owner's."""
 
     __slots__ = ()
@@ -237,13 +237,13 @@ class AtHome(Channel[Any]):
             item = self._next_item()
             if item is not NOTHING:
                 self._take_from_line("receive", receiver)
-                Deal(self, None, receiver, item).begin()
+                Transaction(self, None, receiver, item).begin()
                 return True
             sender = self._first("send", receiver.thread)
             if sender is not None:
                 self._take_from_line("receive", receiver)
                 self._take_from_line("send", sender)
-                Deal(self, sender, receiver, sender.item).begin()
+                Transaction(self, sender, receiver, sender.item).begin()
                 return True
             if self._sender is None:
                 return False
@@ -269,17 +269,17 @@ class AtHome(Channel[Any]):
         waiter.line = line
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
-        return False if isinstance(waiter.line, Deal) else super()._strike(end, waiter)
+        return False if isinstance(waiter.line, Transaction) else super()._strike(end, waiter)
 
     def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
-        if isinstance(waiter.line, Deal):
+        if isinstance(waiter.line, Transaction):
             waiter.line.told.append(error)
         else:
             super()._interrupt_served(waiter, error)
 
     # -- other images --------------------------------------------------------------------------------------
 
-    def _offered(self, op: Op) -> None:
+    def _offered(self, op: PendingOperation) -> None:
         try:
             if op.select is None and self._try_send(op.thread, op.item):
                 op.serve(None)
@@ -291,15 +291,15 @@ class AtHome(Channel[Any]):
             return
         self._enlist("send", op)
 
-    def _demanded(self, op: Op) -> None:
+    def _demanded(self, op: PendingOperation) -> None:
         if self._closed and not self._may_come():
             self._refuse(op)
         else:
             self._enlist("receive", op)
 
-    def _withdraw(self, op: Op) -> None:
+    def _withdraw(self, op: PendingOperation) -> None:
         end = "send" if op.item is not None else "receive"
-        if isinstance(op.line, Deal):
+        if isinstance(op.line, Transaction):
             op.withdrawn = True
             if not op.can_be_relied_on:
                 op.passes()  # it has not seen yet what it is asked, and has said no
@@ -309,7 +309,7 @@ class AtHome(Channel[Any]):
             if end == "send" and op.select is None:
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
 
-    def _grant(self, peer: Peer) -> None:
+    def _grant(self, peer: PeerConnection) -> None:
         """It sends: perhaps it is to have places for more."""
 
     # -- closing ---------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from ...store import placeholders
 from ...wire import pickling as capturing
 from ...wire.exceptions import pack_exception, unpack_exception
 
-__all__ = ["NOT_KNOWN", "Packed", "opened", "pack_reason", "packed", "unpack_reason"]
+__all__ = ["NOT_KNOWN", "PackedItem", "opened", "pack_reason", "packed", "unpack_reason"]
 
 
 NOT_KNOWN = "was closed, or its home has no use for it any more"
 """Of a channel whose home knows nothing of it but its number; what else it is called, who asked knows."""
 
 
-class Packed:
+class PackedItem:
     """An item that another image has sent, as it came."""
 
     __slots__ = ("content",)
@@ -27,7 +27,7 @@ class Packed:
 
 def packed(item: Any) -> bytes:
     """Raises whatever the item's own pickling raises."""
-    if item.__class__ is Packed:
+    if item.__class__ is PackedItem:
         return item.content
     try:
         with placeholders.meeting(None):  # the handle of a kept value has no way through a channel
@@ -38,7 +38,7 @@ def packed(item: Any) -> bytes:
 
 def opened(item: Any) -> Any:
     """Raises whatever the item's own unpickling raises, with a note."""
-    if item.__class__ is not Packed:
+    if item.__class__ is not PackedItem:
         return item
     try:
         return loads(item.content)

@@ -24,12 +24,12 @@ from ..scheduler import PARK, scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Refused, Waiter
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, Ending, Peer
+from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection, PeerEnding
 from .credit import bring_home
-from .packed import NOT_KNOWN, Packed, opened, packed, unpack_reason
-from .transport import Post, the_post
+from .packed import NOT_KNOWN, PackedItem, opened, packed, unpack_reason
+from .transport import ChannelTransport, the_post
 
-__all__ = ["Remote", "remote_end"]
+__all__ = ["ChannelProxy", "remote_end"]
 
 
 class _Away:
@@ -54,12 +54,12 @@ class _Credit:
         self.places = 0
 
 
-class Ask(Parking):
+class RemoteOperation(Parking):
     """A send or receive that the home has been asked for; what is awaited is its answer."""
 
     __slots__ = ("errors", "number", "payload", "peer", "remote", "was_sent")
 
-    def __init__(self, remote: Remote, peer: Peer, payload: bytes | None) -> None:
+    def __init__(self, remote: ChannelProxy, peer: PeerConnection, payload: bytes | None) -> None:
         super().__init__()
         self.remote = remote
         self.peer = peer
@@ -130,7 +130,7 @@ class Ask(Parking):
             self.thread._interrupt(each)  # type: ignore[union-attr]
 
 
-class Remote(Channel[Any]):
+class ChannelProxy(Channel[Any]):
     __slots__ = ()
     _extra: _Away  # type: ignore[assignment]
     is_remote = True
@@ -155,16 +155,16 @@ class Remote(Channel[Any]):
         peer = self._peer()
         content = packed(item)
         if not self._send_by_credit(peer, content):
-            yield from Ask(self, peer, content)
+            yield from RemoteOperation(self, peer, content)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
-        return opened((yield from Ask(self, self._peer(may_be_closed=True), None)))
+        return opened((yield from RemoteOperation(self, self._peer(may_be_closed=True), None)))
 
-    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+    def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
         return False
 
-    def _peer(self, may_be_closed: bool = False) -> Peer:
+    def _peer(self, may_be_closed: bool = False) -> PeerConnection:
         """The connection to its home. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
             raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
@@ -172,10 +172,10 @@ class Remote(Channel[Any]):
         try:
             post = the_post()
         except RuntimeError:  # this image has no pool any more
-            raise _gone(self, Ending("has ended, as all drones of this image have", None)) from None
+            raise _gone(self, PeerEnding("has ended, as all drones of this image have", None)) from None
         peer = post.dial(away.home, away.name)
         if peer is None:
-            raise _gone(self, post.gone.get(away.home, Ending("has ended", None)))
+            raise _gone(self, post.gone.get(away.home, PeerEnding("has ended", None)))
         return peer
 
     # -- for select ------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ class Remote(Channel[Any]):
         return f"<{kind}{' closed' if self.closed else ''} made in {self._extra.name}>"
 
 
-class BufferedRemote(Remote, _Buffered[Any]):
+class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
     __slots__ = ()
 
-    def _send_by_credit(self, peer: Peer, content: bytes) -> bool:
+    def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
         credit = peer.credits.get(self._extra.number)
         if credit is None or not credit.places:
             return False
@@ -282,7 +282,7 @@ def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]
     return end
 
 
-def _closed_here(post: Post, number: int, capacity: int) -> Channel[Any]:
+def _closed_here(post: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
     """What a channel of this image has become that is closed, empty and forgotten; it still tells why."""
     closed: Channel[Any] = Channel(capacity)
     reason = post.reasons.get(number)
@@ -295,7 +295,7 @@ def _closed_here(post: Post, number: int, capacity: int) -> Channel[Any]:
 
 def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
     """Nobody waits in it."""
-    channel.__class__ = BufferedRemote if channel.capacity else Remote
+    channel.__class__ = BufferedChannelProxy if channel.capacity else ChannelProxy
     channel._extra = _Away(home, number, name)  # type: ignore[assignment]
     channel._plain = -channels.generation  # no fast path
     channel._receiver = channel._sender = channel._item = None
@@ -308,7 +308,7 @@ def _lost_item(error: ChannelClosed) -> ItemLost:
     return lost
 
 
-def _gone(remote: Remote, ending: Ending) -> ChannelClosed:
+def _gone(remote: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
     error = ChannelClosed(f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}")
     error.__cause__ = ending.death
     remote._extra.ended = True
@@ -326,24 +326,24 @@ def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
 # -- what a home says ----------------------------------------------------------------------------------
 
 
-def _hear_done(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     ask = peer.waiting.pop(op, None)
     if ask is not None:
         ask.done()
 
 
-def _hear_withdrawn(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_withdrawn(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     ask = peer.waiting.pop(op, None)
     if ask is not None:
         ask.withdrawn()
 
 
-def _hear_give(peer: Peer, _: int, op: int, payload: bytes) -> None:
+def _hear_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
     waiter = peer.waiting.get(op)
-    item = Packed(payload)
+    item = PackedItem(payload)
     if waiter is None:
         peer.put(opcodes.PASS, 0, op)
-    elif isinstance(waiter, Ask):
+    elif isinstance(waiter, RemoteOperation):
         del peer.waiting[op]
         peer.put(opcodes.TAKE, 0, op)
         waiter.done(item)
@@ -361,7 +361,7 @@ def _hear_give(peer: Peer, _: int, op: int, payload: bytes) -> None:
         waiter.select.ask(take)
 
 
-def _take(peer: Peer, op: int, offer: Offer, item: Packed) -> None:
+def _take(peer: PeerConnection, op: int, offer: Offer, item: PackedItem) -> None:
     peer.put(opcodes.TAKE, 0, op)
     _settle(peer, op, offer)
     try:
@@ -372,13 +372,13 @@ def _take(peer: Peer, op: int, offer: Offer, item: Packed) -> None:
         offer.happen(value)
 
 
-def _settle(peer: Peer, op: int, offer: Offer) -> None:
+def _settle(peer: PeerConnection, op: int, offer: Offer) -> None:
     """The home needs not be told that it is not to be had any more."""
     peer.waiting.pop(op, None)
     offer.at = None
 
 
-def _hear_hold(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_hold(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     waiter = peer.waiting.get(op)
     if waiter is None:
         peer.put(opcodes.PASS, 0, op)
@@ -392,20 +392,20 @@ def _hear_hold(peer: Peer, _: int, op: int, __: bytes) -> None:
     waiter.select.ask(answer)
 
 
-def _hear_commit(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_commit(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     offer = peer.held.pop(op, None)
     if offer is not None:
         _settle(peer, op, offer)
         offer.happen(None)
 
 
-def _hear_release(peer: Peer, _: int, op: int, __: bytes) -> None:
+def _hear_release(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     offer = peer.held.pop(op, None)
     if offer is not None:
         offer.release()
 
 
-def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
+def _hear_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
     error = unpack_reason(payload)
     if not op:
         end: Any = ends.get((peer.who, number))
@@ -417,8 +417,8 @@ def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
         return
     waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
     if isinstance(error, ChannelClosed) and waiter is not None:
-        error = _was_closed(waiter.remote if isinstance(waiter, Ask) else waiter.at[2], error)
-    if isinstance(waiter, Ask):
+        error = _was_closed(waiter.remote if isinstance(waiter, RemoteOperation) else waiter.at[2], error)
+    if isinstance(waiter, RemoteOperation):
         waiter.refused(error)
     elif isinstance(waiter, Offer):
         waiter.at = None
@@ -428,32 +428,32 @@ def _hear_refused(peer: Peer, number: int, op: int, payload: bytes) -> None:
             waiter.refuse(error)
 
 
-def _hear_credit(peer: Peer, number: int, places: int, _: bytes) -> None:
+def _hear_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
     credit = peer.credits.get(number)
     if credit is None:
         credit = peer.credits[number] = _Credit()
     credit.places += places
 
 
-def _hear_alias(peer: Peer, number: int, proper: int, _: bytes) -> None:
+def _hear_alias(peer: PeerConnection, number: int, proper: int, _: bytes) -> None:
     end = ends.pop((peer.who, number), None)
     if end is not None:
         end._extra.number = proper  # type: ignore[union-attr]
         ends.setdefault((peer.who, proper), end)
 
 
-def _hear_recall(peer: Peer, number: int, _: int, __: bytes) -> None:
+def _hear_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
     credit = peer.credits.pop(number, None)
     if credit is not None:
         peer.put(opcodes.BACK, number, credit.places)
 
 
-def _lost(peer: Peer) -> None:
+def _lost(peer: PeerConnection) -> None:
     """A home has gone: nothing can be sent to its channels, or come from them."""
     waiting, peer.waiting = peer.waiting, {}
     held, peer.held = peer.held, {}
     for op, waiter in waiting.items():
-        if isinstance(waiter, Ask):
+        if isinstance(waiter, RemoteOperation):
             waiter.lost(_gone(waiter.remote, peer.ending))
         elif isinstance(waiter, Offer):
             error = _gone(waiter.at[2], peer.ending)

@@ -50,16 +50,16 @@ from ..select import Offer
 from .packed import opened, packed
 
 if TYPE_CHECKING:
-    from .owner import Op
+    from .owner import PendingOperation
 
-__all__ = ["Deal", "number_of"]
+__all__ = ["Transaction", "number_of"]
 
 log = logging.getLogger("polycephaly.green")
 
 
-class Deal:
+class Transaction:
     """`sender` is None for an item of the buffer, `receiver` for a place in it. Each is a waiter: a green thread of
-    this image, an `Offer` of a select of its, or an `Op` of another image."""
+    this image, an `Offer` of a select of its, or an `PendingOperation` of another image."""
 
     __slots__ = ("_to_hold", "channel", "given", "held", "item", "receiver", "sender", "told")
 
@@ -154,7 +154,7 @@ class Deal:
             self.channel._put_back_item(self.item)
         self._over()
 
-    def lost(self, receiver: Op) -> None:
+    def lost(self, receiver: PendingOperation) -> None:
         """The receiver's image has died with the item under way, or in its hands."""
         if receiver.peer.sent <= self.given:
             self.off(receiver)

@@ -41,13 +41,13 @@ from ...runtime import fork_guard, parent_death
 from ...runtime.procfs import state_of
 from ...wire import addresses
 from ..scheduler import scheduler
-from .connection import Ending, Peer, ending_of, keep_last
+from .connection import PeerConnection, PeerEnding, ending_of, keep_last
 from .opcodes import BYE, HELLO
 
 if TYPE_CHECKING:
     from ..channel import Channel
 
-__all__ = ["Post", "of_parents", "own_address", "the_post"]
+__all__ = ["ChannelTransport", "of_parents", "own_address", "the_post"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -63,7 +63,7 @@ ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _CREDENTIALS = struct.Struct("3i")
-_post: Post | None = None
+_post: ChannelTransport | None = None
 
 
 def own_address() -> str | None:
@@ -71,7 +71,7 @@ def own_address() -> str | None:
     return addresses.address_here(addresses.own_home)
 
 
-def the_post() -> Post:
+def the_post() -> ChannelTransport:
     """This image's, opened if need be. From any thread. Raises `RuntimeError` where there is nobody to talk to."""
     global _post
     post = _post
@@ -85,13 +85,13 @@ def the_post() -> Post:
                     "a channel can be sent to the local drones of a pool of this image, and it has none; it cannot "
                     "be saved, and drones of a pool reached by `connect`, or on Ray, have no way back to it"
                 )
-            _post = Post(address)
+            _post = ChannelTransport(address)
             atexit.unregister(_say_goodbye)
             atexit.register(_say_goodbye)
         return _post
 
 
-class Post:
+class ChannelTransport:
     """There is at most one in an image. Methods that are not said to be for everybody are for the owner."""
 
     def __init__(self, address: str) -> None:
@@ -105,10 +105,10 @@ class Post:
         self.aliases: dict[int, int] = {}
         """The numbers by which drones know channels that they have inherited (inherited.py), and the proper ones."""
         self.selects = count(1)
-        self.peers: dict[str, Peer] = {}
-        self.gone: dict[str, Ending] = {}  # what became of those that were lost, of the last of them
-        self._by_fd: dict[int, Peer] = {}
-        self._dirty: deque[Peer] = deque()
+        self.peers: dict[str, PeerConnection] = {}
+        self.gone: dict[str, PeerEnding] = {}  # what became of those that were lost, of the last of them
+        self._by_fd: dict[int, PeerConnection] = {}
+        self._dirty: deque[PeerConnection] = deque()
         self._news: list[tuple[int, int]] = []
         self._looked = self._wrote = 0.0
         self._open = True
@@ -221,7 +221,7 @@ class Post:
 
     # -- connections ---------------------------------------------------------------------------------
 
-    def dial(self, address: str, name: str) -> Peer | None:
+    def dial(self, address: str, name: str) -> PeerConnection | None:
         """The connection to that image; None where it is gone. One that is lost, and of which it is to be found out yet
         how, too: who asks something there is told with the others."""
         peer = self.peers.get(address)
@@ -232,7 +232,7 @@ class Post:
             self._call(end, address)
         except OSError as error:
             end.close()
-            lost = self.peers[address] = Peer(self, end, address, addresses.pid_of(address))
+            lost = self.peers[address] = PeerConnection(self, end, address, addresses.pid_of(address))
             lost.name = name
             lost.lose("does not answer" if isinstance(error, BlockingIOError) else "")
             return self.peers.get(address)  # it has been killed just now, and there is no word of it yet
@@ -270,20 +270,20 @@ class Post:
         if self._open:
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
 
-    def _connected(self, end: socket.socket, address: str) -> Peer | None:
+    def _connected(self, end: socket.socket, address: str) -> PeerConnection | None:
         pid, uid, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid():
             log.warning("process %d of user %d is not let into the channels of this image", pid, uid)
             end.close()
             return None
         end.setblocking(False)
-        peer = Peer(self, parent_death.own(end), address, pid)
+        peer = PeerConnection(self, parent_death.own(end), address, pid)
         self._by_fd[end.fileno()] = peer
         self._epoll.register(end.fileno(), select.EPOLLIN)
         peer.put(HELLO, 0, 0, json.dumps({"address": self.address, "name": addresses.name_here}).encode())
         return peer
 
-    def wants_to_write(self, peer: Peer, now: bool = True) -> None:
+    def wants_to_write(self, peer: PeerConnection, now: bool = True) -> None:
         self._dirty.append(peer)
         if now:
             time = monotonic()
@@ -291,10 +291,10 @@ class Post:
                 self._wrote = time
                 self._flush(in_turn=False)
 
-    def watch(self, peer: Peer, writing: bool) -> None:
+    def watch(self, peer: PeerConnection, writing: bool) -> None:
         self._epoll.modify(peer.end.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
-    def disconnect(self, peer: Peer) -> None:
+    def disconnect(self, peer: PeerConnection) -> None:
         with peer.writing:  # or what is written might go to whoever has that descriptor then
             fd = peer.end.fileno()
             if self._by_fd.pop(fd, None) is not None:
@@ -302,7 +302,7 @@ class Post:
                     self._epoll.unregister(fd)
                 parent_death.close(peer.end)
 
-    def find_out(self, peer: Peer, looks: float = FIND_OUT_LOOKS) -> None:
+    def find_out(self, peer: PeerConnection, looks: float = FIND_OUT_LOOKS) -> None:
         """It has died without a word; its parent leaves one."""
         is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
@@ -310,7 +310,7 @@ class Post:
             looks -= UNREAPED if state_of(peer.pid) == "Z" else 1
             scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks))
         else:
-            peer.tell_loss(ending or Ending("has ended", None))
+            peer.tell_loss(ending or PeerEnding("has ended", None))
 
     # -- its end -------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ def _forget() -> None:
         _post = None
 
 
-of_parents: list[Post] = []
+of_parents: list[ChannelTransport] = []
 """Of the images that this one is a fork of."""
 addresses.at_end.append(_close_post)
 os.register_at_fork(after_in_child=_forget)

@@ -27,7 +27,7 @@ from typing import Any
 
 from ...errors import PoreClosed, another
 from ...runtime import parent_death
-from ...runtime.deferred_sigint import Shield
+from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import birth_of
 from ..arena import map_range
 from .frames import FAREWELL, GREETING
@@ -113,7 +113,7 @@ class Holder:
                 return self._send(frame, wait)
         if self._end is None:
             self._connect()
-        with Shield():  # a Ctrl-C between the two lines would leave the lock taken
+        with DeferredSigint():  # a Ctrl-C between the two lines would leave the lock taken
             if not self._turn.acquire(blocking=False):
                 return False
             try:
@@ -181,7 +181,7 @@ class Holder:
                 greeting = select.poll()
                 greeting.register(end, select.POLLIN)
                 greeting.poll()
-                with Shield():  # a Ctrl-C would lose the descriptor
+                with DeferredSigint():  # a Ctrl-C would lose the descriptor
                     self._let_in(end)
             except ConnectionError:
                 end.close()
@@ -230,7 +230,7 @@ class Holder:
     def close(self) -> None:
         """Also in a finalizer. While another thread sends or connects, it does nothing. A file is closed with the
         connection, and comes with the next; memory stays mapped."""
-        with Shield(), ExitStack() as held:  # a Ctrl-C would leave a lock taken, or half of it open
+        with DeferredSigint(), ExitStack() as held:  # a Ctrl-C would leave a lock taken, or half of it open
             for lock in (self._turn, self._connecting):
                 if not lock.acquire(blocking=False):
                     return

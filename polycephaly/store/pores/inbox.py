@@ -23,16 +23,16 @@ from contextlib import contextmanager, suppress
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Any
 
-from ...promises.promise import FINISHED, Milestone
+from ...promises.promise import FINISHED, Signal
 from ...runtime import parent_death
-from ...runtime.deferred_sigint import Shield
+from ...runtime.deferred_sigint import DeferredSigint
 from ...wire.messages import Malformed
 from .frames import FAREWELL, GREETING, Frame, split
 
 if TYPE_CHECKING:
-    from .io_thread import Porter
+    from .io_thread import PoreIOThread
 
-__all__ = ["ROOM", "Desk", "Member", "may_be_trusted"]
+__all__ = ["ROOM", "ConnectedHolder", "Inbox", "may_be_trusted"]
 
 log = logging.getLogger("polycephaly.store.pores")
 
@@ -50,10 +50,10 @@ def may_be_trusted(end: socket.socket) -> bool:
     return uid in (0, os.geteuid())
 
 
-class Member:
+class ConnectedHolder:
     """A holder, seen from the owner. The porter's, but for `rest`."""
 
-    def __init__(self, desk: Desk, end: socket.socket) -> None:
+    def __init__(self, desk: Inbox, end: socket.socket) -> None:
         self.desk = desk
         self.end = parent_death.own(end)
         self.name: str | None = None  # until it has said who it is
@@ -86,22 +86,22 @@ class Member:
         parent_death.close(self.end)
 
 
-class Desk:
+class Inbox:
     """Made and closed by the owner; what the porter alone touches is said to be his."""
 
     def __init__(
-        self, porter: Porter, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
+        self, porter: PoreIOThread, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
     ) -> None:
         self.pid = os.getpid()
         self.secret = secret
         self.content = parent_death.own(content)  # of the memory, or of the file
         self.listener = parent_death.own(listener)
-        self.members: dict[int, Member] = {}  # the porter's
-        self.pieces: deque[tuple[Member, bytes]] = deque()
+        self.members: dict[int, ConnectedHolder] = {}  # the porter's
+        self.pieces: deque[tuple[ConnectedHolder, bytes]] = deque()
         self.came = self.taken = 0  # bytes
         self.stopped = False  # the porter reads no more, until there is room
-        self._end: Milestone[None] = Milestone()
-        self.waiting: deque[Milestone[None]] = deque()
+        self._end: Signal[None] = Signal()
+        self.waiting: deque[Signal[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
         self._splitting = threading.Lock()
         self._open = [None]
@@ -120,7 +120,7 @@ class Desk:
 
     def close(self) -> None:
         """Also in a finalizer."""
-        with Shield():  # a Ctrl-C between the two would leave it open for ever
+        with DeferredSigint():  # a Ctrl-C between the two would leave it open for ever
             try:
                 self._open.pop()
             except IndexError:
@@ -148,11 +148,11 @@ class Desk:
         """Nothing is there, and nothing will come; also not of a piece that another receiver is splitting."""
         if not self.ended:
             return False
-        with self._splitting, Shield():
+        with self._splitting, DeferredSigint():
             return not self.has_some()
 
     def _split_more(self) -> bool:
-        with self._splitting, Shield():  # a Ctrl-C between the lines would lose the piece
+        with self._splitting, DeferredSigint():  # a Ctrl-C between the lines would lose the piece
             if self._frames:  # another receiver was quicker
                 return True
             try:
@@ -172,9 +172,9 @@ class Desk:
         return True
 
     @contextmanager
-    def news(self) -> Iterator[Milestone[None]]:
+    def news(self) -> Iterator[Signal[None]]:
         """Settled when there may be something to take, or never will be."""
-        news: Milestone[None] = Milestone()
+        news: Signal[None] = Signal()
         self.waiting.append(news)
         try:
             if self.has_some() or self.ended:

@@ -26,16 +26,16 @@ from typing import Any
 
 from ...runtime import parent_death
 from ...runtime.fork_guard import OwnThread
-from .inbox import ROOM, Desk, Member, may_be_trusted
+from .inbox import ROOM, ConnectedHolder, Inbox, may_be_trusted
 
-__all__ = ["Porter", "porter"]
+__all__ = ["PoreIOThread", "porter"]
 
 NAP = 0.0002  # seconds, see above
 
 AGAIN = 0.1  # seconds until those are let in for whom there was no descriptor
 
 
-class Porter:
+class PoreIOThread:
     def __init__(self) -> None:
         self.forget()
 
@@ -43,12 +43,12 @@ class Porter:
         """In a forked child: its descriptors were closed by `lifeline`, and its pores are the parent's."""
         self._lock = threading.RLock()
         self._thread: OwnThread | None = None
-        self._asked: deque[tuple[str, Desk]] = deque()
-        self._desks: set[Desk] = set()
-        self._turned_away: set[Desk] = set()
+        self._asked: deque[tuple[str, Inbox]] = deque()
+        self._desks: set[Inbox] = set()
+        self._turned_away: set[Inbox] = set()
         self._bell = parent_death.Descriptor(-1)
 
-    def take_over(self, desk: Desk) -> None:
+    def take_over(self, desk: Inbox) -> None:
         """From now on it serves this desk. Raises `OSError` where the system has no more descriptors."""
         with self._lock:
             if self._thread is None:
@@ -56,7 +56,7 @@ class Porter:
             self.ask("open", desk)
 
     def _begin(self) -> None:
-        self._files: dict[int, Desk | Member] = {}
+        self._files: dict[int, Inbox | ConnectedHolder] = {}
         self._poll = parent_death.own(select.epoll())
         try:
             self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
@@ -73,7 +73,7 @@ class Porter:
         parent_death.close(self._poll)
         parent_death.close(self._bell)
 
-    def ask(self, what: str, desk: Desk) -> None:
+    def ask(self, what: str, desk: Inbox) -> None:
         """Where there is no porter any more, the desk has been closed, and nothing is to be done."""
         with self._lock:  # or it might hear of this, end, and close the bell before it is rung
             if self._thread is not None:
@@ -96,7 +96,7 @@ class Porter:
                     self._turned_away.discard(desk)
             for fd, _ in news:
                 file = self._files.get(fd)
-                if isinstance(file, Desk):
+                if isinstance(file, Inbox):
                     self._let_knock(file)
                 elif file is not None:
                     self._hear(file)
@@ -111,7 +111,7 @@ class Porter:
                         self._end()
                         return
 
-    def _watch(self, fd: int, file: Desk | Member) -> bool:
+    def _watch(self, fd: int, file: Inbox | ConnectedHolder) -> bool:
         """Whether the system lets it."""
         if fd not in self._files:
             try:
@@ -127,27 +127,27 @@ class Porter:
 
     # -- what it is asked -----------------------------------------------------------------------------
 
-    def _open(self, desk: Desk) -> None:
+    def _open(self, desk: Inbox) -> None:
         self._desks.add(desk)
         self._try_to_watch(desk)
 
-    def _go_on(self, desk: Desk) -> None:
+    def _go_on(self, desk: Inbox) -> None:
         if desk.stopped and not desk.ended:
             desk.stopped = False
             self._try_to_watch(desk)
 
-    def _try_to_watch(self, desk: Desk) -> None:
+    def _try_to_watch(self, desk: Inbox) -> None:
         if not self._watch_all(desk):  # the system watches no more: again soon
             self._turned_away.add(desk)
 
-    def _watch_all(self, desk: Desk) -> bool:
+    def _watch_all(self, desk: Inbox) -> bool:
         """Its listener, and its members, unless it has to wait for room."""
-        files: list[tuple[int, Desk | Member]] = [(desk.listener.fileno(), desk)]
+        files: list[tuple[int, Inbox | ConnectedHolder]] = [(desk.listener.fileno(), desk)]
         if not desk.stopped:
             files += desk.members.items()
         return all(self._watch(fd, file) for fd, file in files)
 
-    def _close(self, desk: Desk) -> None:
+    def _close(self, desk: Inbox) -> None:
         for fd in (desk.listener.fileno(), *desk.members):
             self._forget(fd)
         desk.end()
@@ -158,7 +158,7 @@ class Porter:
 
     # -- what comes -----------------------------------------------------------------------------------
 
-    def _let_knock(self, desk: Desk) -> None:
+    def _let_knock(self, desk: Inbox) -> None:
         try:
             end, _ = desk.listener.accept()
         except BlockingIOError:  # it has gone away again
@@ -171,13 +171,13 @@ class Porter:
         if not may_be_trusted(end):
             end.close()
             return
-        member = Member(desk, end)
+        member = ConnectedHolder(desk, end)
         if self._watch(end.fileno(), member):
             desk.members[end.fileno()] = member
         else:
             member.leave()
 
-    def _hear(self, member: Member) -> None:
+    def _hear(self, member: ConnectedHolder) -> None:
         desk = member.desk
         fd = member.end.fileno()
         try:
@@ -195,7 +195,7 @@ class Porter:
         if desk.came - desk.taken >= ROOM and not desk.stopped:
             self._stop(desk)
 
-    def _stop(self, desk: Desk) -> None:
+    def _stop(self, desk: Inbox) -> None:
         for fd, member in desk.members.items():
             if member.name is not None:  # who has just come is let in all the same
                 self._forget(fd)
@@ -204,5 +204,5 @@ class Porter:
             self._go_on(desk)
 
 
-porter = Porter()
+porter = PoreIOThread()
 os.register_at_fork(after_in_child=porter.forget)

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
 from ...runtime import parent_death
-from ...runtime.deferred_sigint import Shield
+from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import birth_of
 from ...runtime.system_limits import shared_memory_ceiling
 from ...wire import pickling as capturing
 from ..arena import map_range
 from .frames import HEAD, MOST, TOLD, WROTE, Message, message_of
 from .holder import Content, Holder, Home, image_name, machine
-from .inbox import Desk
+from .inbox import Inbox
 from .io_thread import porter
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Pore:
             birth=birth_of(os.getpid()),
             machine=machine(),
         )
-        with Shield(), ExitStack() as made:  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
+        with DeferredSigint(), ExitStack() as made:  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
             descriptor = parent_death.own(parent_death.Descriptor(_pages(size) if file is None else _another(file)))
             made.callback(parent_death.close, descriptor)
             content: Content = descriptor
@@ -105,7 +105,7 @@ class Pore:
             listener.setblocking(False)
             listener.bind("\0" + address)
             listener.listen(socket.SOMAXCONN)
-            desk = Desk(porter, home.secret, descriptor, listener)
+            desk = Inbox(porter, home.secret, descriptor, listener)
             porter.take_over(desk)
             made.pop_all()
             self._set(home, sides, dtype, size, content, desk)
@@ -117,7 +117,7 @@ class Pore:
         dtype: Any,
         size: int,
         content: Content | None = None,
-        desk: Desk | None = None,
+        desk: Inbox | None = None,
     ) -> None:
         self._home = home
         self._shape = shape
@@ -336,7 +336,7 @@ class Pore:
             raise TypeError(f"the pore {self.name!r} is an open file: it has a `fileno()`, and no memory")
         return content
 
-    def _owned(self, what: str) -> Desk:
+    def _owned(self, what: str) -> Inbox:
         if not self._is_mine():
             raise RuntimeError(
                 f"`{what}` is for the owner of the pore {self.name!r}, process {self.owner} ({self._home.owner_name}): "
@@ -345,7 +345,7 @@ class Pore:
         assert self._desk is not None
         return self._desk
 
-    def _may_come(self, desk: Desk) -> None:
+    def _may_come(self, desk: Inbox) -> None:
         if desk.is_over():
             raise self._home.closed(ended=False)
 
