@@ -1,11 +1,12 @@
-"""What tasks, arrays and starting cost, beside the standard library's pools and whoever else is installed.
+"""What tasks, arrays and starting cost, beside the standard library's pools and whoever else is
+installed.
 
     python -m benchmarks [--runs N] [--only NAME,...] [--peers NAME,...] [--quick] [--json FILE]
 
-Each figure is taken in a fresh process, so that what one peer starts or loads disturbs no other, and the peers take
-turns within each run, because machines are shared and noisy: read the ratios, which are of the same run, and their
-spread. Where something was promised, the table says whether its median holds. A mark that is missed is not an error.
-"""
+Each figure is taken in a fresh process, so that what one peer starts or loads disturbs no other,
+and the peers take turns within each run, because machines are shared and noisy: read the ratios,
+which are of the same run, and their spread. Where something was promised, the table says whether
+its median holds. A mark that is missed is not an error."""
 
 from __future__ import annotations
 
@@ -40,14 +41,31 @@ class Taker:
     def __init__(self, scratch: str) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         places = dict.fromkeys(("TMPDIR", "RAY_TMPDIR", "IPYTHONDIR"), scratch)
-        self.environment = {**os.environ, **places, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.environment = {
+            **os.environ,
+            **places,
+            "PYTHONPATH": path,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         self.notes: dict[str, None] = {}  # in their order, each once
 
     def take(self, name: str, peer: str, sizes: Sizes) -> Figures | None:
-        command = [sys.executable, "-m", f"{__package__}.alone", name, peer, json.dumps(asdict(sizes))]
+        command = [
+            sys.executable,
+            "-m",
+            f"{__package__}.alone",
+            name,
+            peer,
+            json.dumps(asdict(sizes)),
+        ]
         with tempfile.TemporaryFile("w+", errors="replace") as said:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=said, text=True, env=self.environment, start_new_session=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env=self.environment,
+                start_new_session=True,
             )
             try:
                 answer, _ = process.communicate(timeout=PATIENCE)
@@ -55,7 +73,9 @@ class Taker:
             except subprocess.TimeoutExpired:
                 answer, why = "", f"no answer after {PATIENCE} s"
             finally:  # of a Ctrl-C too: it does not come to another session, and some peers' workers have their own
-                for pid in (process.pid, *descendants(process.pid)) if process.poll() is None else ():
+                for pid in (
+                    (process.pid, *descendants(process.pid)) if process.poll() is None else ()
+                ):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
@@ -90,7 +110,9 @@ def one_run(taker: Taker, names: list[str], peers: list[str], sizes: Sizes, turn
 
 def machine(peers: list[str]) -> dict[str, Any]:
     versions = {}
-    for package in sorted({OURS, "numpy", "pyzmq", "cloudpickle", *(PEERS[peer].module for peer in peers)}):
+    for package in sorted(
+        {OURS, "numpy", "pyzmq", "cloudpickle", *(PEERS[peer].module for peer in peers)}
+    ):
         with contextlib.suppress(PackageNotFoundError):  # the standard library's have none
             versions[package] = version(package)
     return {
@@ -111,13 +133,31 @@ def chosen(given: str | None, known: list[str], what: str) -> list[str]:
 
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
-@click.option("--runs", type=click.IntRange(1), help="How often each is measured. [default: 5; quick: 1]")
+@click.option(
+    "--runs", type=click.IntRange(1), help="How often each is measured. [default: 5; quick: 1]"
+)
 @click.option("--only", metavar="NAME,...", help=f"These measurements: {', '.join(SUITE)}.")
-@click.option("--peers", "given", metavar="NAME,...", help=f"These peers: {', '.join(p for p in PEERS if p != OURS)}.")
-@click.option("--quick", is_flag=True, help="Tiny sizes, the standard library's pools: does it run at all?")
-@click.option("--seed", default=1, show_default=True, help="Of the mixed tasks' places in the first run.")
-@click.option("--json", "file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file.")
-def main(runs: int | None, only: str | None, given: str | None, quick: bool, seed: int, file: str | None) -> None:
+@click.option(
+    "--peers",
+    "given",
+    metavar="NAME,...",
+    help=f"These peers: {', '.join(p for p in PEERS if p != OURS)}.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Tiny sizes, the standard library's pools: does it run at all?"
+)
+@click.option(
+    "--seed", default=1, show_default=True, help="Of the mixed tasks' places in the first run."
+)
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write all figures to this file.",
+)
+def main(
+    runs: int | None, only: str | None, given: str | None, quick: bool, seed: int, file: str | None
+) -> None:
     names = chosen(only, list(SUITE), "measurement")
     others = [peer for peer in PEERS if peer not in (OURS, *FLOORS)]
     wanted = chosen(given, others, "peer") if given or not quick else list(STANDARD)
@@ -127,7 +167,9 @@ def main(runs: int | None, only: str | None, given: str | None, quick: bool, see
     took: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="b-", ignore_cleanup_errors=True) as scratch:
         taker = Taker(scratch)
-        with click.progressbar(range(runs or (1 if quick else 5)), file=sys.stderr, label="runs") as turns:
+        with click.progressbar(
+            range(runs or (1 if quick else 5)), file=sys.stderr, label="runs"
+        ) as turns:
             for turn in turns:
                 took.append(one_run(taker, names, peers, replace(sizes, seed=seed + turn), turn))
 
@@ -141,7 +183,13 @@ def main(runs: int | None, only: str | None, given: str | None, quick: bool, see
     for note in [*taker.notes, *(f"{title}: not installed" for title in missing)]:
         click.echo(note)
     if file:
-        everything = {"machine": about, "sizes": asdict(sizes), "seed": seed, "runs": took, "notes": list(taker.notes)}
+        everything = {
+            "machine": about,
+            "sizes": asdict(sizes),
+            "seed": seed,
+            "runs": took,
+            "notes": list(taker.notes),
+        }
         Path(file).write_text(json.dumps(everything, indent=1))
 
 

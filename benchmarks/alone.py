@@ -1,4 +1,5 @@
-"""One figure, in a process of its own: `python -m benchmarks.alone MEASUREMENT PEER SIZES` prints it as JSON."""
+"""One figure, in a process of its own: `python -m benchmarks.alone MEASUREMENT PEER SIZES` prints
+it as JSON."""
 
 from __future__ import annotations
 

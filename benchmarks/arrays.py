@@ -28,7 +28,8 @@ _kept: Any = None  # what a worker holds on to
 
 
 def answer_with_another(array: Any) -> Any:
-    """The other one is made once, at the first call, and says by one number that it is the answer to this one."""
+    """The other one is made once, at the first call, and says by one number that it is the answer
+    to this one."""
     global _kept
     if _kept is None:
         _kept = np.zeros_like(array)
@@ -52,20 +53,32 @@ def back_ms(workers: Executors, array: Any) -> float:
 
 
 def array(peer: str, sizes: Sizes) -> Figures:
-    """Milliseconds, and the same in warm copies: from one array that has been touched to another."""
+    """Milliseconds, and the same in warm copies: from one array that has been touched to
+    another."""
     numbers = sizes.array // 8
     target = np.ones(numbers)
 
     def fresh() -> Any:
-        """A new one each time: who remembers an array by its identity (joblib does) would not send it again."""
-        return np.random.default_rng().integers(0, 1000, PAGE).astype(float).repeat(numbers // PAGE + 1)[:numbers]
+        """A new one each time: who remembers an array by its identity (joblib does) would not send
+        it again."""
+        return (
+            np.random.default_rng()
+            .integers(0, 1000, PAGE)
+            .astype(float)
+            .repeat(numbers // PAGE + 1)[:numbers]
+        )
 
     with PEERS[peer].start(WORKERS) as workers:
         workers.result(workers.submit(noop, 7))
         cold = there_ms(workers, fresh())
         for _ in range(WARM_UPS):
-            for work in (sum_of_pages, answer_with_another):  # as many at once as there are workers: all get warm
-                workers.results([workers.submit(work, workers.give(fresh())) for _ in range(WORKERS)])
+            for work in (
+                sum_of_pages,
+                answer_with_another,
+            ):  # as many at once as there are workers: all get warm
+                workers.results(
+                    [workers.submit(work, workers.give(fresh())) for _ in range(WORKERS)]
+                )
         copy_ms(fresh(), target)
         there, back, copies = [], [], []
         for _ in range(sizes.repetitions):
@@ -99,9 +112,12 @@ def hold(array: Any, place: str, holders: int) -> float:
 
 
 def share(peer: str, sizes: Sizes) -> Figures:
-    """By how much all processes together grow, in copies of the array; the controller's own is not counted."""
+    """By how much all processes together grow, in copies of the array; the controller's own is not
+    counted."""
     if available() < 4 * sizes.shared:
-        raise Skipped(f"not enough memory for an array of {sizes.shared >> 20} MiB and copies of it")
+        raise Skipped(
+            f"not enough memory for an array of {sizes.shared >> 20} MiB and copies of it"
+        )
     if peer == OURS:
         pool_type: Any = import_module(PEERS[OURS].module).Pool
         if not hasattr(pool_type, "share"):
@@ -109,7 +125,9 @@ def share(peer: str, sizes: Sizes) -> Figures:
         with pool_type(sizes.holders) as pool:
             for each in pool.everywhere("None"):
                 each.result()
-            return _growth(Executors(pool.promise, lambda promise: promise.result(), give=pool.share), sizes)
+            return _growth(
+                Executors(pool.promise, lambda promise: promise.result(), give=pool.share), sizes
+            )
     with PEERS[peer].start(sizes.holders) as workers:
         return _growth(workers, sizes)
 

@@ -1,12 +1,14 @@
-"""What it costs to hand something over: in one image, from drone to drone, and beside `multiprocessing`.
+"""What it costs to hand something over: in one image, from drone to drone, and beside
+`multiprocessing`.
 
     python -m benchmarks.channels [--runs N] [--items N]
 
-    there and back   a number goes to the other side, which sends it back, by two channels (pipes, queues): half of that
-    one way          many numbers, one after the other; the time until the last one is there
+    there and back   a number goes to the other side, which sends it back, by two channels (pipes,
+    queues): half of that one way          many numbers, one after the other; the time until the
+    last one is there
 
-All are taken in each run, in turn: read the ratios, the machine is shared. Microseconds for one item handed over.
-"""
+All are taken in each run, in turn: read the ratios, the machine is shared. Microseconds for one
+item handed over."""
 
 from __future__ import annotations
 
@@ -73,8 +75,15 @@ def in_two_drones(n: int, capacity: int, both_ways: bool, home: str) -> float:
     """`home`: in whose image the channels are: the sender's, the receiver's, or the main image."""
     with poly.Pool(2) as pool:
         one, other = pool.drones
-        of_receiver: dict[str, Any] = {"receiver": (other, one), "sender": (one, other), "main": (None, None)}
-        a, b = (Numbers(capacity) if at is None else at.doit(green.Channel, capacity) for at in of_receiver[home])
+        of_receiver: dict[str, Any] = {
+            "receiver": (other, one),
+            "sender": (one, other),
+            "main": (None, None),
+        }
+        a, b = (
+            Numbers(capacity) if at is None else at.doit(green.Channel, capacity)
+            for at in of_receiver[home]
+        )
         if both_ways:
             other.promise(echo, a, b, n + WARM)
             return one.doit(ask, a, b, n)
@@ -121,25 +130,31 @@ def contenders(n: int) -> dict[str, Callable[[], float]]:
     for both, way in ((True, "there and back"), (False, "one way")):
         found[f"{way}: rendezvous, one image"] = lambda both=both: in_one_image(20 * n, 0, both)
         for home in ("receiver", "sender", "main"):
-            found[f"{way}: rendezvous, drone to drone, home: {home}"] = lambda both=both, home=home: in_two_drones(
-                n, 0, both, home
+            found[f"{way}: rendezvous, drone to drone, home: {home}"] = (
+                lambda both=both, home=home: in_two_drones(n, 0, both, home)
             )
         if both:
-            found[f"{way}: socket pair, blocking, bare bytes"] = lambda: in_two_processes(n, True, "socketpair")
+            found[f"{way}: socket pair, blocking, bare bytes"] = lambda: in_two_processes(
+                n, True, "socketpair"
+            )
         else:
             found[f"{way}: buffer of 256, one image"] = lambda: in_one_image(20 * n, 256, False)
             for home in ("receiver", "sender", "main"):
-                found[f"{way}: buffer of 256, drone to drone, home: {home}"] = lambda home=home: in_two_drones(
-                    5 * n, 256, False, home
+                found[f"{way}: buffer of 256, drone to drone, home: {home}"] = lambda home=home: (
+                    in_two_drones(5 * n, 256, False, home)
                 )
         for kind in ("Pipe", "Queue"):
-            found[f"{way}: multiprocessing.{kind}"] = lambda both=both, kind=kind: in_two_processes(5 * n, both, kind)
+            found[f"{way}: multiprocessing.{kind}"] = lambda both=both, kind=kind: in_two_processes(
+                5 * n, both, kind
+            )
     return found
 
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--items", type=click.IntRange(1), default=1000, show_default=True, help="In the slowest cases.")
+@click.option(
+    "--items", type=click.IntRange(1), default=1000, show_default=True, help="In the slowest cases."
+)
 def main(runs: int, items: int) -> None:
     took: dict[str, list[float]] = {name: [] for name in contenders(items)}
     for _ in range(runs):
@@ -147,7 +162,9 @@ def main(runs: int, items: int) -> None:
             took[name].append(measure())
     print(f"{'microseconds an item, median (min to max)':62}")
     for name, figures in took.items():
-        print(f"{name:62}{statistics.median(figures):8.1f}  ({min(figures):.1f} to {max(figures):.1f})")
+        print(
+            f"{name:62}{statistics.median(figures):8.1f}  ({min(figures):.1f} to {max(figures):.1f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What a node of a graph costs beside a plain task: python -m benchmarks.flow [--runs N] [--nodes N]
+"""What a node of a graph costs beside a plain task: python -m benchmarks.flow [--runs N] [--nodes
+N]
 
-Two graphs, each beside as many plain tasks of the same function with the same kind of arguments, taken in turns:
+Two graphs, each beside as many plain tasks of the same function with the same kind of arguments,
+taken in turns:
 
-    no-ops     a sheet, each row 2,500 nodes wide; each node waits for two of the row before
-    tiles      a blocked matrix product: C[i, j] += A[i, k] @ B[k, j], a chain for each tile of C; numpy, 16 x 16
+    no-ops     a sheet, each row 2,500 nodes wide; each node waits for two of the row before tiles
+    a blocked matrix product: C[i, j] += A[i, k] @ B[k, j], a chain for each tile of C; numpy, 16 x
+    16
 
-A ratio is taken within each run. What the drones do is the same for both, so the rest is what a graph costs.
-"""
+A ratio is taken within each run. What the drones do is the same for both, so the rest is what a
+graph costs."""
 
 from __future__ import annotations
 
@@ -84,14 +87,19 @@ def show(name: str, per: list[float], beside: list[float] | None = None) -> None
 
 @click.command()
 @click.option("--runs", default=5, show_default=True, help="How often each is measured.")
-@click.option("--nodes", default=100_000, show_default=True, help="How many there are of each, about.")
+@click.option(
+    "--nodes", default=100_000, show_default=True, help="How many there are of each, about."
+)
 def main(runs: int, nodes: int) -> None:
-    """Prints microseconds a node: median, least and most of the runs, and the ratio to the plain task."""
+    """Prints microseconds a node: median, least and most of the runs, and the ratio to the plain
+    task."""
     nodes = max(1, nodes // WIDTH) * WIDTH
     tiles = round(nodes ** (1 / 3))
     found: dict[str, list[float]] = {}
 
-    def note(name: str, count: int, make: Callable[[], Sequence[poly.Promise[Any]]], wanted: Any) -> None:
+    def note(
+        name: str, count: int, make: Callable[[], Sequence[poly.Promise[Any]]], wanted: Any
+    ) -> None:
         found.setdefault(name, []).append(seconds(make, wanted) / count * 1e6)
 
     one = np.full((SIDE, SIDE), float(SIDE))
@@ -101,9 +109,21 @@ def main(runs: int, nodes: int) -> None:
             note("plain no-ops", nodes, lambda: plain(pool, nodes), nodes - 1)
             note("nodes whose inputs are there", nodes, lambda: without_inputs(nodes), nodes - 1)
             note("nodes that wait for two others", nodes, lambda: sheet(nodes), WIDTH - 1)
-            note("plain products of tiles", tiles**3, lambda: product(partial(pool.promise, add), tiles, False), one)
-            note("nodes of a blocked matrix product", tiles**3, lambda: product(add_node, tiles, True), tiles * one)
-    click.echo(f"{os.cpu_count()} cores, {DRONES} drones, {nodes:,} nodes and {tiles**3:,}; microseconds a node")
+            note(
+                "plain products of tiles",
+                tiles**3,
+                lambda: product(partial(pool.promise, add), tiles, False),
+                one,
+            )
+            note(
+                "nodes of a blocked matrix product",
+                tiles**3,
+                lambda: product(add_node, tiles, True),
+                tiles * one,
+            )
+    click.echo(
+        f"{os.cpu_count()} cores, {DRONES} drones, {nodes:,} nodes and {tiles**3:,}; microseconds a node"
+    )
     show("plain no-ops", found["plain no-ops"])
     for name in ("nodes whose inputs are there", "nodes that wait for two others"):
         show(name, found[name], found["plain no-ops"])

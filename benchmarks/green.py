@@ -1,11 +1,12 @@
-"""What green threads cost, beside Go (where it is installed), asyncio, gevent and trio (the `bench` extra).
+"""What green threads cost, beside Go (where it is installed), asyncio, gevent and trio (the `bench`
+extra).
 
     python benchmarks/green.py [--runs N] [--quick] [--large] [--json FILE]
 
-CommsTime, bytes for each of a million that wait, short foreign calls, and blocking calls that overlap. Each figure is
-taken in a fresh process, the contenders in turn within each run, because machines are shared and noisy: read the
-ratios, which are of the same run, and their spread. Where something was promised, the table says whether it holds.
-"""
+CommsTime, bytes for each of a million that wait, short foreign calls, and blocking calls that
+overlap. Each figure is taken in a fresh process, the contenders in turn within each run, because
+machines are shared and noisy: read the ratios, which are of the same run, and their spread. Where
+something was promised, the table says whether it holds."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def sections(quick: bool, large: bool, has_go: bool) -> list[Section]:
                 Row("a bare loop, no more", "commstime floor", times(300_000)),
                 Row("asyncio.Queue(1)", "commstime asyncio queue", times(30_000)),
                 Row("asyncio, by hand", "commstime asyncio rendezvous", times(30_000)),
-                *others("commstime", gevent=("gevent", times(30_000)), trio=("trio", times(20_000))),
+                *others(
+                    "commstime", gevent=("gevent", times(30_000)), trio=("trio", times(20_000))
+                ),
             ),
             beside="commstime go" if has_go else "commstime polycephaly",
             marks_ratio=True,
@@ -97,7 +100,12 @@ def sections(quick: bool, large: bool, has_go: bool) -> list[Section]:
     )
     found += [
         Section("Bytes for each that waits (at most 450)", "bytes", parked, beside="parked event"),
-        Section("... and then all answer, us each", "answer_us", tuple(_woken(parked)), beside="parked event"),
+        Section(
+            "... and then all answer, us each",
+            "answer_us",
+            tuple(_woken(parked)),
+            beside="parked event",
+        ),
     ]
     if large:
         n = times(10_000_000)
@@ -213,10 +221,21 @@ def known(figures: list[float]) -> list[float]:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--runs", default=5, show_default=True, type=click.IntRange(1), help="How often each is measured.")
+@click.option(
+    "--runs",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1),
+    help="How often each is measured.",
+)
 @click.option("--quick", is_flag=True, help="A tenth of the work, except for the sleeps.")
 @click.option("--large", is_flag=True, help="Ten million green threads as well (some 8 GB).")
-@click.option("--json", "file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file.")
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write all figures to this file.",
+)
 def main(runs: int, quick: bool, large: bool, file: str | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         go = None
@@ -232,7 +251,9 @@ def main(runs: int, quick: bool, large: bool, file: str | None) -> None:
     for section in found:
         show(section, took)
     if file:
-        Path(file).write_text(json.dumps({"python": python, "cores": os.cpu_count(), "runs": took}, indent=1))
+        Path(file).write_text(
+            json.dumps({"python": python, "cores": os.cpu_count(), "runs": took}, indent=1)
+        )
 
 
 if __name__ == "__main__":

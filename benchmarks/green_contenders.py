@@ -1,4 +1,5 @@
-"""What green.py measures: each contender is run in a process of its own, and prints its figures as JSON.
+"""What green.py measures: each contender is run in a process of its own, and prints its figures as
+JSON.
 
     python benchmarks/green_contenders.py "commstime trio" 20000
 
@@ -35,7 +36,7 @@ def contender(name: str) -> Callable[[Callable[..., Figures]], Callable[..., Fig
     return enter
 
 
-# -- CommsTime: four processes hand a number around, and it counts up --------------------------------------
+# -- CommsTime: four processes hand a number around, and it counts up ------------------------------
 
 WARM = 100
 
@@ -58,7 +59,9 @@ async def successor(receive: Receive, send: Send) -> None:
         await send(await receive() + 1)
 
 
-async def commstime(channel: Callable[[], tuple[Send, Receive]], start: Callable[..., object], n: int) -> Figures:
+async def commstime(
+    channel: Callable[[], tuple[Send, Receive]], start: Callable[..., object], n: int
+) -> Figures:
     """`channel` makes the two ends of one, `start` has a coroutine function run beside this one."""
     (to_delta, at_delta), (to_successor, at_successor), (to_prefix, at_prefix), (to_us, at_us) = (
         channel() for _ in range(4)
@@ -89,7 +92,8 @@ def commstime_polycephaly(n: int) -> Figures:
 
 @contender("commstime floor")
 def commstime_floor(n: int) -> Figures:
-    """The least there can be: one queue, one waiter per channel; no cancelling, closing, select, other threads."""
+    """The least there can be: one queue, one waiter per channel; no cancelling, closing, select,
+    other threads."""
     ready: deque[Any] = deque()
     current: Any = None
 
@@ -135,7 +139,9 @@ def commstime_floor(n: int) -> Figures:
 
 async def commstime_in_asyncio(channel: Callable[[], tuple[Send, Receive]], n: int) -> Figures:
     tasks: list[asyncio.Task[object]] = []
-    return await commstime(channel, lambda fn, *args: tasks.append(asyncio.create_task(fn(*args))), n)
+    return await commstime(
+        channel, lambda fn, *args: tasks.append(asyncio.create_task(fn(*args))), n
+    )
 
 
 @contender("commstime asyncio queue")
@@ -235,7 +241,7 @@ def commstime_gevent(n: int) -> Figures:
     return figures
 
 
-# -- bytes for each that waits, and then all answer ----------------------------------------------------------
+# -- bytes for each that waits, and then all answer ------------------------------------------------
 
 
 def resident() -> int:
@@ -264,7 +270,9 @@ class Parking:
         }  # fmt: skip
 
 
-async def park_green(n: int, make_wait: Callable[[], Callable[..., Awaitable[object]]], wake: Any) -> Figures:
+async def park_green(
+    n: int, make_wait: Callable[[], Callable[..., Awaitable[object]]], wake: Any
+) -> Figures:
     """`make_wait()` gives what each calls to wait; then `wake` is awaited."""
     from polycephaly import green
 
@@ -301,7 +309,8 @@ def parked_event(n: int) -> Figures:
 
 @contender("parked large")
 def parked_large(n: int) -> Figures:
-    """As `parked event`, without the cyclic garbage collector, which would walk through all of them again and again."""
+    """As `parked event`, without the cyclic garbage collector, which would walk through all of them
+    again and again."""
     gc.disable()
     return parked_event(n)
 
@@ -344,7 +353,9 @@ def parked_channels(n: int) -> Figures:
 def parked_sleep(n: int) -> Figures:
     from polycephaly import green
 
-    nap = partial(green.sleep, 1 + n * 10e-6)  # long enough that all of them sleep before the first one wakes
+    nap = partial(
+        green.sleep, 1 + n * 10e-6
+    )  # long enough that all of them sleep before the first one wakes
 
     async def wake() -> None:
         pass
@@ -424,7 +435,7 @@ def parked_gevent(n: int) -> Figures:
     return parking.all_answered(sum(each.get() for each in greenlets))
 
 
-# -- short foreign calls ---------------------------------------------------------------------------------------
+# -- short foreign calls ---------------------------------------------------------------------------
 
 getpid = ctypes.CDLL(None).getpid
 
@@ -479,7 +490,7 @@ def calls_asyncio(n: int) -> Figures:
     return asyncio.run(main())
 
 
-# -- blocking calls that overlap -------------------------------------------------------------------------------
+# -- blocking calls that overlap -------------------------------------------------------------------
 
 
 def timed(main: Callable[[], Coroutine[Any, Any, None]], run: Callable[..., Any]) -> Figures:

@@ -1,4 +1,5 @@
-"""What processes take, from /proc: the proportional set size, in which a page shared by n counts one nth."""
+"""What processes take, from /proc: the proportional set size, in which a page shared by n counts
+one nth."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def pss(pid: int) -> int:
 
 def private(pid: int) -> int:
     """What is shared with nobody."""
-    return sum(_field(f"/proc/{pid}/smaps_rollup", name) for name in ("Private_Clean", "Private_Dirty"))
+    return sum(
+        _field(f"/proc/{pid}/smaps_rollup", name) for name in ("Private_Clean", "Private_Dirty")
+    )
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The others, and ours: each started by a context manager, and then with the same face.
 
 A peer's module is imported when the peer is started, never before: what one of them loads or starts
-must not be in the image that another one forks. Those that `polycephaly bench` shows are in the package.
-"""
+must not be in the image that another one forks. Those that `polycephaly bench` shows are in the
+package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def joblib(workers: int) -> Iterator[Executors]:
     delayed = module.delayed
     with module.Parallel(n_jobs=workers, backend="loky") as parallel:
         yield Executors(
-            submit=lambda fn, *args: parallel([delayed(fn)(*args)])[0],  # it has no other: this one waits
+            submit=lambda fn, *args: parallel([delayed(fn)(*args)])[
+                0
+            ],  # it has no other: this one waits
             result=lambda value: value,
             map=lambda fn, items: list(parallel(delayed(fn)(item) for item in items)),
         )
@@ -60,7 +62,9 @@ def joblib(workers: int) -> Iterator[Executors]:
 @contextmanager
 def mpire(workers: int) -> Iterator[Executors]:
     # Without `keep_alive` each `map` would start its workers anew.
-    with import_module("mpire").WorkerPool(n_jobs=workers, start_method="fork", keep_alive=True) as pool:
+    with import_module("mpire").WorkerPool(
+        n_jobs=workers, start_method="fork", keep_alive=True
+    ) as pool:
         yield Executors(
             submit=lambda fn, *args: pool.apply_async(fn, args),
             result=methodcaller("get"),
@@ -71,7 +75,9 @@ def mpire(workers: int) -> Iterator[Executors]:
 @contextmanager
 def ray(workers: int) -> Iterator[Executors]:
     module = import_module("ray")
-    module.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    module.init(
+        num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     remote: dict[Any, Any] = {}
 
     def submit(fn: Any, *args: Any) -> Any:
@@ -97,7 +103,11 @@ def dask(workers: int) -> Iterator[Executors]:
     module = import_module("distributed")
     with (
         module.LocalCluster(
-            n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs="ERROR"
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            silence_logs="ERROR",
         ) as cluster,
         module.Client(cluster) as client,
     ):
@@ -122,7 +132,7 @@ def ipyparallel(workers: int) -> Iterator[Executors]:
         )
 
 
-# -- the machine's own floor: two processes that do nothing but echo --------------------------------------------
+# -- the machine's own floor: two processes that do nothing but echo -------------------------------
 
 
 @contextmanager
@@ -161,7 +171,9 @@ def zeromq_echo(_: int) -> Iterator[Executors]:
             router.bind(address)
             peer, _hello = router.recv_multipart()
             yield Executors(
-                submit=lambda fn, number: router.send_multipart([peer, number.to_bytes(8, sys.byteorder)]),
+                submit=lambda fn, number: router.send_multipart(
+                    [peer, number.to_bytes(8, sys.byteorder)]
+                ),
                 result=lambda _: int.from_bytes(router.recv_multipart()[1], sys.byteorder),
             )
             router.send_multipart([peer, b""])
@@ -171,7 +183,9 @@ def zeromq_echo(_: int) -> Iterator[Executors]:
 PEERS = {
     OURS: Peer("polycephaly.Pool", "polycephaly.pool.pool", polycephaly_pool),
     "multiprocessing": Peer("multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool),
-    "futures": Peer("ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=20_000),
+    "futures": Peer(
+        "ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=20_000
+    ),
     "loky": Peer("loky", "loky", loky, most=20_000),
     "joblib": Peer("joblib", "joblib", joblib),
     "mpire": Peer("mpire", "mpire", mpire),

@@ -1,14 +1,15 @@
 """What a pore saves: python -m benchmarks.pores [--runs N]
 
-N writers in as many drones make 1,000 writes of S bytes each into one block of memory, and its owner, this image, is
-told of every one (LING's benchmark of its pores).
+N writers in as many drones make 1,000 writes of S bytes each into one block of memory, and its
+owner, this image, is told of every one (LING's benchmark of its pores).
 
-    pore     the writer writes into the pore's memory, which tells the owner; the owner receives N x 1,000 messages
-    tasks    each write is a task: `pool.submit` with the bytes as its result, which the owner writes where they belong
-    call     each writer is one task, which gives all its bytes at its end: the owner hears of nothing before that
+    pore     the writer writes into the pore's memory, which tells the owner; the owner receives N x
+    1,000 messages tasks    each write is a task: `pool.submit` with the bytes as its result, which
+    the owner writes where they belong call     each writer is one task, which gives all its bytes
+    at its end: the owner hears of nothing before that
 
-The pool is the same for all, its drones have started, and they take turns within each run: read the ratios.
-"""
+The pool is the same for all, its drones have started, and they take turns within each run: read the
+ratios."""
 
 from __future__ import annotations
 
@@ -58,13 +59,19 @@ def by_tasks(pool: poly.Pool, writers: int, size: int) -> memoryview:
 
 def by_call(pool: poly.Pool, writers: int, size: int) -> memoryview:
     memory = memoryview(bytearray(writers * size))
-    for each in poly.as_completed([pool.submit(all_writes, place, size) for place in range(writers)]):
+    for each in poly.as_completed(
+        [pool.submit(all_writes, place, size) for place in range(writers)]
+    ):
         for place, data in each.result():
             memory[place * size : (place + 1) * size] = data
     return memory
 
 
-WAYS: dict[str, Callable[[poly.Pool, int, int], memoryview]] = {"pore": by_pore, "tasks": by_tasks, "call": by_call}
+WAYS: dict[str, Callable[[poly.Pool, int, int], memoryview]] = {
+    "pore": by_pore,
+    "tasks": by_tasks,
+    "call": by_call,
+}
 
 
 def us_each(way: str, pool: poly.Pool, writers: int, size: int) -> float:
@@ -91,7 +98,9 @@ def main(runs: int) -> None:
             for size in (1, 100):
                 for way in WAYS:
                     us_each(way, pool, writers, size)
-                taken = [{way: us_each(way, pool, writers, size) for way in WAYS} for _ in range(runs)]
+                taken = [
+                    {way: us_each(way, pool, writers, size) for way in WAYS} for _ in range(runs)
+                ]
                 columns = "".join(f"{spread([run[way] for run in taken]):28s}" for way in WAYS)
                 ratios = spread([run["tasks"] / run["pore"] for run in taken])
                 click.echo(f"{writers:3d} {size:4d}  {columns}{ratios}")

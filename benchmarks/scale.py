@@ -1,9 +1,11 @@
-"""What a pool costs on a cluster: python -m benchmarks.scale [--runs N] [--only NAME,...] [--json FILE] [--quick]
+"""What a pool costs on a cluster: python -m benchmarks.scale [--runs N] [--only NAME,...] [--json
+FILE] [--quick]
 
-Ray's own simulation of a cluster (`ray.cluster_utils`): each node has a raylet and an object store of its own, but all
-are on this machine and share its cores. So what is told is what the work costs, above all the controller, and what is
-lost with a node; not how fast many machines are. The controller's processor time is that of all its threads, Ray's
-among them: by what it takes for a task, one controller keeps at most so many drones busy.
+Ray's own simulation of a cluster (`ray.cluster_utils`): each node has a raylet and an object store
+of its own, but all are on this machine and share its cores. So what is told is what the work costs,
+above all the controller, and what is lost with a node; not how fast many machines are. The
+controller's processor time is that of all its threads, Ray's among them: by what it takes for a
+task, one controller keeps at most so many drones busy.
 
     rates     no-ops through the pool, as Ray's tasks and as calls of Ray's actors, in turns; by drones
     standing  what the controller has to do, and to keep, for a drone that has nothing to do
@@ -69,12 +71,13 @@ QUICK = Sizes(
 )
 
 
-# -- the cluster ------------------------------------------------------------------------------------------------
+# -- the cluster -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def cluster(nodes: int, processors: int) -> Iterator[list[Any]]:
-    """So many nodes of so many processors each (as Ray counts them), beside a head that runs nothing."""
+    """So many nodes of so many processors each (as Ray counts them), beside a head that runs
+    nothing."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
     # Not below TMPDIR: sockets are in it, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -83,7 +86,11 @@ def cluster(nodes: int, processors: int) -> Iterator[list[Any]]:
         from ray.cluster_utils import Cluster
 
         store = {"object_store_memory": 400 << 20}
-        soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
+        soon = {
+            "health_check_initial_delay_ms": 0,
+            "health_check_period_ms": 500,
+            "health_check_failure_threshold": 6,
+        }
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": soon, **store}
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
@@ -101,7 +108,9 @@ def processes(node: Any) -> list[int]:
 
 
 def pool_of(drones: int, **how: Any) -> poly.Pool:
-    return poly.Pool(drones, engine="ray", num_cpus=1, scheduling_strategy="SPREAD", output="discard", **how)
+    return poly.Pool(
+        drones, engine="ray", num_cpus=1, scheduling_strategy="SPREAD", output="discard", **how
+    )
 
 
 def when_up(pool: poly.Pool) -> None:
@@ -109,7 +118,7 @@ def when_up(pool: poly.Pool) -> None:
         promise.result()
 
 
-# -- what is measured -------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def noop(x: int) -> int:
@@ -126,7 +135,8 @@ def nap_and_return(x: int, seconds: float) -> int:
 
 
 def timed(run: Callable[[int], list[int]], count: int) -> tuple[float, float]:
-    """How many a second, and the controller's processor time for each in microseconds; the median of three."""
+    """How many a second, and the controller's processor time for each in microseconds; the median
+    of three."""
     took = []
     for _ in range(3):
         gc.collect()
@@ -149,7 +159,8 @@ def of_the_pool(drones: int, sizes: Sizes) -> Figures:
         )
         found["map"], found["map us"] = timed(lambda n: list(pool.map(noop, range(n))), sizes.items)
         found["long"], found["long us"] = timed(
-            lambda n: list(pool.map(nap_and_return, range(n), itertools.repeat(sizes.long))), sizes.longs * drones
+            lambda n: list(pool.map(nap_and_return, range(n), itertools.repeat(sizes.long))),
+            sizes.longs * drones,
         )
     return found
 
@@ -158,7 +169,9 @@ def of_rays_tasks(drones: int, sizes: Sizes) -> Figures:
     import ray
 
     task = ray.remote(num_cpus=1)(noop)
-    ray.get([ray.remote(num_cpus=1)(nap).remote(1.0) for _ in range(drones)])  # until that many workers are up
+    ray.get(
+        [ray.remote(num_cpus=1)(nap).remote(1.0) for _ in range(drones)]
+    )  # until that many workers are up
     rate, used = timed(lambda n: ray.get([task.remote(i) for i in range(n)]), sizes.tasks)
     return {"task": rate, "task us": used}
 
@@ -174,7 +187,9 @@ def of_rays_actors(drones: int, sizes: Sizes) -> Figures:
     remote = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Actor)
     actors = [remote.remote() for _ in range(drones)]
     ray.get([each.call.remote(0) for each in actors])
-    rate, used = timed(lambda n: ray.get([actors[i % drones].call.remote(i) for i in range(n)]), sizes.calls)
+    rate, used = timed(
+        lambda n: ray.get([actors[i % drones].call.remote(i) for i in range(n)]), sizes.calls
+    )
     return {"call": rate, "call us": used}
 
 
@@ -185,7 +200,9 @@ def rates(sizes: Sizes, turn: int) -> Figures:
             contenders = [of_the_pool, of_rays_tasks, of_rays_actors]
             first = turn % len(contenders)  # in each run another begins
             for each in contenders[first:] + contenders[:first]:
-                found |= {f"{drones} {name}": figure for name, figure in each(drones, sizes).items()}
+                found |= {
+                    f"{drones} {name}": figure for name, figure in each(drones, sizes).items()
+                }
     return found
 
 
@@ -222,7 +239,10 @@ def sum_below(start: int, stop: int) -> int:
 def levels(sizes: Sizes, turn: int) -> Figures:
     nodes, drones = sizes.crews[-1]
     piece = 1_000
-    with cluster(nodes, 1), pool_of(nodes, initializer=open_pool, initargs=(drones // nodes,)) as pool:
+    with (
+        cluster(nodes, 1),
+        pool_of(nodes, initializer=open_pool, initargs=(drones // nodes,)) as pool,
+    ):
         when_up(pool)
 
         def run() -> None:
@@ -238,7 +258,10 @@ def levels(sizes: Sizes, turn: int) -> Figures:
     return {"rate": 3 * sizes.items / wall, "us": used / 3 / sizes.items * 1e6}
 
 
-NODES, EACH = 3, 3  # in the loss of a node; two drones on each, so that those of one find room on the others
+NODES, EACH = (
+    3,
+    3,
+)  # in the loss of a node; two drones on each, so that those of one find room on the others
 
 
 def lose_a_node(sizes: Sizes, how: int, retries: int) -> Figures:
@@ -280,11 +303,17 @@ def lose_a_node(sizes: Sizes, how: int, retries: int) -> Figures:
 def loss(sizes: Sizes, turn: int) -> Figures:
     found: Figures = {}
     for name, how, retries in LOSSES:
-        found |= {f"{name} {figure}": value for figure, value in lose_a_node(sizes, how, retries).items()}
+        found |= {
+            f"{name} {figure}": value for figure, value in lose_a_node(sizes, how, retries).items()
+        }
     return found
 
 
-LOSSES = (("killed", signal.SIGKILL, 0), ("killed, retries=1", signal.SIGKILL, 1), ("silent", signal.SIGSTOP, 0))
+LOSSES = (
+    ("killed", signal.SIGKILL, 0),
+    ("killed, retries=1", signal.SIGKILL, 1),
+    ("silent", signal.SIGSTOP, 0),
+)
 
 
 def make(size: int) -> Any:
@@ -309,7 +338,9 @@ def arrays(sizes: Sizes, turn: int) -> Figures:
             began, used = time.perf_counter(), time.process_time()
             assert once() == wanted
             took.append((time.perf_counter() - began, time.process_time() - used))
-        found[name] = statistics.median(wall for wall, _ in took[1:]) * 1e3  # the first finds everybody cold
+        found[name] = (
+            statistics.median(wall for wall, _ in took[1:]) * 1e3
+        )  # the first finds everybody cold
         found[f"{name} us"] = statistics.median(used for _, used in took[1:]) * 1e6
 
     with cluster(2, 1):
@@ -317,12 +348,15 @@ def arrays(sizes: Sizes, turn: int) -> Figures:
             one, other = pool.drones
             measure("reference", lambda: other.doit(take, one.promise(make, sizes.array)))
             measure("controller", lambda: other.doit(take, one.doit(make, sizes.array)))
-        makes, takes = ray.remote(num_cpus=1)(make), ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(take)
+        makes, takes = (
+            ray.remote(num_cpus=1)(make),
+            ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(take),
+        )
         measure("ray", lambda: ray.get(takes.remote(makes.remote(sizes.array))))
     return found
 
 
-# -- what is printed --------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,7 +372,9 @@ def rows(part: str, sizes: Sizes) -> Iterator[Row]:
         for nodes, drones in sizes.crews:
             of = f"{drones} drones, {nodes} node{'s' * (nodes > 1)}"
             yield Row(f"{of}: submit + gather, no-ops/s", f"{drones} submit")
-            yield Row("... times Ray's tasks, as many a second", f"{drones} task", f"{drones} submit", 5.0)
+            yield Row(
+                "... times Ray's tasks, as many a second", f"{drones} task", f"{drones} submit", 5.0
+            )
             yield Row("... times calls of Ray's actors", f"{drones} call", f"{drones} submit")
             yield Row("... map, no-ops/s", f"{drones} map")
             yield Row("... controller, us a task", f"{drones} submit us")
@@ -355,11 +391,16 @@ def rows(part: str, sizes: Sizes) -> Iterator[Row]:
         yield Row("... controller's descriptors", "descriptors")
     elif part == "levels":
         nodes, drones = sizes.crews[-1]
-        yield Row(f"{nodes} drones, each with a pool of {drones // nodes}: no-ops/s, 1,000 a piece", "rate")
+        yield Row(
+            f"{nodes} drones, each with a pool of {drones // nodes}: no-ops/s, 1,000 a piece",
+            "rate",
+        )
         yield Row("... controller, us a no-op", "us")
     elif part == "loss":
         for name, _, _ in LOSSES:
-            yield Row(f"a node of two drones of {2 * NODES} is {name}: its drones", f"{name} drones")
+            yield Row(
+                f"a node of two drones of {2 * NODES} is {name}: its drones", f"{name} drones"
+            )
             yield Row(f"... rejected, of {sizes.naps:,}", f"{name} rejected")
             yield Row("... all work answered, s after", f"{name} work done")
             yield Row("... all drones there again, s after", f"{name} whole")
@@ -399,15 +440,24 @@ PARTS: dict[str, Callable[[Sizes, int], Figures]] = {
 
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
-@click.option("--runs", type=click.IntRange(1), help="How often each is measured. [default: 3; quick: 1]")
+@click.option(
+    "--runs", type=click.IntRange(1), help="How often each is measured. [default: 3; quick: 1]"
+)
 @click.option("--only", metavar="NAME,...", default=",".join(PARTS), help=f"Of {', '.join(PARTS)}.")
 @click.option("--quick", is_flag=True, help="Tiny sizes: does it run at all?")
-@click.option("--json", "file", type=click.Path(dir_okay=False, writable=True), help="Write all figures to this file.")
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write all figures to this file.",
+)
 def main(runs: int | None, only: str, quick: bool, file: str | None) -> None:
     names = only.split(",")
     for name in names:
         if name not in PARTS:
-            raise click.UsageError(f"there is no measurement {name!r}; there are {', '.join(PARTS)}")
+            raise click.UsageError(
+                f"there is no measurement {name!r}; there are {', '.join(PARTS)}"
+            )
     sizes = QUICK if quick else Sizes()
     answer = os.dup(1)
     os.dup2(2, 1)  # what Ray prints is no figure
@@ -422,6 +472,8 @@ def main(runs: int | None, only: str, quick: bool, file: str | None) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.scale import main as run  # so that workers find what they are given by its module's name
+    from benchmarks.scale import (
+        main as run,
+    )  # so that workers find what they are given by its module's name
 
     run()

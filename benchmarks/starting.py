@@ -32,7 +32,8 @@ def first(peer: str, sizes: Sizes) -> Figures:
 
 
 def image(peer: str, sizes: Sizes) -> Figures:
-    """The same from a process that holds so much memory, or half of what the machine has to give."""
+    """The same from a process that holds so much memory, or half of what the machine has to
+    give."""
     size = min(sizes.image, available() // 2)
     import_module(PEERS[peer].module)
     held = bytearray(size)
@@ -61,8 +62,13 @@ def _many_drones(drones: int) -> tuple[float, float]:
 
 
 def imports(peer: str, sizes: Sizes) -> Figures:
-    """Milliseconds beyond what the interpreter takes to start and end: medians of fresh ones, in turn."""
-    codes = {"bare": "pass", "package": "import polycephaly", "pool": "import polycephaly; polycephaly.Pool"}
+    """Milliseconds beyond what the interpreter takes to start and end: medians of fresh ones, in
+    turn."""
+    codes = {
+        "bare": "pass",
+        "package": "import polycephaly",
+        "pool": "import polycephaly; polycephaly.Pool",
+    }
     took: dict[str, list[float]] = {name: [] for name in codes}
     for _ in range(sizes.imports):
         for name, code in codes.items():
@@ -70,4 +76,8 @@ def imports(peer: str, sizes: Sizes) -> Figures:
             subprocess.run([sys.executable, "-c", code], check=True)
             took[name].append((time.perf_counter() - began) * 1e3)
     ms = {name: statistics.median(each) for name, each in took.items()}
-    return {"package_ms": ms["package"] - ms["bare"], "pool_ms": ms["pool"] - ms["bare"], "bare_ms": ms["bare"]}
+    return {
+        "package_ms": ms["package"] - ms["bare"],
+        "pool_ms": ms["pool"] - ms["bare"],
+        "bare_ms": ms["bare"],
+    }

@@ -1,9 +1,9 @@
 """Where the time of a task goes: python -m benchmarks.steps [--runs N]
 
-A burst of no-ops is submitted and gathered again and again, and a map of no-ops is run; the steps are measured in
-processor time of the thread that takes them, in bulk, so that the clock costs little. Two cores give a bound: the
-controller's steps and the drones' overlap, and whichever is longer is what the burst takes.
-"""
+A burst of no-ops is submitted and gathered again and again, and a map of no-ops is run; the steps
+are measured in processor time of the thread that takes them, in bulk, so that the clock costs
+little. Two cores give a bound: the controller's steps and the drones' overlap, and whichever is
+longer is what the burst takes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def noop(x: int) -> int:
 
 
 class Clock:
-    """Adds up the processor time of some functions, each without that of the others which it calls."""
+    """Adds up the processor time of some functions, each without that of the others which it
+    calls."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
@@ -86,7 +87,11 @@ def per_task(pool: poly.Pool, clock: Clock) -> dict[str, float]:
     clock.spent.clear()
     steps = {"the burst": burst(pool)}
     mine = processor_seconds() - mine
-    steps |= {"the controller": mine, "  submitting, waiting": mine - sum(clock.spent.values()), **clock.spent}
+    steps |= {
+        "the controller": mine,
+        "  submitting, waiting": mine - sum(clock.spent.values()),
+        **clock.spent,
+    }
     steps["a drone"] = (drones_seconds(pool) - drones) / DRONES
     return {name: seconds / TASKS * 1e6 for name, seconds in steps.items()}
 
@@ -128,7 +133,9 @@ def main(runs: int) -> None:
         for _ in range(runs):
             for name, us in of_map(pool).items():
                 found[name].append(us)
-    click.echo(f"{os.cpu_count()} cores, {DRONES} drones; microseconds a task; median (least to most) of {runs} runs")
+    click.echo(
+        f"{os.cpu_count()} cores, {DRONES} drones; microseconds a task; median (least to most) of {runs} runs"
+    )
     for name, each in found.items():
         click.echo(f"{name:50} {statistics.median(each):6.2f} ({min(each):.2f} to {max(each):.2f})")
 

@@ -23,7 +23,9 @@ class Sizes:
     trips: int = 2_000
     items: int = 100_000
     mixed: int = 3_000
-    long: float = 0.1  # seconds, one of a hundred mixed tasks; the others take a tenth of a millisecond
+    long: float = (
+        0.1  # seconds, one of a hundred mixed tasks; the others take a tenth of a millisecond
+    )
     array: int = 100_000_000  # bytes
     repetitions: int = 10
     shared: int = 1 << 30  # bytes
@@ -63,7 +65,11 @@ class Mark:
     def __str__(self) -> str:
         if self.kind == "figure":
             return f"<= {self.limit:g}"
-        return f">= {self.limit:g} times ours" if self.kind == "times ours" else f"ours <= {self.limit:g} of it"
+        return (
+            f">= {self.limit:g} times ours"
+            if self.kind == "times ours"
+            else f"ours <= {self.limit:g} of it"
+        )
 
     def holds(self, median: float) -> bool:
         return median >= self.limit if self.kind == "times ours" else median <= self.limit
@@ -114,18 +120,33 @@ SUBMITTING = ("multiprocessing", "futures", "loky", "mpire", "ray", "dask", "ipy
 SUITE = {
     "gather": Measurement(
         "tasks:gather",
-        (Row("us", "submit + gather, us a task", {"multiprocessing": at_least(10), "futures": at_least(30)}),),
+        (
+            Row(
+                "us",
+                "submit + gather, us a task",
+                {"multiprocessing": at_least(10), "futures": at_least(30)},
+            ),
+        ),
         SUBMITTING,
         "tasks",
     ),
     "main_function": Measurement(
         "tasks:main_function",
-        (Row("us", "... a function of __main__", {"multiprocessing": at_least(10), "futures": at_least(30)}),),
+        (
+            Row(
+                "us",
+                "... a function of __main__",
+                {"multiprocessing": at_least(10), "futures": at_least(30)},
+            ),
+        ),
         ("multiprocessing", "futures"),
         "tasks",
     ),
     "main_lambda": Measurement(
-        "tasks:main_lambda", (Row("us", "... a lambda of __main__", {"loky": at_least(5)}),), ("loky",), "tasks"
+        "tasks:main_lambda",
+        (Row("us", "... a lambda of __main__", {"loky": at_least(5)}),),
+        ("loky",),
+        "tasks",
     ),
     "trip": Measurement(
         "tasks:trip",

@@ -10,13 +10,20 @@ from .peers import OURS, PEERS
 from .suite import SUITE, Figures, Mark, Row, Sizes
 
 Run = dict[str, dict[str, Figures]]
-"""The figures of one run, by measurement and peer; there is none where it failed or was left out."""
+"""The figures of one run, by measurement and peer; there is none where it failed or was left
+out."""
 
 HEAD = ("measurement", "ours", "peer", "peer's figure", "ratio", "mark", "")
 
 
 def number(figure: float) -> str:
-    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.1f}" if abs(figure) >= 10 else f"{figure:.2f}"
+    return (
+        f"{figure:,.0f}"
+        if abs(figure) >= 100
+        else f"{figure:.1f}"
+        if abs(figure) >= 10
+        else f"{figure:.2f}"
+    )
 
 
 def spread(figures: list[float]) -> str:
@@ -24,7 +31,9 @@ def spread(figures: list[float]) -> str:
         return "failed"
     if len(figures) == 1:
         return number(figures[0])
-    return f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
+    return (
+        f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
+    )
 
 
 def verdict(mark: Mark, figures: list[float]) -> tuple[str, str]:
@@ -82,5 +91,6 @@ def table(runs: list[Run], sizes: Sizes) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     rows.insert(1, tuple("-" * width for width in widths))
     return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
     )

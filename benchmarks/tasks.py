@@ -1,4 +1,5 @@
-"""What a task costs: many at once, one at a time, mapped, and mapped where some take a thousand times longer."""
+"""What a task costs: many at once, one at a time, mapped, and mapped where some take a thousand
+times longer."""
 
 from __future__ import annotations
 
@@ -71,10 +72,10 @@ def map_noops(peer: str, sizes: Sizes) -> Figures:
 def take(wanted: float) -> float:
     """Takes so many seconds, and says how many it really took.
 
-    The short ones compute: a worker that has them is busy, and shares its core with nobody willingly. The long ones
-    sleep: if they computed, then on a machine with as many cores as workers the controller's work would lengthen
-    them, their own times would grow by it, and the perfect schedule with them.
-    """
+    The short ones compute: a worker that has them is busy, and shares its core with nobody
+    willingly. The long ones sleep: if they computed, then on a machine with as many cores as
+    workers the controller's work would lengthen them, their own times would grow by it, and the
+    perfect schedule with them."""
     began = time.perf_counter()
     if wanted > SHORT:
         time.sleep(wanted)
@@ -84,7 +85,8 @@ def take(wanted: float) -> float:
 
 
 def mixed(peer: str, sizes: Sizes) -> Figures:
-    """Wall time over that of a perfect schedule: the tasks' own times, shared out evenly, with no cost beside them."""
+    """Wall time over that of a perfect schedule: the tasks' own times, shared out evenly, with no
+    cost beside them."""
     tasks = [SHORT] * sizes.mixed
     for place in random.Random(sizes.seed).sample(range(sizes.mixed), sizes.mixed // 100):
         tasks[place] = sizes.long
@@ -95,4 +97,9 @@ def mixed(peer: str, sizes: Sizes) -> Figures:
         took = workers.map(take, tasks)
         wall = time.perf_counter() - began
     perfect = sum(took) / WORKERS
-    return {"over": wall / perfect, "stretch": sum(took) / sum(tasks), "wall_s": wall, "perfect_s": perfect}
+    return {
+        "over": wall / perfect,
+        "stretch": sum(took) / sum(tasks),
+        "wall_s": wall,
+        "perfect_s": perfect,
+    }

@@ -2,10 +2,10 @@
 
     python -m benchmarks.with_joblib [--runs N]
 
-The two take turns; the table has medians, and how many times ours loky took. *Cold* is a first call: loky starts its
-processes, which stay for five minutes; a pool is forked, and stays for its `parallel_config`. *Warm* is a later one.
-joblib looks for results every 10 ms, which no backend can change: what is shorter is that.
-"""
+The two take turns; the table has medians, and how many times ours loky took. *Cold* is a first
+call: loky starts its processes, which stay for five minutes; a pool is forked, and stays for its
+`parallel_config`. *Warm* is a later one. joblib looks for results every 10 ms, which no backend can
+change: what is shorter is that."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def search() -> None:
     from sklearn.svm import SVC
 
     x, y = make_classification(400, random_state=0)
-    GridSearchCV(SVC(), {"C": [0.1, 1, 10, 100], "gamma": [0.01, 0.1, 1]}, cv=5, n_jobs=WORKERS).fit(x, y)
+    GridSearchCV(
+        SVC(), {"C": [0.1, 1, 10, 100], "gamma": [0.01, 0.1, 1]}, cv=5, n_jobs=WORKERS
+    ).fit(x, y)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {
@@ -95,7 +97,10 @@ def main(runs: int) -> None:
                     times.append(seconds(program, backend, warm))
             its, ours = (statistics.median(times) for times in taken.values())
             how = "warm" if warm else "cold"
-            print(f"{name:32}{how:6}{its * 1e3:7.0f} ms{ours * 1e3:7.0f} ms   {its / ours:.2f} times ours", flush=True)
+            print(
+                f"{name:32}{how:6}{its * 1e3:7.0f} ms{ours * 1e3:7.0f} ms   {its / ours:.2f} times ours",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

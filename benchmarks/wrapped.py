@@ -1,9 +1,9 @@
 """What `green.call.batch` saves: python -m benchmarks.wrapped [--runs N]
 
-The same requests of so many green threads, by one foreign call each and by one for all who wait, in turn within each
-run: rows into sqlite, on disk (a transaction is a crossing) and in memory, and small files read. "In place" is
-`green.call`, which costs no switch of threads; "away" is `green.call_long`, on other native threads.
-"""
+The same requests of so many green threads, by one foreign call each and by one for all who wait, in
+turn within each run: rows into sqlite, on disk (a transaction is a crossing) and in memory, and
+small files read. "In place" is `green.call`, which costs no switch of threads; "away" is
+`green.call_long`, on other native threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ async def inserts(target: str) -> dict[str, float]:
             with db:
                 db.executemany("insert into rows values (?)", rows)
 
-        lock = green.Lock()  # or one transaction would begin within another, whenever a call is taken over
+        lock = (
+            green.Lock()
+        )  # or one transaction would begin within another, whenever a call is taken over
 
         async def one(row: tuple[int]) -> None:
             async with lock:
@@ -85,7 +87,9 @@ def spread(figures: list[float]) -> str:
 def main(runs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         taken = [green.run(one_run, Path(folder)) for _ in range(runs)]
-    click.echo(f"{runs} runs of {REQUESTS:,} green threads, us for each request: median (min to max)")
+    click.echo(
+        f"{runs} runs of {REQUESTS:,} green threads, us for each request: median (min to max)"
+    )
     for what in taken[0]:
         click.echo(what)
         together = [run[what]["together"] for run in taken]

@@ -73,9 +73,15 @@ def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
     if target.islower() and "." not in target:  # most often a parameter
         return None
     for wanted in (target, target.rpartition(".")[2]):
-        names = [name for name, entry in domain.objects.items() if name.endswith(f".{wanted}") and not entry.aliased]
+        names = [
+            name
+            for name, entry in domain.objects.items()
+            if name.endswith(f".{wanted}") and not entry.aliased
+        ]
         if len(names) == 1:
-            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", names[0], node, contnode)
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", names[0], node, contnode
+            )
     return None
 
 

@@ -1,9 +1,10 @@
-"""The tile Cholesky factorization: three loops, as in a textbook. In a pool's block they make a graph that runs itself.
+"""The tile Cholesky factorization: three loops, as in a textbook. In a pool's block they make a
+graph that runs itself.
 
-Tiles of one column need each other's results, and those of the next begin while the last are still at work: which may
-start when is nowhere in this program. A tile stays in the drone that computed it, and what needs it runs there, if that
-drone is free. Outside a block the same is plain code in one process.
-"""
+Tiles of one column need each other's results, and those of the next begin while the last are still
+at work: which may start when is nowhere in this program. A tile stays in the drone that computed
+it, and what needs it runs there, if that drone is free. Outside a block the same is plain code in
+one process."""
 
 import os
 import sys
@@ -46,7 +47,10 @@ def cholesky(tiles):
 
 def split(matrix, side):
     cuts = range(0, len(matrix), side)
-    return [[np.ascontiguousarray(matrix[i : i + side, j : j + side]) for j in cuts if j <= i] for i in cuts]
+    return [
+        [np.ascontiguousarray(matrix[i : i + side, j : j + side]) for j in cuts if j <= i]
+        for i in cuts
+    ]
 
 
 @poly.flow

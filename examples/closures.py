@@ -2,9 +2,9 @@
 
     python examples/closures.py
 
-A drone holds what this image held at the snapshot, so a function of that time goes by name and finds its data
-there: the table below is never sent. What came later, or has no name, goes by value with what it captured.
-"""
+A drone holds what this image held at the snapshot, so a function of that time goes by name and
+finds its data there: the table below is never sent. What came later, or has no name, goes by value
+with what it captured."""
 
 import polycephaly as poly
 
@@ -18,7 +18,11 @@ def look_up(n: int) -> int:
 def main() -> None:
     with poly.Pool(2) as pool:
         by_name = pool.promise(look_up, 12)
-        print("a function by name:", by_name.value, f"({by_name.spans.bytes_sent} bytes of arguments sent)")
+        print(
+            "a function by name:",
+            by_name.value,
+            f"({by_name.spans.bytes_sent} bytes of arguments sent)",
+        )
 
         factor = 3
         print("a lambda with what it captured:", pool.doit(lambda n: look_up(n) * factor, 12))

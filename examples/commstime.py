@@ -1,10 +1,11 @@
-"""CommsTime, the benchmark of CSP: four processes pass a number round a ring, and each time round it is one higher.
+"""CommsTime, the benchmark of CSP: four processes pass a number round a ring, and each time round
+it is one higher.
 
-    python examples/commstime.py [ROUNDS]
+python examples/commstime.py [ROUNDS]
 
-    prefix ──> delta ──> consume
-      ^          │
-      └─ successor         what is measured is a round: four items handed over
+prefix ──> delta ──> consume
+  ^          │
+  └─ successor         what is measured is a round: four items handed over
 """
 
 import argparse
@@ -52,6 +53,8 @@ async def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("rounds", nargs="?", type=int, default=20_000)
     green.run(main, options.parse_args().rounds)

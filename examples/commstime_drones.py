@@ -1,4 +1,5 @@
-"""CommsTime with its four processes in four drones: the code is that of commstime.py, the channels now cross images.
+"""CommsTime with its four processes in four drones: the code is that of commstime.py, the channels
+now cross images.
 
     python examples/commstime_drones.py [ROUNDS]
 
@@ -6,8 +7,8 @@
       ^          │
       └─ successor         what is measured is a round: four items handed over, each from one image to another
 
-A channel lives in the image that makes it, and whoever sends goes there directly. So each is made by who receives.
-"""
+A channel lives in the image that makes it, and whoever sends goes there directly. So each is made
+by who receives."""
 
 import argparse
 import time
@@ -29,7 +30,9 @@ async def consume(come: Numbers, rounds: int) -> tuple[list[int], float]:
 def main(rounds: int) -> None:
     with poly.Pool(4) as pool:
         at_prefix, at_delta, at_successor, at_consume = pool.drones
-        a, b, c, d = (drone.doit(green.Channel) for drone in (at_delta, at_successor, at_prefix, at_consume))
+        a, b, c, d = (
+            drone.doit(green.Channel) for drone in (at_delta, at_successor, at_prefix, at_consume)
+        )
         at_prefix.promise(prefix, 0, c, a)
         at_delta.promise(delta, a, b, d)
         at_successor.promise(successor, b, c)
@@ -41,6 +44,8 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("rounds", nargs="?", type=int, default=1000)
     main(options.parse_args().rounds)

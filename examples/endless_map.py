@@ -1,6 +1,6 @@
 """`map` over an input without an end: lazy at both ends, in order, nothing to tune.
 
-    python examples/endless_map.py
+python examples/endless_map.py
 """
 
 import itertools
@@ -33,7 +33,8 @@ def main() -> None:
                 print(f"{n} is the first to take more than 150 steps: {steps}")
                 break
         lengths.close()  # cancels what is under way ahead of us
-    # Inputs are taken only so far ahead as keeps the drones busy: the rest of infinity was never asked for.
+    # Inputs are taken only so far ahead as keeps the drones busy: the rest of infinity was never
+    # asked for.
     print("inputs taken ahead are bounded:", taken[0] < n + 10_000)
 
 

@@ -1,6 +1,6 @@
 """Errors come home; a death is told; the pool goes on.
 
-    python examples/errors_and_death.py
+python examples/errors_and_death.py
 """
 
 import os

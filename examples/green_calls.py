@@ -1,6 +1,6 @@
 """Plain blocking code that overlaps: nobody who waits stops the others.
 
-    python examples/green_calls.py
+python examples/green_calls.py
 """
 
 import sqlite3

@@ -1,6 +1,6 @@
 """Pools in asyncio: `async with`, `await`, `async for`, deadlines that reach the drone.
 
-    python examples/in_asyncio.py
+python examples/in_asyncio.py
 """
 
 import asyncio

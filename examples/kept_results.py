@@ -15,7 +15,8 @@ QUESTIONS = 40
 
 
 def index(seed: int) -> dict[str, list[int]]:
-    """Where each word of a text is: some megabytes of small objects, which take longer to pickle than to ask."""
+    """Where each word of a text is: some megabytes of small objects, which take longer to pickle
+    than to ask."""
     chance = random.Random(seed)
     places = defaultdict(list)
     for place in range(WORDS):
@@ -28,8 +29,8 @@ def count(places: dict[str, list[int]], word: str) -> int:
 
 
 def ask(pool: poly.Pool, keep: bool) -> tuple[list[int], int, float]:
-    """The same program, with the index kept in its drone, or brought here and sent along with each question: the
-    answers, how many bytes travelled, and the seconds."""
+    """The same program, with the index kept in its drone, or brought here and sent along with each
+    question: the answers, how many bytes travelled, and the seconds."""
     began = time.perf_counter()
     places = pool.promise(index, 7, keep=True) if keep else pool.promise(index, 7)
     answers = [pool.promise(count, places, f"w{n}") for n in range(QUESTIONS)]
@@ -56,9 +57,12 @@ def main() -> None:
     with poly.Pool(2) as pool:
         (plain, many, slow), (kept, few, fast) = ask(pool, keep=False), ask(pool, keep=True)
         print(f"{QUESTIONS} questions, the same answers: {plain == kept}")
-        print(f"kept, less than a thousandth travels: {few < many / 1000} ({slow / fast:.1f} times as fast)")
+        print(
+            f"kept, less than a thousandth travels: {few < many / 1000} ({slow / fast:.1f} times as fast)"
+        )
 
-        # A sort by parts: what one drone spread out and another is to merge goes from drone to drone.
+        # A sort by parts: what one drone spread out and another is to merge goes from drone to
+        # drone.
         rows = [pool.promise(spread, seed, 4) for seed in range(4)]
         columns = zip(*[row.value for row in rows], strict=True)
         runs = [pool.promise(merged, *column, keep=True).value for column in columns]

@@ -1,10 +1,11 @@
-"""The Mandelbrot set, as JVMCSP measured it: in sequence, with a process for each row, with one for each pixel.
+"""The Mandelbrot set, as JVMCSP measured it: in sequence, with a process for each row, with one for
+each pixel.
 
-    python examples/mandelbrot.py [WIDTH HEIGHT] [--steps N] [--drones N]        theirs was 4000 by 3000
+    python examples/mandelbrot.py [WIDTH HEIGHT] [--steps N] [--drones N]        theirs was 4000 by
+    3000
 
-Green threads compute no faster than a loop does: what the ratios show is what so many of them cost. With `--drones`
-the rows are computed in other images, on other cores.
-"""
+Green threads compute no faster than a loop does: what the ratios show is what so many of them cost.
+With `--drones` the rows are computed in other images, on other cores."""
 
 import argparse
 import time
@@ -51,7 +52,8 @@ def process_per_row(plane: Plane) -> Image:
 
 
 def process_per_pixel(plane: Plane) -> Image:
-    """All of them at once: a process for each pixel, and one for each row that waits for its pixels."""
+    """All of them at once: a process for each pixel, and one for each row that waits for its
+    pixels."""
 
     async def pixel(x: int, y: int) -> int:
         return plane.pixel(x, y)
@@ -68,7 +70,9 @@ def in_drones(drones: int, plane: Plane) -> Image:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("width", nargs="?", type=int, default=80)
     options.add_argument("height", nargs="?", type=int, default=60)
     options.add_argument("--steps", type=int, default=100, choices=range(1, 256), metavar="1..255")

@@ -2,8 +2,8 @@
 
     python examples/namespace.py
 
-What cannot be pickled, such as an open database, is made in the drone and stays there. Only rows travel.
-"""
+What cannot be pickled, such as an open database, is made in the drone and stays there. Only rows
+travel."""
 
 import polycephaly as poly
 
@@ -27,7 +27,8 @@ print("database made")
 
         def dearest(limit: int) -> list[tuple[str, int]]:
             """By value; `db` is found in the drone's own namespace."""
-            return db.execute("select * from prices order by price desc limit ?", (limit,)).fetchall()  # type: ignore[name-defined]  # noqa: F821
+            found = db.execute("select * from prices order by price desc limit ?", (limit,))  # type: ignore[name-defined]  # noqa: F821
+            return found.fetchall()
 
         print(drone.doit(dearest, 1))
         try:

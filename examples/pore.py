@@ -48,11 +48,15 @@ def main() -> None:
         poly.gather(*painting).result()
         image = picture.array  # stays what it is when the pore is closed
         picture.close()
-        print(f"{progress.value} rows by {len(painting)} calls; bytes that came back: {came_back(painting)}")
+        print(
+            f"{progress.value} rows by {len(painting)} calls; bytes that came back: {came_back(painting)}"
+        )
 
         copied = [pool.promise(mandelbrot, rows) for rows in TILES]
         same = np.concatenate(poly.gather(*copied).value)
-        print(f"the same as results: {np.array_equal(image, same)}; bytes that came back: {came_back(copied):,}")
+        print(
+            f"the same as results: {np.array_equal(image, same)}; bytes that came back: {came_back(copied):,}"
+        )
 
         try:
             pool.doit(paint, picture, TILES[0])

@@ -1,11 +1,11 @@
-"""How many processes fit? The program by which JVMCSP's authors ran 480,900,001 of them on one core.
+"""How many processes fit? The program by which JVMCSP's authors ran 480,900,001 of them on one
+core.
 
     python examples/process_count.py [N]        doubles the number of pairs up to N
 
-For each i: a process, with two channels, that runs foo and bar; each of these runs two more, which exchange a number
-with the other's two. So there are 7 for each i, and `main`. The queue is first in, first out: before the first of the
-innermost ones runs, all of them are there.
-"""
+For each i: a process, with two channels, that runs foo and bar; each of these runs two more, which
+exchange a number with the other's two. So there are 7 for each i, and `main`. The queue is first
+in, first out: before the first of the innermost ones runs, all of them are there."""
 
 import argparse
 import os
@@ -26,7 +26,8 @@ BEFORE = resident()
 
 
 class Census:
-    """Taken by the first of the innermost processes: `bytes` of memory more than when the program began."""
+    """Taken by the first of the innermost processes: `bytes` of memory more than when the program
+    began."""
 
     def __init__(self) -> None:
         self.exchanged = 0
@@ -70,7 +71,9 @@ async def main(n: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("n", nargs="?", type=int, default=2000)
     chosen = options.parse_args()
     n = min(chosen.n, 500)

@@ -1,6 +1,6 @@
 """A script: one piece of work on a fresh drone, then many on a pool.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import math

@@ -1,10 +1,10 @@
-"""The program of process_count.py over the drones of a pool: with two of them, twice the processes of one image.
+"""The program of process_count.py over the drones of a pool: with two of them, twice the processes
+of one image.
 
     python examples/sharded.py [N] [DRONES]        N pairs of seven processes in each image
 
-What changes is ``over=pool``. The processes of a pair meet inside their drone; each drone also has one that tells
-its census through a channel which lives here.
-"""
+What changes is ``over=pool``. The processes of a pair meet inside their drone; each drone also has
+one that tells its census through a channel which lives here."""
 
 import argparse
 import os
@@ -23,7 +23,8 @@ def resident() -> int:
 
 
 class Census:
-    """One of each image: how many have exchanged their numbers, and the memory when all were there."""
+    """One of each image: how many have exchanged their numbers, and the memory when all were
+    there."""
 
     def __init__(self) -> None:
         self.before = resident()
@@ -66,7 +67,9 @@ async def tell(reports: green.Channel[tuple[int, int, int]]) -> None:
     await reports.send((os.getpid(), census.exchanged, census.bytes))
 
 
-async def collect(reports: green.Channel[tuple[int, int, int]], drones: int) -> list[tuple[int, int, int]]:
+async def collect(
+    reports: green.Channel[tuple[int, int, int]], drones: int
+) -> list[tuple[int, int, int]]:
     return [await reports.receive() for _ in range(drones)]
 
 
@@ -95,7 +98,9 @@ def main(n: int, drones: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("n", nargs="?", type=int, default=1000)
     options.add_argument("drones", nargs="?", type=int, default=2)
     chosen = options.parse_args()

@@ -1,10 +1,10 @@
 """A token goes round a ring of drones, each of which has the channel to the next.
 
-    python examples/token_ring.py [DRONES] [ROUNDS]
+python examples/token_ring.py [DRONES] [ROUNDS]
 
-    drone 0 ──> drone 1 ──> ... ──> drone n-1      one connection between neighbours, and none that all share
-      ^                                  │
-      └──────────────────────────────────┘
+drone 0 ──> drone 1 ──> ... ──> drone n-1      one connection between neighbours, and none that all share
+  ^                                  │
+  └──────────────────────────────────┘
 """
 
 import argparse
@@ -31,7 +31,9 @@ async def first_station(come: Ring, go: Ring, rounds: int) -> int:
 
 def main(drones: int, rounds: int) -> None:
     with poly.Pool(drones) as pool:
-        ring = [made.value for made in pool.everywhere(green.Channel)]  # each drone makes the one that it receives from
+        ring = [
+            made.value for made in pool.everywhere(green.Channel)
+        ]  # each drone makes the one that it receives from
         others = [
             drone.promise(station, ring[i], ring[(i + 1) % drones], rounds)
             for i, drone in enumerate(pool.drones)
@@ -47,8 +49,12 @@ def main(drones: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("drones", nargs="?", type=int, default=8, help="from 2 on; 100 is no trouble")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "drones", nargs="?", type=int, default=8, help="from 2 on; 100 is no trouble"
+    )
     options.add_argument("rounds", nargs="?", type=int, default=20)
     chosen = options.parse_args()
     main(chosen.drones, chosen.rounds)

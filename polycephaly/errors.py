@@ -1,7 +1,7 @@
 """What can go wrong, in words a caller can act on.
 
-`DroneDied` is a `BrokenProcessPool`, so code written for the standard library's executor catches it.
-"""
+`DroneDied` is a `BrokenProcessPool`, so code written for the standard library's executor catches
+it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class DroneDied(BrokenProcessPool):
     """The drone that held this work ended before it could answer.
 
     Attributes: ``drone`` (its name), ``exitcode`` (negative: ended by that signal, as in
-    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that its
-    program wrote there) and ``stack`` (what `faulthandler` wrote there, or "").
+    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that
+    its program wrote there) and ``stack`` (what `faulthandler` wrote there, or "").
 
     >>> import os, polycephaly as poly
     >>> with poly.Pool(1) as pool:
@@ -112,12 +112,15 @@ class ChannelClosed(Exception):
 
 
 class PoreClosed(Exception):
-    """The pore was closed, or its owner has ended: nothing can be told, and it cannot be mapped any more.
+    """The pore was closed, or its owner has ended: nothing can be told, and it cannot be mapped any
+    more.
 
-    Attributes: ``pore`` (its name), ``owner`` (the process that owned it) and ``ended`` (whether that has ended).
-    """
+    Attributes: ``pore`` (its name), ``owner`` (the process that owned it) and ``ended`` (whether
+    that has ended)."""
 
-    def __init__(self, message: str, *, pore: str = "", owner: int = 0, ended: bool = False) -> None:
+    def __init__(
+        self, message: str, *, pore: str = "", owner: int = 0, ended: bool = False
+    ) -> None:
         super().__init__(message)
         self.pore = pore
         self.owner = owner
@@ -128,10 +131,11 @@ class PoreClosed(Exception):
 
 
 class ItemLost(Exception):
-    """An item was given to another image, which ended before it said that it had it: whether it had is not known.
+    """An item was given to another image, which ended before it said that it had it: whether it had
+    is not known.
 
-    Raised by `Channel.send`. Nobody else will get the item: send it again if twice is better than never.
-    """
+    Raised by `Channel.send`. Nobody else will get the item: send it again if twice is better than
+    never."""
 
 
 class Deadlock(RuntimeError):
@@ -142,14 +146,19 @@ _HEAP_TYPE = 1 << 9  # of a class made by Python code
 
 
 def another(error: BaseException) -> BaseException:
-    """The same once more. An error that is raised gets a traceback, which holds the frames of whoever met it: so each
-    one gets an error of his own, and what we keep is never raised. (But for one that cannot be copied truly: that is
-    given itself.) Never raises."""
+    """The same once more. An error that is raised gets a traceback, which holds the frames of
+    whoever met it: so each one gets an error of his own, and what we keep is never raised. (But for
+    one that cannot be copied truly: that is given itself.) Never raises."""
     for copied in (copy.copy, _without_init):
         try:
             twin = copied(error)
-            if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(map(id, error.args)):
-                twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+            if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(
+                map(id, error.args)
+            ):
+                twin.__cause__, twin.__suppress_context__ = (
+                    error.__cause__,
+                    error.__suppress_context__,
+                )
                 return twin
         except Exception:
             continue
@@ -157,11 +166,13 @@ def another(error: BaseException) -> BaseException:
 
 
 def _without_init(error: BaseException) -> BaseException:
-    """For a class whose constructor takes other arguments than it hands on. Raises where it has more than its `args`
-    and its `__dict__`: fields of C, as an `OSError` has, or slots."""
+    """For a class whose constructor takes other arguments than it hands on. Raises where it has
+    more than its `args` and its `__dict__`: fields of C, as an `OSError` has, or slots."""
     kind = type(error)
     builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    if builtin.__basicsize__ != BaseException.__basicsize__ or any("__slots__" in vars(base) for base in kind.__mro__):
+    if builtin.__basicsize__ != BaseException.__basicsize__ or any(
+        "__slots__" in vars(base) for base in kind.__mro__
+    ):
         raise TypeError(f"{kind.__qualname__} cannot be copied")
     twin: BaseException = kind.__new__(kind, *error.args)
     twin.args = error.args

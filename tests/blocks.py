@@ -25,7 +25,9 @@ BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
-CELL = re.compile(r"^```ipython\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?", re.DOTALL | re.MULTILINE)
+CELL = re.compile(
+    r"^```ipython\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
 PRINTED = re.compile(r"print\(.*\)  # (?P<line>.*)$", re.MULTILINE)
 SECONDS = re.compile(r"\b\d+\.\d+ (?=m?s\b)")
 
@@ -67,13 +69,17 @@ def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     above, said, blocks = "", [], []
     for match in BLOCK.finditer(text):
-        title = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text[: match.start()], flags=re.S | re.M), re.M)[-1]
+        title = re.findall(
+            r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text[: match.start()], flags=re.S | re.M), re.M
+        )[-1]
         own = [found["line"] for found in PRINTED.finditer(match["code"])]
         own = own if match["text"] is None else match["text"].splitlines()
         if "build on each other" in text:
             above, said = f"{above}\n{match['code']}", said + own
             continue
-        blocks.append(Block(page, title, match["code"], own, re.findall(r"\w+", match["needs"] or "")))
+        blocks.append(
+            Block(page, title, match["code"], own, re.findall(r"\w+", match["needs"] or ""))
+        )
     if above:
         needs = re.findall(r"\w+", " ".join(match["needs"] or "" for match in BLOCK.finditer(text)))
         blocks.append(Block(page, "all its blocks", above, said, needs))
@@ -101,7 +107,10 @@ def run_block(block: Block, folder: Path) -> None:
 
 def cells_of(page: str) -> list[tuple[str, str]]:
     """The ```ipython blocks of a page: cells of one notebook, and what stands below each."""
-    return [(match["code"], match["text"] or "") for match in CELL.finditer((ROOT / page).read_text(encoding="utf-8"))]
+    return [
+        (match["code"], match["text"] or "")
+        for match in CELL.finditer((ROOT / page).read_text(encoding="utf-8"))
+    ]
 
 
 def run_cells(codes: list[str], folder: Path) -> list[str]:

@@ -5,14 +5,14 @@ How a process of ours is known, whoever its parent is by now:
     forked from here    it holds our marker file on `MARKER_FD`    (a fork keeps descriptors)
 so an orphan that init has adopted is found as well.
 
-Several workers test side by side (see conftest.py), and each counts what is its own. Processes carry the marker of
-their worker; threads and descriptors are those of this process; TMPDIR is a folder for each worker. Files in /dev/shm
-do not tell whose they are: so each worker sees a /dev/shm of its own, where it may mount one (`own_shared_memory`).
-Where it may not, those files are counted once, before and after the whole run.
+Several workers test side by side (see conftest.py), and each counts what is its own. Processes
+carry the marker of their worker; threads and descriptors are those of this process; TMPDIR is a
+folder for each worker. Files in /dev/shm do not tell whose they are: so each worker sees a /dev/shm
+of its own, where it may mount one (`own_shared_memory`). Where it may not, those files are counted
+once, before and after the whole run.
 
-A Ray that runs for the tests (`engines.py`) is not counted: its daemons, its workers that are nobody's actor yet, its
-sockets, what it maps. Its actors are, and what they start.
-"""
+A Ray that runs for the tests (`engines.py`) is not counted: its daemons, its workers that are
+nobody's actor yet, its sockets, what it maps. Its actors are, and what they start."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def mark_this_process() -> None:
 
 
 def own_shared_memory(*, among_others: bool) -> bool:
-    """From now on this thread, and what it starts, sees an empty /dev/shm that nobody else sees. False where that takes
-    a right that we have not got; then, `among_others` who test, none of it is counted as ours."""
+    """From now on this thread, and what it starts, sees an empty /dev/shm that nobody else sees.
+    False where that takes a right that we have not got; then, `among_others` who test, none of it
+    is counted as ours."""
     global _shared_memory_is_ours
     libc = ctypes.CDLL(None)
     new_mounts, all_private = 0x20000, 0x4000 | 1 << 18  # CLONE_NEWNS; MS_REC | MS_PRIVATE
@@ -113,7 +114,11 @@ def descriptors() -> dict[int, str]:
 
 
 def homes(place: str | None = None) -> set[str]:
-    return {e.path for e in os.scandir(place or tempfile.gettempdir()) if e.name.startswith("polycephaly-")}
+    return {
+        e.path
+        for e in os.scandir(place or tempfile.gettempdir())
+        if e.name.startswith("polycephaly-")
+    }
 
 
 def shared_memory() -> set[str]:
@@ -125,12 +130,15 @@ def shared_memory_is_counted() -> bool:
 
 
 def native_threads() -> set[str]:
-    """The libraries whose threads make a fork of this process unsafe. (OpenBLAS ends its own before each fork.)"""
+    """The libraries whose threads make a fork of this process unsafe. (OpenBLAS ends its own before
+    each fork.)"""
     if ray_is_up():
         return set()
     owners = {native._owner(thread)[0] for thread in native._others()}
     harmless = (native._PYTHON, *native._HARMLESS)
-    return {each for each in owners if each and not each.startswith(harmless) and "openblas" not in each}
+    return {
+        each for each in owners if each and not each.startswith(harmless) and "openblas" not in each
+    }
 
 
 @dataclass
@@ -147,7 +155,14 @@ class Census:
         everyone = (marked(os.environ[MARKER]) | holding_our_file() | children()) - {os.getpid()}
         if ray_is_up():
             everyone = {pid for pid in everyone if not of_ray(pid)}
-        return cls(everyone, set(threading.enumerate()), descriptors(), homes(), shared_memory(), native_threads())
+        return cls(
+            everyone,
+            set(threading.enumerate()),
+            descriptors(),
+            homes(),
+            shared_memory(),
+            native_threads(),
+        )
 
     def left_since(self, before: Census) -> list[str]:
         left = [f"process {describe(pid)}" for pid in sorted(self.processes - before.processes)]
@@ -167,12 +182,14 @@ class Census:
 
 
 def _harmless(target: str) -> bool:
-    if ray_is_up() and target.startswith(("socket:", "pipe:", "anon_inode:", "/dev/shm/plasma", "/memfd:")):
+    if ray_is_up() and target.startswith(
+        ("socket:", "pipe:", "anon_inode:", "/dev/shm/plasma", "/memfd:")
+    ):
         return True
     return target.startswith(("/dev/null", "/dev/urandom")) or "/.hypothesis/" in target
 
 
-# -- Ray ----------------------------------------------------------------------------------------------------
+# -- Ray -------------------------------------------------------------------------------------------
 
 _RAYS_OWN = re.compile(
     rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)"
@@ -196,8 +213,9 @@ def of_ray(pid: int) -> bool:
 
 
 class Patience:
-    """So many seconds for others to do something: what this thread has slept and computed meanwhile. When the machine
-    stood still, or was somebody else's, they could do nothing either, and that does not count."""
+    """So many seconds for others to do something: what this thread has slept and computed
+    meanwhile. When the machine stood still, or was somebody else's, they could do nothing either,
+    and that does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
@@ -225,7 +243,8 @@ def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:
 
 
 def wait_until_gone(value: str, patience: Patience | None = None) -> list[str]:
-    """The processes with this marker that are left after at most `DEADLINE`, or when that patience is over."""
+    """The processes with this marker that are left after at most `DEADLINE`, or when that patience
+    is over."""
     patience = patience or Patience(DEADLINE)
     while left := marked(value):
         if patience.over:

@@ -1,24 +1,26 @@
-"""Chaos: mixed work while drones are killed, stopped and crash, and an account of every piece of it.
+"""Chaos: mixed work while drones are killed, stopped and crash, and an account of every piece of
+it.
 
     python tests/chaos.py --minutes 10 --tasks 20000 --seed 7
     python tests/chaos.py --minutes 10 --threads 32 --switch-interval 1e-6 --collect-every 1 --forks
 
-Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and slices of a map, while every 0.2 s a random drone is
-killed, stopped and let go, or stopped and killed. `--threads` says how many threads submit and wait. With `--forks` a
-thread of this process forks it all the time, and tasks fork their drones. Each task appends its number to a file as its
-first act; so it is known how often it ran. Two phases of half the time and half the tasks each (more tasks, where there
-is time for more):
+Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and slices of a map, while every 0.2
+s a random drone is killed, stopped and let go, or stopped and killed. `--threads` says how many
+threads submit and wait. With `--forks` a thread of this process forks it all the time, and tasks
+fork their drones. Each task appends its number to a file as its first act; so it is known how often
+it ran. Two phases of half the time and half the tasks each (more tasks, where there is time for
+more):
 
     without retries   value, or its own error      it ran exactly once
                       DroneDied                    it ran at most once; a death takes along one task, not more
                       cancelled                    it ran at most once
     with retries      not cancelled                its value, or its own error; it ran at least once
 
-What a task returned is looked at when it arrives, and arrays once more some time later. A promise that is not settled
-within a minute is a violation: who waits where is told. Descriptors, threads and memory of this process are sampled
-each second. All that is drawn follows from the seed (which thread is how fast does not). Ends with status 1 on a
-violation, with 3 where nothing moves any more.
-"""
+What a task returned is looked at when it arrives, and arrays once more some time later. A promise
+that is not settled within a minute is a violation: who waits where is told. Descriptors, threads
+and memory of this process are sampled each second. All that is drawn follows from the seed (which
+thread is how fast does not). Ends with status 1 on a violation, with 3 where nothing moves any
+more."""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ CHILDREN_END_BY = ("os._exit", "sys.exit", "return")
 KEPT_ARRAYS = 20
 TOLD = 20  # violations
 
-# -- the work -------------------------------------------------------------------------------------------
+# -- the work --------------------------------------------------------------------------------------
 
 
 def sleep(path: str, i: int, seconds: float) -> int:
@@ -125,7 +127,7 @@ def is_twice(array: np.ndarray, i: int, size: int) -> bool:
     return array.shape == (size,) and bool((array == numbers(i, size) * 2).all())
 
 
-# -- a phase ----------------------------------------------------------------------------------------------
+# -- a phase ---------------------------------------------------------------------------------------
 
 
 class Submitter:
@@ -142,7 +144,9 @@ class Submitter:
     def run(self, until: float, tasks: int) -> None:
         phase = self._phase
         try:
-            while (time.monotonic() < until or len(phase.kinds) < tasks) and len(phase.wrong) < TOLD:
+            while (time.monotonic() < until or len(phase.kinds) < tasks) and len(
+                phase.wrong
+            ) < TOLD:
                 self._submit(self._share(self._dice.choice((1, 10, 50, 200))))
                 self._settle(self._share(self._dice.choice((0, 0, 50, 200))))
             self._settle(0)
@@ -151,7 +155,8 @@ class Submitter:
             raise
 
     def _share(self, count: int) -> int:
-        """All threads together have no more open than one would: a minute must be enough for the last of them."""
+        """All threads together have no more open than one would: a minute must be enough for the
+        last of them."""
         return -(-count // self._phase.options.threads)
 
     def _submit(self, count: int) -> None:
@@ -233,7 +238,9 @@ class Submitter:
     def look_at_arrays(self, kept: int) -> None:
         while len(self._arrays) > kept:
             array, i, size = self._arrays.popleft()
-            self._phase.expect(is_twice(array, i, size), i, "has an array that was changed under its owner")
+            self._phase.expect(
+                is_twice(array, i, size), i, "has an array that was changed under its owner"
+            )
 
 
 class Phase:
@@ -264,11 +271,15 @@ class Phase:
             helpers = [threading.Thread(target=each) for each in (self._cancel, self._map)]
             if options.forks:
                 helpers.append(threading.Thread(target=self._fork))
-            submitting = [threading.Thread(target=each.run, args=(until, tasks)) for each in self.submitters]
+            submitting = [
+                threading.Thread(target=each.run, args=(until, tasks)) for each in self.submitters
+            ]
             for each in helpers:
                 each.start()
             try:
-                with Killer(self.pool, seconds=options.every, seed=f"{options.seed}-{self.retries}") as self.killer:
+                with Killer(
+                    self.pool, seconds=options.every, seed=f"{options.seed}-{self.retries}"
+                ) as self.killer:
                     for each in submitting:
                         each.start()
                     for each in submitting:
@@ -300,10 +311,11 @@ class Phase:
         if not right:
             self.wrong.append(f"{self.name}: task {i} ({KINDS[self.kinds[i]]}) {what}")
 
-    # -- beside it ------------------------------------------------------------------------------------------
+    # -- beside it ---------------------------------------------------------------------------------
 
     def _cancel(self) -> None:
-        """In a thread: cancels some while they wait, some while they run, some when it is too late."""
+        """In a thread: cancels some while they wait, some while they run, some when it is too
+        late."""
         dice = random.Random(f"{self.options.seed}-{self.retries}-cancel")
         while (promise := self._to_cancel.get()) is not None:
             if dice.random() < 0.5:
@@ -322,12 +334,16 @@ class Phase:
             stop = start + dice.choice((1, 30, 500))
             got = start
             try:
-                for value in self.pool.map(quick, [self.map_path] * (stop - start), range(start, stop)):
+                for value in self.pool.map(
+                    quick, [self.map_path] * (stop - start), range(start, stop)
+                ):
                     if value != got:
                         self.wrong.append(f"{self.name}: call {got} of a map gave {value!r}")
                     got += 1
                 if got != stop:
-                    self.wrong.append(f"{self.name}: a map of {stop - start} calls gave {got - start}")
+                    self.wrong.append(
+                        f"{self.name}: a map of {stop - start} calls gave {got - start}"
+                    )
             except poly.DroneDied as died:
                 if self.retries:
                     self.wrong.append(f"{self.name}: a map was not run again: {died}")
@@ -338,14 +354,15 @@ class Phase:
             self.maps_ended += 1
 
     def _fork(self) -> None:
-        """In a thread: forks this process while the others are at work. The child has no pool, and ends."""
+        """In a thread: forks this process while the others are at work. The child has no pool, and
+        ends."""
         dice = random.Random(f"{self.options.seed}-{self.retries}-fork")
         while not self._over.wait(dice.random() * 0.2):
             if (pid := os.fork()) == 0:
                 os._exit(0)
             os.waitpid(pid, 0)
 
-    # -- the account ------------------------------------------------------------------------------------------
+    # -- the account -------------------------------------------------------------------------------
 
     def judge(self) -> None:
         ran = Counter(map(int, lines(self.path)))
@@ -358,11 +375,15 @@ class Phase:
             else:
                 right = times <= 1
             if not right or outcome == OPEN:
-                self.wrong.append(f"{self.name}: task {i} ({KINDS[kind]}) ran {times} times, {OUTCOMES[outcome]}")
+                self.wrong.append(
+                    f"{self.name}: task {i} ({KINDS[kind]}) ran {times} times, {OUTCOMES[outcome]}"
+                )
         for (drone, number), lost in self.lost_by.items():
             if len(lost) > 1:
                 kinds = [f"{i} ({KINDS[self.kinds[i]]})" for i in lost]
-                self.wrong.append(f"{self.name}: the death of {drone}, number {number}, took along {kinds}")
+                self.wrong.append(
+                    f"{self.name}: the death of {drone}, number {number}, took along {kinds}"
+                )
         mapped = Counter(map(int, lines(self.map_path)))
         for start, stop, got in self.mapped:
             for i in range(start, stop):
@@ -391,11 +412,14 @@ def tell_of(phase: Phase) -> None:
         crew = phase.pool._crew
         print(f"  {len(crew.queue)} in the queue, hungry {crew.hungry}", file=sys.stderr)
         for link in crew.links:
-            print(f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.flight)[:10]}", file=sys.stderr)
+            print(
+                f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.flight)[:10]}",
+                file=sys.stderr,
+            )
     faulthandler.dump_traceback(all_threads=True)
 
 
-# -- samples ------------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 class Samples:
@@ -419,33 +443,46 @@ class Samples:
         moved, last = time.monotonic(), -1
         while not self._over.wait(1.0):
             if self._phases and self._phases[-1].settled:  # before that its pool is not up
-                self.taken.append((own_memory(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+                self.taken.append(
+                    (own_memory(), len(os.listdir("/proc/self/fd")), threading.active_count())
+                )
             settled = sum(each.settled for each in self._phases)
             if settled != last:
                 moved, last = time.monotonic(), settled
-                faulthandler.dump_traceback_later(2 * HANG, exit=True)  # should this thread be held up too
+                faulthandler.dump_traceback_later(
+                    2 * HANG, exit=True
+                )  # should this thread be held up too
             elif time.monotonic() - moved > HANG:
                 tell_of(self._phases[-1])
                 os._exit(3)
 
     def quarters(self, since: int) -> Iterator[tuple[str, float, float, float]]:
-        """Of each thing: its name, the medians of the first and last quarters, and what the last may be."""
+        """Of each thing: its name, the medians of the first and last quarters, and what the last
+        may be."""
         taken = self.taken[since:]
         if not taken:
             return
         quarter = max(1, len(taken) // 4)
         names = ("own memory, MiB", "descriptors", "threads")
-        # The timeline remembers 30,000 tasks, of 0.6 KiB each; a short run has warmed up in its last quarter only.
+        # The timeline remembers 30,000 tasks, of 0.6 KiB each; a short run has warmed up in its
+        # last quarter only.
         warming = 32 if len(taken) >= 120 else 64
-        allowed: tuple[Callable[[float], float], ...] = (lambda f: 1.1 * f + warming, lambda f: f + 8, lambda f: f + 2)
+        allowed: tuple[Callable[[float], float], ...] = (
+            lambda f: 1.1 * f + warming,
+            lambda f: f + 8,
+            lambda f: f + 2,
+        )
         for name, values, most in zip(names, zip(*taken, strict=True), allowed, strict=True):
             scale = 1 << 20 if "MiB" in name else 1
-            first, last = (statistics.median(part) / scale for part in (values[:quarter], values[-quarter:]))
+            first, last = (
+                statistics.median(part) / scale for part in (values[:quarter], values[-quarter:])
+            )
             yield name, first, last, most(first)
 
 
 def own_memory() -> int:
-    """Bytes. Of arrays that came home and are still looked at there are now more and now fewer: they do not count."""
+    """Bytes. Of arrays that came home and are still looked at there are now more and now fewer:
+    they do not count."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
@@ -453,15 +490,23 @@ def own_memory() -> int:
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--tasks", type=int, default=20_000, help="at least so many, both phases together")
+    parser.add_argument(
+        "--tasks", type=int, default=20_000, help="at least so many, both phases together"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--retries", type=int, default=1000, help="of the second phase")
     parser.add_argument("--drones", type=int, default=4)
-    parser.add_argument("--phase", type=int, choices=(1, 2), help="only the one without retries, or with")
+    parser.add_argument(
+        "--phase", type=int, choices=(1, 2), help="only the one without retries, or with"
+    )
     parser.add_argument("--every", type=float, default=0.2, help="seconds between two faults")
     parser.add_argument("--threads", type=int, default=1, help="that submit")
-    parser.add_argument("--forks", action="store_true", help="by a thread of this process, and by tasks")
-    parser.add_argument("--switch-interval", type=float, help="seconds, of this interpreter's threads")
+    parser.add_argument(
+        "--forks", action="store_true", help="by a thread of this process, and by tasks"
+    )
+    parser.add_argument(
+        "--switch-interval", type=float, help="seconds, of this interpreter's threads"
+    )
     parser.add_argument("--collect-every", type=int, help="so many new objects, the cyclic garbage")
     options = parser.parse_args(args)
     if options.switch_interval is not None:
@@ -471,14 +516,24 @@ def main(args: list[str] | None = None) -> int:
     print(f"seed {options.seed}", flush=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     poly.doit(abs, 1)  # what is loaded once is loaded
-    began, open_before, threads_before = time.monotonic(), len(os.listdir("/proc/self/fd")), threading.active_count()
+    began, open_before, threads_before = (
+        time.monotonic(),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+    )
     phases: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Samples(phases) as samples:
-        which = (0, options.retries) if options.phase is None else ((0, options.retries)[options.phase - 1],)
+        which = (
+            (0, options.retries)
+            if options.phase is None
+            else ((0, options.retries)[options.phase - 1],)
+        )
         for number, retries in enumerate(which, 1):
             since = len(samples.taken)
             phases.append(Phase(options, retries, folder))
-            phases[-1].run(began + number * options.minutes * 60 / len(which), options.tasks // len(which))
+            phases[-1].run(
+                began + number * options.minutes * 60 / len(which), options.tasks // len(which)
+            )
             quarters = list(samples.quarters(since))  # before the account, which takes memory
             phases[-1].judge()
             print(phases[-1].summary())
@@ -488,14 +543,18 @@ def main(args: list[str] | None = None) -> int:
                     flush=True,
                 )
                 if last > most:
-                    phases[-1].wrong.append(f"{phases[-1].name}: {last:.1f} {name}, and {first:.1f} at first")
+                    phases[-1].wrong.append(
+                        f"{phases[-1].name}: {last:.1f} {name}, and {first:.1f} at first"
+                    )
     faulthandler.cancel_dump_traceback_later()
     wrong = [each for phase in phases for each in phase.wrong]
     try:
         wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_before)
         wait_for(lambda: threading.active_count() <= threads_before)
     except AssertionError:
-        wrong.append(f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; before {open_before}")
+        wrong.append(
+            f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; before {open_before}"
+        )
     for each in wrong[:TOLD]:
         print(f"WRONG {each}")
     print(f"{time.monotonic() - began:.0f} s, {len(wrong)} violations, seed {options.seed}")

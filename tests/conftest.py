@@ -1,11 +1,12 @@
-"""Around every test: a census. Whatever a test left behind fails it. And how the suite is run: side by side.
+"""Around every test: a census. Whatever a test left behind fails it. And how the suite is run: side
+by side.
 
   pytest ──> this process                  where one file, or one test, is asked for, or -n 0
          └─> this process ──> workers      else: most tests wait rather than compute, so twice as many workers as cores
              (xdist's)        each with a marker, a TMPDIR and a /dev/shm of its own, so that its census is its own
 
-The contract is tested on each engine: tests on Ray come last, all in one worker, with one Ray (engines.py).
-"""
+The contract is tested on each engine: tests on Ray come last, all in one worker, with one Ray
+(engines.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ _TEARDOWN = 40.0  # seconds that it may take: pytest-timeout ends a test that ha
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--switches", type=int, metavar="SEED", help="force thread switches at random bytecodes")
+    parser.addoption(
+        "--switches", type=int, metavar="SEED", help="force thread switches at random bytecodes"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,8 +77,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A few tests at a time, to whoever is free. But those on Ray go to one worker, which ends then: one Ray is enough,
-    and what it leaves in its process (threads of its own) no fork of a later test should meet."""
+    """A few tests at a time, to whoever is free. But those on Ray go to one worker, which ends
+    then: one Ray is enough, and what it leaves in its process (threads of its own) no fork of a
+    later test should meet."""
     from xdist.scheduler import LoadScheduling
 
     class Scheduling(LoadScheduling):
@@ -84,7 +88,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if not any(on_ray) or len(self.nodes) == 1:
                 super()._send_tests(node, num)
                 return
-            self.pending[:] = [*compress(self.pending, on_ray), *compress(self.pending, map(not_, on_ray))]
+            self.pending[:] = [
+                *compress(self.pending, on_ray),
+                *compress(self.pending, map(not_, on_ray)),
+            ]
             super()._send_tests(node, sum(on_ray))
             node.shutdown()  # when it has done them
 
@@ -113,7 +120,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _real_stderr = os.fdopen(os.dup(2), "w")
     _let_signals_come()
     config.addinivalue_line("markers", "guarantee(*ids): shows these rows of docs/guarantees.md")
-    config.addinivalue_line("markers", "local_only(reason): not on other engines; with a reason, skipped")
+    config.addinivalue_line(
+        "markers", "local_only(reason): not on other engines; with a reason, skipped"
+    )
     config.addinivalue_line("markers", "unit: starts no process")
     config.addinivalue_line("markers", "process: forks drones from the process of the tests")
     config.addinivalue_line("markers", "script: starts fresh interpreters")
@@ -137,34 +146,57 @@ def pytest_configure(config: pytest.Config) -> None:
     census.mark_this_process()
     tiers.watch_starts()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # The standard library keeps this process once anything is spawned: it is there before every census.
+    # The standard library keeps this process once anything is spawned: it is there before every
+    # census.
     multiprocessing.resource_tracker.ensure_running()
 
 
 def _let_signals_come() -> None:
-    """Under `nohup`, and in a background job of a script, SIGHUP or SIGINT is ignored, also by all that is started.
-    Tests send both. The suite itself survives SIGHUP, as whoever started it so wants."""
+    """Under `nohup`, and in a background job of a script, SIGHUP or SIGINT is ignored, also by all
+    that is started. Tests send both. The suite itself survives SIGHUP, as whoever started it so
+    wants."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda number, frame: None)  # a handler is not inherited by what is started
+        signal.signal(
+            signal.SIGHUP, lambda number, frame: None
+        )  # a handler is not inherited by what is started
 
 
 def _compile_all() -> None:
-    """The suite starts some thousand fresh interpreters, and where Python is told to keep no bytecode
-    (PYTHONDONTWRITEBYTECODE), each would compile the package anew: so it is kept, but not beyond this run. The tests
-    themselves are compiled by pytest, for ten seconds: here once, and not by each worker."""
+    """The suite starts some thousand fresh interpreters, and where Python is told to keep no
+    bytecode (PYTHONDONTWRITEBYTECODE), each would compile the package anew: so it is kept, but not
+    beyond this run. The tests themselves are compiled by pytest, for ten seconds: here once, and
+    not by each worker."""
     if sys.dont_write_bytecode:
-        for folder in {TESTS, *(path.parent for path in (TESTS.parent / "polycephaly").rglob("*.py"))}:
-            if not (folder / "__pycache__").exists() and compileall.compile_dir(folder, maxlevels=0, quiet=2):
+        for folder in {
+            TESTS,
+            *(path.parent for path in (TESTS.parent / "polycephaly").rglob("*.py")),
+        }:
+            if not (folder / "__pycache__").exists() and compileall.compile_dir(
+                folder, maxlevels=0, quiet=2
+            ):
                 _not_to_be_kept.append(folder / "__pycache__")
     files = sorted(map(str, TESTS.glob("test_*.py")))
-    if len(list(TESTS.glob(f"__pycache__/test_*{sys.implementation.cache_tag}-pytest-*.pyc"))) < len(files):
+    if len(
+        list(TESTS.glob(f"__pycache__/test_*{sys.implementation.cache_tag}-pytest-*.pyc"))
+    ) < len(files):
         own = ("PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS")
         writing = {name: value for name, value in os.environ.items() if name not in own}
-        collect = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-n0", "-p", "no:cacheprovider"]
+        collect = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-qq",
+            "--collect-only",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+        ]
         halves = [
-            subprocess.Popen([*collect, *half], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=writing)
+            subprocess.Popen(
+                [*collect, *half], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=writing
+            )
             for half in (files[::2], files[1::2])
         ]
         for half in halves:
@@ -179,7 +211,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """A worker's stdout leads nowhere: what is said of a test that hangs, its output and the stacks, goes to stderr."""
+    """A worker's stdout leads nowhere: what is said of a test that hangs, its output and the
+    stacks, goes to stderr."""
     if not _is_worker(item.config):
         return None
 
@@ -187,7 +220,9 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
         item.config.get_terminal_writer()._file = _real_stderr
         pytest_timeout.timeout_timer(item, settings)
 
-    tell_and_exit.__module__ = pytest_timeout.__name__  # by that the verdict of a deadlock knows it for a time limit
+    tell_and_exit.__module__ = (
+        pytest_timeout.__name__
+    )  # by that the verdict of a deadlock knows it for a time limit
     timer = threading.Timer(settings.timeout, tell_and_exit)
 
     def cancel() -> None:
@@ -201,8 +236,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, Any, Any]:
-    """pytest keeps each test's timer, a thread that has ended, to the end of the run, and a fork goes through all
-    thread objects that there are: after 300 tests it took twice as long."""
+    """pytest keeps each test's timer, a thread that has ended, to the end of the run, and a fork
+    goes through all thread objects that there are: after 300 tests it took twice as long."""
     done = yield
     item.cancel_timeout = None  # type: ignore[attr-defined]
     return done
@@ -229,7 +264,8 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Some hundred thousand objects that stay: no collection, in a test or between tests, need look at them again."""
+    """Some hundred thousand objects that stay: no collection, in a test or between tests, need look
+    at them again."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -242,7 +278,9 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     tiers.started.clear()
     yield
     if tiers.started and request.node.get_closest_marker("unit"):
-        pytest.fail(f"a unit test that starts a process ({tiers.started[0]}): tests/tiers.py has to know")
+        pytest.fail(
+            f"a unit test that starts a process ({tiers.started[0]}): tests/tiers.py has to know"
+        )
     faulthandler.cancel_dump_traceback_later()
     left = census.wait_until_clean(before)
     if left:
@@ -257,16 +295,16 @@ def _set_hard_deadline(test: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: Any, call: pytest.CallInfo[Any]) -> None:
-    """pytest takes all such deadlines back when a test has failed. But it is such a test that leaves work behind,
-    for which the end of its pool may wait for ever."""
+    """pytest takes all such deadlines back when a test has failed. But it is such a test that
+    leaves work behind, for which the end of its pool may wait for ever."""
     if call.when == "call":
         _set_hard_deadline(node)
 
 
 @pytest.fixture
 def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drone that does not heed an interrupt within a second is killed. For tests of what survives one: a machine that
-    stands still for so long must not have it killed."""
+    """A drone that does not heed an interrupt within a second is killed. For tests of what survives
+    one: a machine that stands still for so long must not have it killed."""
     monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 60.0)
 
 
@@ -278,13 +316,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each test gets the mark of its tier. Tests on other engines than the local one come last; those that make no
-    sense there are left out or skipped."""
+    """Each test gets the mark of its tier. Tests on other engines than the local one come last;
+    those that make no sense there are left out or skipped."""
     local, other, left_out = [], [], []
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("ray") is None:
             item.add_marker(tiers.tier_of(item))
-        if getattr(item, "callspec", None) is None or item.callspec.params.get("engine", "local") == "local":
+        if (
+            getattr(item, "callspec", None) is None
+            or item.callspec.params.get("engine", "local") == "local"
+        ):
             local.append(item)
         elif (mark := item.get_closest_marker("local_only")) is None:
             other.append(item)
@@ -312,4 +353,6 @@ class WholeRun:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name in sorted(self.left):
-            terminalreporter.write_line(f"left behind after the run: /dev/shm/{name} (-n 0 tells by which test)")
+            terminalreporter.write_line(
+                f"left behind after the run: /dev/shm/{name} (-n 0 tells by which test)"
+            )

@@ -1,12 +1,13 @@
-"""How a controller may end, what may be going on then, and whether anything is left: the matrix, and random moments.
+"""How a controller may end, what may be going on then, and whether anything is left: the matrix,
+and random moments.
 
     python tests/endings.py --moments 100 --seed 7
 
-runs every ending with every load, then a script that starts pools, works, nests, starts programs and stops again, and
-that is ended at random moments from its first line to its last. It prints what was left, if anything, with the moment,
-and then its exit status is 1. What is new in /dev/shm counts, whoever made it: so nothing else should use that
-meanwhile. `tests/test_endings.py` runs a part of both.
-"""
+runs every ending with every load, then a script that starts pools, works, nests, starts programs
+and stops again, and that is ended at random moments from its first line to its last. It prints what
+was left, if anything, with the moment, and then its exit status is 1. What is new in /dev/shm
+counts, whoever made it: so nothing else should use that meanwhile. `tests/test_endings.py` runs a
+part of both."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from scripts import Script
 ENDS_WITHIN = 30.0  # seconds: from its ending to the controller's end; it may wait for what its drones do at exit
 GOES_ON_FOR = 40.0  # seconds for a script whose zygote was killed to come to its end by itself
 
-# -- the matrix -----------------------------------------------------------------------------------------
+# -- the matrix ------------------------------------------------------------------------------------
 
 CONTROLLER = """
     import ctypes, faulthandler, os, signal, subprocess, sys, threading
@@ -166,11 +167,22 @@ STATUS = {
     "SIGHUP": -signal.SIGHUP, "hang-up": -signal.SIGHUP, "SIGTERM to all": -signal.SIGTERM,
     "main thread": 4, "drone's thread": 0, "zygote": 0, "zygote and controller": -signal.SIGKILL,
 }  # fmt: skip
-"""How a controller may end, and its exit status then. `hang-up`: its terminal is closed. `SIGTERM to all`: to it, its
-zygotes and its drones at once, as `pkill -f` does. Of the last four, the first two are not its end, but that of one of
-its threads, and `zygote` is SIGKILL for that: what hung on those goes at once, and the controller goes on."""
+"""How a controller may end, and its exit status then. `hang-up`: its terminal is closed. `SIGTERM
+to all`: to it, its zygotes and its drones at once, as `pkill -f` does. Of the last four, the first
+two are not its end, but that of one of its threads, and `zygote` is SIGKILL for that: what hung on
+those goes at once, and the controller goes on."""
 
-OF_SPAWN = ("return", "exception", "os._exit", "segfault", "SIGKILL", "SIGTERM", "SIGINT", "drone's thread", "zygote")
+OF_SPAWN = (
+    "return",
+    "exception",
+    "os._exit",
+    "segfault",
+    "SIGKILL",
+    "SIGTERM",
+    "SIGINT",
+    "drone's thread",
+    "zygote",
+)
 
 
 @dataclass
@@ -184,7 +196,8 @@ class Ended:
 
 
 def run_ending(ending: str, load: str, start: str = "fork") -> Ended:
-    """A script with this load that ends in this way. All that is wrong with it is told, and taken away."""
+    """A script with this load that ends in this way. All that is wrong with it is told, and taken
+    away."""
     ended, memory = Ended(), shared_memory()
     terminal, its_end = os.openpty() if ending == "hang-up" else (-1, -1)
     name = [os.ttyname(its_end)] if its_end >= 0 else []
@@ -227,7 +240,7 @@ def go_file(script: Script) -> str:
     return os.path.join(script.folder.name, "go")
 
 
-# -- random moments ---------------------------------------------------------------------------------------
+# -- random moments --------------------------------------------------------------------------------
 
 FROM_START_TO_STOP = """
     print("now", flush=True)
@@ -354,22 +367,29 @@ def run_moment(moment: Moment, seconds: float) -> Ended:
                 below = tree(chosen)
                 kill_all([chosen], signal.SIGKILL)
                 wait_until_dead(below, ended)
-        wait_until_clean(script, memory, ended, GOES_ON_FOR if moment.ending == "zygote" else ENDS_WITHIN + delay)
+        wait_until_clean(
+            script, memory, ended, GOES_ON_FOR if moment.ending == "zygote" else ENDS_WITHIN + delay
+        )
     if ended.status not in ALLOWED[moment.ending]:
         ended.wrong.append(f"exit status {ended.status}\n{ended.said}")
     return ended
 
 
 ALLOWED = {
-    **{name: (-getattr(signal, name), ENDED_ITSELF) for name in OF_MOMENTS if name.startswith("SIG")},
+    **{
+        name: (-getattr(signal, name), ENDED_ITSELF)
+        for name in OF_MOMENTS
+        if name.startswith("SIG")
+    },
     "zygote": (ENDED_ITSELF,),
     "os._exit": (4, ENDED_ITSELF),
     "segfault": (-signal.SIGSEGV, ENDED_ITSELF),
 }
-"""The exit statuses that an ending may have: its own, or that of a script which was at its end already."""
+"""The exit statuses that an ending may have: its own, or that of a script which was at its end
+already."""
 
 
-# -- who is there -------------------------------------------------------------------------------------------
+# -- who is there ----------------------------------------------------------------------------------
 
 
 def parent(pid: int) -> int:
@@ -412,7 +432,7 @@ def kill_all(chosen: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-# -- what is left -------------------------------------------------------------------------------------------
+# -- what is left ----------------------------------------------------------------------------------
 
 
 def has_ended(script: Script, seconds: float) -> bool:
@@ -437,7 +457,8 @@ def wait_until_dead(those: list[int], ended: Ended) -> None:
 
 
 def wait_until_clean(script: Script, memory: set[str], ended: Ended, limit: float) -> None:
-    """Waits for the script's end, and then until nothing is left of it: tells in `ended` how that went."""
+    """Waits for the script's end, and then until nothing is left of it: tells in `ended` how that
+    went."""
     if not has_ended(script, limit):
         script.signal(signal.SIGUSR1)  # faulthandler says on stderr where it is
         has_ended(script, 1)
@@ -475,7 +496,9 @@ def left_of(script: Script, memory: set[str]) -> list[str]:
     """Processes, directories and files (of sockets too), shared memory."""
     folder = script.folder.name
     own = {"script.py", "up", "up-within", "go"}
-    files = {os.path.join(folder, name) for name in os.listdir(folder) if name not in own} | homes(folder)
+    files = {os.path.join(folder, name) for name in os.listdir(folder) if name not in own} | homes(
+        folder
+    )
     left = [f"process {describe(pid)}" for pid in sorted(marked(script.run))]
     for path in sorted(files):
         with suppress(FileNotFoundError):  # it goes just now
@@ -483,7 +506,7 @@ def left_of(script: Script, memory: set[str]) -> list[str]:
     return left + [f"/dev/shm/{name}" for name in sorted(shared_memory() - memory)]
 
 
-# -- the program ----------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -500,7 +523,12 @@ class Tally:
             self.slowest, self.slowest_of = ended.seconds, what
         if ended.wrong:
             self.findings += 1
-            print(f"FINDING: {what}: exit status {ended.status}", *ended.wrong, sep="\n    ", flush=True)
+            print(
+                f"FINDING: {what}: exit status {ended.status}",
+                *ended.wrong,
+                sep="\n    ",
+                flush=True,
+            )
 
     def tell(self, name: str, seconds: float) -> None:
         print(
@@ -511,12 +539,20 @@ class Tally:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
-    asked = argparse.ArgumentParser(description="Ends controllers in many ways, and looks for what is left.")
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and what they start
+    asked = argparse.ArgumentParser(
+        description="Ends controllers in many ways, and looks for what is left."
+    )
     asked.add_argument("--moments", type=int, default=100, help="how many random moments")
-    asked.add_argument("--seed", type=int, default=None, help="of the moments; by default another each time")
+    asked.add_argument(
+        "--seed", type=int, default=None, help="of the moments; by default another each time"
+    )
     asked.add_argument("--no-matrix", action="store_true", help="the random moments only")
-    asked.add_argument("--endings", default="", help="only those whose name is here, separated by commas")
+    asked.add_argument(
+        "--endings", default="", help="only those whose name is here, separated by commas"
+    )
     asked.add_argument("--loads", default="", help="in the matrix, only those")
     options = asked.parse_args()
     os.environ.setdefault(MARKER, "endings")
@@ -542,7 +578,11 @@ def main() -> int:
     if options.moments:
         those = tuple(ending for ending in OF_MOMENTS if not only or ending in only)
         times = {start: seconds_from_start_to_stop(start) for start in ("fork", "spawn")}
-        print("from start to stop:", ", ".join(f"{time:.2f} s ({start})" for start, time in times.items()), flush=True)
+        print(
+            "from start to stop:",
+            ", ".join(f"{time:.2f} s ({start})" for start, time in times.items()),
+            flush=True,
+        )
         random_ones, begun, by_itself = Tally(), time.monotonic(), 0
         counts = dict.fromkeys(those, 0)
         for number, moment in enumerate(moments(options.moments, seed, those)):
@@ -551,7 +591,10 @@ def main() -> int:
             by_itself += moment.ending != "zygote" and ended.status == ENDED_ITSELF
             random_ones.take(f"moment {number}: {moment}", ended)
         random_ones.tell("moments", time.monotonic() - begun)
-        print(", ".join(f"{count} {name}" for name, count in counts.items()), f"({by_itself} had ended before)")
+        print(
+            ", ".join(f"{count} {name}" for name, count in counts.items()),
+            f"({by_itself} had ended before)",
+        )
         findings += random_ones.findings
     return 1 if findings else 0
 

@@ -1,15 +1,17 @@
-"""The engines that the contract is tested on, and `poly`: polycephaly, with pools and drones of the engine under test.
+"""The engines that the contract is tested on, and `poly`: polycephaly, with pools and drones of the
+engine under test.
 
     from engines import local_only, on_each_engine, poly
 
     pytestmark = on_each_engine             every test of this file runs once on each engine
 
-    @local_only             looks into the local engine's own parts, or at what both have in common: not run on another
-    @local_only(NO_FORK)    a known difference, which docs/cluster.md has in its table: skipped, and says why
+    @local_only             looks into the local engine's own parts, or at what both have in common:
+    not run on another @local_only(NO_FORK)    a known difference, which docs/cluster.md has in its
+    table: skipped, and says why
 
-All tests on Ray (`-m ray`) are run last, with one Ray for all of them (`conftest.py`), so the local engine's never see
-a process with Ray's threads in it. What is run *in* a drone finds the package as it is: drones of drones are local.
-"""
+All tests on Ray (`-m ray`) are run last, with one Ray for all of them (`conftest.py`), so the local
+engine's never see a process with Ray's threads in it. What is run *in* a drone finds the package as
+it is: drones of drones are local."""
 
 from __future__ import annotations
 
@@ -97,11 +99,15 @@ CPUS = 4  # Ray starts so many workers at once; drones that ask for nothing are 
 def _ray() -> Iterator[None]:
     """A Ray of one node, for this process and, by `RAY_ADDRESS`, for the scripts it runs."""
     tests = os.path.dirname(os.path.abspath(__file__))
-    known = os.pathsep.join([tests, os.path.dirname(tests)])  # Ray's workers know the script's own folder only
+    known = os.pathsep.join(
+        [tests, os.path.dirname(tests)]
+    )  # Ray's workers know the script's own folder only
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": known}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+        ray = pytest.importorskip(
+            "ray", reason="Ray is not installed: pip install 'polycephaly[ray]'"
+        )
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
             ray.init(
                 "local", num_cpus=CPUS, object_store_memory=400 << 20, include_dashboard=False,

@@ -1,10 +1,11 @@
-"""Points of a pool's processes at which a test can have something happen: the process is killed, or is late.
+"""Points of a pool's processes at which a test can have something happen: the process is killed, or
+is late.
 
     with at_point("drone sends", AFTER, hit=2, do=die):      this process and all that are forked meanwhile count how
         with Pool(2) as pool: ...                            often one comes there; who is the second does it
 
-A point is a function of the package, before it is called or after it has returned. It is wrapped before the fork, so
-the package has nothing of it, and it costs nothing where no test asks for it.
+A point is a function of the package, before it is called or after it has returned. It is wrapped
+before the fork, so the package has nothing of it, and it costs nothing where no test asks for it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def be_late() -> None:
 
 
 class Hits:
-    """Counted by all processes that are forked from here. Two that come at once may both be the last."""
+    """Counted by all processes that are forked from here. Two that come at once may both be the
+    last."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -147,7 +149,11 @@ def at_point(name: str, when: str, hit: int = 1, do: Callable[[], object] = die)
     """Gives how often a process came there, to the one that did it."""
     who, place = POINTS[name]
     module, _, path = place.partition(":")
-    owner: Any = resolve_name(f"{module}:{path.rpartition('.')[0]}") if "." in path else import_module(module)
+    owner: Any = (
+        resolve_name(f"{module}:{path.rpartition('.')[0]}")
+        if "." in path
+        else import_module(module)
+    )
     attribute = path.rpartition(".")[2]
     original = vars(owner)[attribute]
     hits, here = Hits(), os.getpid()

@@ -43,7 +43,8 @@ def append(path: str, text: str) -> None:
 
 
 def lines(path: object) -> list[str]:
-    """Those that are whole: of one that crosses a page of memory, a reader may see the first half alone."""
+    """Those that are whole: of one that crosses a page of memory, a reader may see the first half
+    alone."""
     try:
         with open(str(path)) as file:
             return file.read().rpartition("\n")[0].split()
@@ -89,7 +90,8 @@ class PackedSlowly:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
-    """Polls until `condition` holds; fails after `seconds`: long, as a machine that others use too may stand still."""
+    """Polls until `condition` holds; fails after `seconds`: long, as a machine that others use too
+    may stand still."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
@@ -113,7 +115,7 @@ class Counting:
         return item
 
 
-# -- ways to fail, wherever code of users runs ----------------------------------------------------------
+# -- ways to fail, wherever code of users runs -----------------------------------------------------
 
 
 class Failed(Exception):
@@ -181,16 +183,18 @@ def collect_what_fails(how: str) -> str:
     return "collected"
 
 
-# -- faults from outside, at random points of a drone's life --------------------------------------------
+# -- faults from outside, at random points of a drone's life ---------------------------------------
 
 FAULTS = ("kill", "stop and continue", "stop and kill")
 
 
 class Killer:
-    """Every `seconds` one of `faults`, drawn at random, befalls a random drone of `pool`, while its block lasts.
+    """Every `seconds` one of `faults`, drawn at random, befalls a random drone of `pool`, while its
+    block lasts.
 
-    What a "stop" holds is held for up to `hold` seconds, beside the faults that follow; at the end of the block it goes
-    on. What is drawn, and in which order, follows from `seed` alone. `did` counts what was done.
+    What a "stop" holds is held for up to `hold` seconds, beside the faults that follow; at the end
+    of the block it goes on. What is drawn, and in which order, follows from `seed` alone. `did`
+    counts what was done.
 
         with Killer(pool, seconds=0.2, seed=7) as killer:
             ...
@@ -231,7 +235,9 @@ class Killer:
 
     def _live(self) -> None:
         due = time.monotonic() + self._seconds
-        while not self._over.wait(max(0.0, min([due, *(each[0] for each in self._held)]) - time.monotonic())):
+        while not self._over.wait(
+            max(0.0, min([due, *(each[0] for each in self._held)]) - time.monotonic())
+        ):
             now = time.monotonic()
             self._let_go(now)
             if now >= due:
@@ -243,7 +249,11 @@ class Killer:
         self._let_go(None)
 
     def _strike(self, now: float) -> None:
-        fault, place, held_for = self._dice.choice(self._faults), self._dice.random(), self._dice.random() * self._hold
+        fault, place, held_for = (
+            self._dice.choice(self._faults),
+            self._dice.random(),
+            self._dice.random() * self._hold,
+        )
         drones = self._pool.drones
         if not drones:
             return
@@ -261,7 +271,13 @@ class Killer:
             os.close(victim)
         else:
             _send(victim, signal.SIGSTOP)
-            self._held.append((now + held_for, victim, signal.SIGKILL if fault == "stop and kill" else signal.SIGCONT))
+            self._held.append(
+                (
+                    now + held_for,
+                    victim,
+                    signal.SIGKILL if fault == "stop and kill" else signal.SIGCONT,
+                )
+            )
 
     def _let_go(self, now: float | None) -> None:
         """Of those whose time has come; without `now`, of all."""
@@ -278,12 +294,12 @@ def _send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
 
 
-# -- limits: for a pool's `initializer`, as work, or at the head of a script ----------------------------
+# -- limits: for a pool's `initializer`, as work, or at the head of a script -----------------------
 
 
 def limit(what: str, most: int) -> None:
-    """From now on this process, and what it forks, may have at most so many of AS, NOFILE, FSIZE, ...; until `limit`
-    is called again."""
+    """From now on this process, and what it forks, may have at most so many of AS, NOFILE, FSIZE,
+    ...; until `limit` is called again."""
     number = getattr(resource, f"RLIMIT_{what}")
     resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
 
@@ -315,10 +331,13 @@ def _is_open(fd: int) -> bool:
 
 @contextmanager
 def small_disk(folder: object, size: str = "64k") -> Iterator[str]:
-    """A file system of so many bytes at `folder`. Raises `OSError` where that takes a right that we have not got."""
+    """A file system of so many bytes at `folder`. Raises `OSError` where that takes a right that we
+    have not got."""
     path = str(folder)
     try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
+        )
     except FileNotFoundError as error:
         raise OSError(f"no mount: {error}") from error
     if done.returncode:
@@ -329,7 +348,7 @@ def small_disk(folder: object, size: str = "64k") -> Iterator[str]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
-# -- what uses up what there is, as work ------------------------------------------------------------------
+# -- what uses up what there is, as work -----------------------------------------------------------
 
 
 def take_memory(size: int) -> int:

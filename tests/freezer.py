@@ -1,10 +1,11 @@
-"""Run a command on a machine that stands still at random: all of its processes are frozen, and let go on.
+"""Run a command on a machine that stands still at random: all of its processes are frozen, and let
+go on.
 
     python tests/freezer.py --seed 1 -- python -m pytest
 
-Needs root and a cgroup freezer (version 1 or 2). Unlike SIGSTOP, a freeze cannot be seen: the parent is not told, and
-no call is interrupted. So it is as if the machine had no processor for these processes.
-"""
+Needs root and a cgroup freezer (version 1 or 2). Unlike SIGSTOP, a freeze cannot be seen: the
+parent is not told, and no call is interrupted. So it is as if the machine had no processor for
+these processes."""
 
 import argparse
 import os
@@ -17,19 +18,39 @@ OLD = Path("/sys/fs/cgroup/freezer")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--frozen", type=float, nargs=2, default=(0.005, 1.2), metavar="SECONDS", help="least and most")
-    parser.add_argument("--running", type=float, nargs=2, default=(0.05, 1.5), metavar="SECONDS", help="least and most")
+    parser.add_argument(
+        "--frozen",
+        type=float,
+        nargs=2,
+        default=(0.005, 1.2),
+        metavar="SECONDS",
+        help="least and most",
+    )
+    parser.add_argument(
+        "--running",
+        type=float,
+        nargs=2,
+        default=(0.05, 1.5),
+        metavar="SECONDS",
+        help="least and most",
+    )
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     group = (OLD if OLD.is_dir() else Path("/sys/fs/cgroup")) / f"polycephaly-freezer-{os.getpid()}"
-    switch, on, off = ("freezer.state", "FROZEN", "THAWED") if OLD.is_dir() else ("cgroup.freeze", "1", "0")
+    switch, on, off = (
+        ("freezer.state", "FROZEN", "THAWED") if OLD.is_dir() else ("cgroup.freeze", "1", "0")
+    )
     chosen, times, seconds = Random(options.seed), 0, 0.0
     group.mkdir()
     try:
         procs = group / "cgroup.procs"
-        with subprocess.Popen(options.command, preexec_fn=lambda: procs.write_text(str(os.getpid()))) as command:
+        with subprocess.Popen(
+            options.command, preexec_fn=lambda: procs.write_text(str(os.getpid()))
+        ) as command:
             while not ended_within(command, chosen.uniform(*options.running)):
                 times, frozen = times + 1, chosen.uniform(*options.frozen)
                 (group / switch).write_text(on)

@@ -1,7 +1,8 @@
 """Messages that are nearly ours, by the million.
 
     python tests/fuzz.py --messages 1000000 --seed 7            all stages, so many messages in each
-    python tests/fuzz.py --stage decoders --seed 7 --only 1234  one message again: shown, and decoded
+    python tests/fuzz.py --stage decoders --seed 7 --only 1234  one message again: shown, and
+    decoded
 
     originals, made by the packers of polycephaly ──mutations──> message number 1234 of seed 7
 
@@ -11,10 +12,10 @@
     hub         a drone, by its lane and its DEALER             the pool goes on, all promises are settled
     drones      the hub, by lane and ROUTER, to idle and busy   the drone goes on, its ear too
 
-Each message follows from seed and number alone. A stage runs in a process of its own, so that crashes and hangs are
-findings as others are: the message is printed in hex, and the exit status is 1. What is pickled may raise anything when
-it is opened, which is done where that is expected; it must come to an end.
-"""
+Each message follows from seed and number alone. A stage runs in a process of its own, so that
+crashes and hangs are findings as others are: the message is printed in hex, and the exit status is
+1. What is pickled may raise anything when it is opened, which is done where that is expected; it
+must come to an end."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ from polycephaly.wire.slices import (
 )
 
 SOON = 20.0  # seconds: what is not there by then hangs
-MEMORY = 1 << 30  # bytes of addresses, beyond what there is: a mutated pickle may ask for any amount
+MEMORY = (
+    1 << 30
+)  # bytes of addresses, beyond what there is: a mutated pickle may ask for any amount
 UNLIKELY = 0x7000_0000  # numbers from here on are nobody's
 
 Frames = list[bytes]
@@ -154,7 +157,7 @@ class Finding(AssertionError):
         return f"{self.args[0]}{shown}"
 
 
-# -- originals ------------------------------------------------------------------------------------------
+# -- originals -------------------------------------------------------------------------------------
 
 
 class Bomb:
@@ -169,7 +172,8 @@ class Bomb:
 
 @contextlib.contextmanager
 def memory(region: int = 0) -> Iterator[tuple[Store, RefTable]]:
-    """An arena of our own: where the writer of `region` writes, and its reader's account of that."""
+    """An arena of our own: where the writer of `region` writes, and its reader's account of
+    that."""
     arena = Arena(64 << 20)
     try:
         yield Store(arena, region), RefTable(arena, region, lambda: None)
@@ -191,7 +195,11 @@ def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list
     calls = TaskBatch()
     calls.add_calls(abs_, [first + 1], [(-2,)])
     calls.add_calls(abs_, [first + i for i in range(9)], [(-i,) for i in range(9)])
-    calls.add_calls(pow_, [first + i for i in range(3)], [(2.5, "a", None, True, b"bytes")[:2] for _ in range(3)])
+    calls.add_calls(
+        pow_,
+        [first + i for i in range(3)],
+        [(2.5, "a", None, True, b"bytes")[:2] for _ in range(3)],
+    )
     single = TaskBatch()
     single.add(first + 2, CALL_KEYWORDS, abs_, pickle.dumps(((-1,), {"x": [1]}), 5))
     filled = join([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
@@ -273,7 +281,7 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
     ]
 
 
-# -- mutations ------------------------------------------------------------------------------------------
+# -- mutations -------------------------------------------------------------------------------------
 
 EXTREMES = [
     0, 1, 2, 7, 8, 9, 28, 29, 30, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1,
@@ -336,7 +344,9 @@ def _reorder(frames: list[bytearray], frame: bytearray, dice: random.Random) -> 
 
 def _place(frame: bytearray, dice: random.Random) -> int:
     """Rather near the beginning, where what the rest depends on is."""
-    return dice.randrange(min(len(frame), 48 if dice.random() < 0.5 else 4096) + 1) - 1 if frame else 0
+    return (
+        dice.randrange(min(len(frame), 48 if dice.random() < 0.5 else 4096) + 1) - 1 if frame else 0
+    )
 
 
 MUTATIONS = [
@@ -382,7 +392,7 @@ def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
     return whole[: LARGEST + 1000]
 
 
-# -- stage: decoders ------------------------------------------------------------------------------------
+# -- stage: decoders -------------------------------------------------------------------------------
 
 
 class Decoders:
@@ -392,7 +402,11 @@ class Decoders:
         self.counts = {"accepted": 0, "malformed": 0, "opened": 0, "not opened": 0}
         self._stack = contextlib.ExitStack()
         store, self._ledger = self._stack.enter_context(memory())
-        self.originals = [*work_messages(store, self._ledger), *order_messages(), *result_messages(store, self._ledger)]
+        self.originals = [
+            *work_messages(store, self._ledger),
+            *order_messages(),
+            *result_messages(store, self._ledger),
+        ]
         self._ledger.lent.clear()
         self._mine, its = FastTransport.pair()
         self._lane = FastTransport(its)
@@ -470,7 +484,8 @@ class Decoders:
         return value
 
     def _opened(self, open_it: Callable[[Any], Any], payload: Any) -> None:
-        """What is pickled may raise what it likes: it is opened where that is expected. It must come to an end."""
+        """What is pickled may raise what it likes: it is opened where that is expected. It must
+        come to an end."""
         try:
             open_it(payload)
         except Exception:
@@ -479,7 +494,9 @@ class Decoders:
             self.counts["opened"] += 1
 
 
-def fuzz_decoders(seed: int, first: int, last: int, progress: Callable[[int], object]) -> dict[str, int]:
+def fuzz_decoders(
+    seed: int, first: int, last: int, progress: Callable[[int], object]
+) -> dict[str, int]:
     with Decoders() as decoders:
         for number in range(first, last):
             progress(number)
@@ -488,7 +505,7 @@ def fuzz_decoders(seed: int, first: int, last: int, progress: Callable[[int], ob
         return decoders.counts
 
 
-# -- what a pool says meanwhile -----------------------------------------------------------------------------
+# -- what a pool says meanwhile --------------------------------------------------------------------
 
 
 class Heard(logging.Handler):
@@ -511,7 +528,9 @@ class Heard(logging.Handler):
         self._log.addHandler(self)
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
-        warnings.simplefilter("ignore", RuntimeWarning)  # of results that found no room, as messages say
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # of results that found no room, as messages say
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -527,7 +546,9 @@ class Heard(logging.Handler):
                 self.bugs.append(Finding(f"{record.getMessage()}: {error!r}", _frames_in(error)))
             elif "nobody's drone" in record.msg:
                 self.strangers += 1
-            elif record.getMessage().startswith("a malformed message was dropped"):  # a drone says so
+            elif record.getMessage().startswith(
+                "a malformed message was dropped"
+            ):  # a drone says so
                 self.refused += 1
             elif "was dropped" in record.msg:
                 self.dropped += 1
@@ -562,15 +583,22 @@ def _frames_in(error: BaseException | None) -> list[Frames]:
 
 
 def answers(pool: poly.Pool, heard: Heard) -> None:
-    """Every drone of the pool does work of every kind; raises `Finding`. One that has talked nonsense may be
-    killed for that meanwhile, and is replaced."""
+    """Every drone of the pool does work of every kind; raises `Finding`. One that has talked
+    nonsense may be killed for that meanwhile, and is replaced."""
     crew = pool._crew
     deaths = 0
     while True:
         try:
-            wait_for(lambda: sum(link.state is State.READY for link in list(crew.links)) == crew.plan.size, SOON)
+            wait_for(
+                lambda: (
+                    sum(link.state is State.READY for link in list(crew.links)) == crew.plan.size
+                ),
+                SOON,
+            )
             assert {p.result(SOON) for p in pool.everywhere(abs, -3)} == {3}
-            assert [p.result(SOON) for p in [pool.promise(abs, -i) for i in range(30)]] == list(range(30))
+            assert [p.result(SOON) for p in [pool.promise(abs, -i) for i in range(30)]] == list(
+                range(30)
+            )
             assert pool.promise(lambda: "fresh").result(SOON) == "fresh"
             assert pool.promise(len, bytes(200_000)).result(SOON) == 200_000
             assert list(pool.map(abs, range(-50, 0), timeout=SOON)) == list(range(50, 0, -1))
@@ -586,7 +614,8 @@ def answers(pool: poly.Pool, heard: Heard) -> None:
 
 
 def skip_low_numbers() -> None:
-    """So that what is mutated to a small number, and is well formed, is not about anybody's work or definition."""
+    """So that what is mutated to a small number, and is well formed, is not about anybody's work or
+    definition."""
     while next(task._numbers) < 300:
         pass
     while next(functions._numbers) < 300:
@@ -605,7 +634,7 @@ def little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-# -- stage: strangers -----------------------------------------------------------------------------------
+# -- stage: strangers ------------------------------------------------------------------------------
 
 
 def home_of_the_hub() -> str:
@@ -614,7 +643,10 @@ def home_of_the_hub() -> str:
 
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(48)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x11\x01" + b"0123456789abcdef"
+READY = (
+    b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x11\x01"
+    + b"0123456789abcdef"
+)
 
 
 def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
@@ -629,7 +661,9 @@ def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
     return b"".join(pieces)
 
 
-def fuzz_strangers(seed: int, first: int, last: int, progress: Callable[[int], object]) -> dict[str, int]:
+def fuzz_strangers(
+    seed: int, first: int, last: int, progress: Callable[[int], object]
+) -> dict[str, int]:
     """Of 50 messages one comes as raw bytes of somebody who speaks no ZeroMQ, or half of it."""
     with tempfile.TemporaryDirectory() as folder, memory(7) as (store, ledger):
         path = os.path.join(folder, "exploded")
@@ -638,15 +672,25 @@ def fuzz_strangers(seed: int, first: int, last: int, progress: Callable[[int], o
         assert os.path.exists(path)
         os.unlink(path)
         explosive = [
-            pack_outcomes([pack_outcome(number, status, 0.0, 1.0, bomb, b"") for number in range(1, 40)])
+            pack_outcomes(
+                [pack_outcome(number, status, 0.0, 1.0, bomb, b"") for number in range(1, 40)]
+            )
             for status in (VALUE, ERROR, VALUES, SPLIT)
         ]
         batch = TaskBatch()
         batch.add(1, CALLS, 1, bomb)
-        originals = [*work_messages(store, ledger), *result_messages(store, ledger, range(1, 9)), *order_messages()]
+        originals = [
+            *work_messages(store, ledger),
+            *result_messages(store, ledger, range(1, 9)),
+            *order_messages(),
+        ]
         originals += [*explosive, batch.frames()] * 4
         raw = 0
-        with Heard() as heard, poly.Pool(2, output=heard.line) as pool, contextlib.ExitStack() as ends:
+        with (
+            Heard() as heard,
+            poly.Pool(2, output=heard.line) as pool,
+            contextlib.ExitStack() as ends,
+        ):
             address = f"{home_of_the_hub()}/hub"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)
@@ -704,7 +748,7 @@ def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) ->
     heard.check()
 
 
-# -- stage: hub ---------------------------------------------------------------------------------------------
+# -- stage: hub ------------------------------------------------------------------------------------
 
 
 def this_drone() -> image_main.LocalDrone:
@@ -715,8 +759,8 @@ _said: set[int] = set()
 
 
 def say(seed: int, by: str, first: int, last: int) -> int:
-    """On a drone: messages of drones that are nearly well formed, about the very work that it runs. The second time
-    about none: the hub has believed that it was given back, and would for ever."""
+    """On a drone: messages of drones that are nearly well formed, about the very work that it runs.
+    The second time about none: the hub has believed that it was given back, and would for ever."""
     drone = this_drone()
     known = (drone._current,) if first not in _said else (UNLIKELY,)
     _said.add(first)
@@ -729,7 +773,9 @@ def say(seed: int, by: str, first: int, last: int) -> int:
                 if by == "bulk":
                     drone._send_by_bulk(frames)
                 else:
-                    send_all(drone._lane._end, packet(frames, random.Random(~(seed << 32 | number))))
+                    send_all(
+                        drone._lane._end, packet(frames, random.Random(~(seed << 32 | number)))
+                    )
     return last - first
 
 
@@ -738,7 +784,8 @@ def say_one(seed: int, number: int) -> int:
 
 
 def send_all(end: socket.socket, what: bytes) -> None:
-    """Waits for room. Raises `OSError` if the other end is gone, `TimeoutError` if nobody reads there."""
+    """Waits for room. Raises `OSError` if the other end is gone, `TimeoutError` if nobody reads
+    there."""
     while True:
         try:
             end.send(what)
@@ -748,7 +795,9 @@ def send_all(end: socket.socket, what: bytes) -> None:
                 raise TimeoutError("nobody reads the lane") from None
 
 
-def fuzz_hub(seed: int, first: int, last: int, progress: Callable[[int], object], batch: int = 500) -> dict[str, int]:
+def fuzz_hub(
+    seed: int, first: int, last: int, progress: Callable[[int], object], batch: int = 500
+) -> dict[str, int]:
     skip_low_numbers()
     with little_memory(), Heard() as heard, poly.Pool(2, output=heard.line) as pool:
         answers(pool, heard)
@@ -762,7 +811,11 @@ def fuzz_hub(seed: int, first: int, last: int, progress: Callable[[int], object]
                 _settled(each, heard, start)
             if start // batch % 8 == 5:
                 with contextlib.suppress(Exception):  # what it was answered with was made up
-                    list(pool.map(partial(say_one, seed), range(start, start + batch // 4), timeout=SOON))
+                    list(
+                        pool.map(
+                            partial(say_one, seed), range(start, start + batch // 4), timeout=SOON
+                        )
+                    )
             heard.check()
             if start // batch % 16 == 0:
                 answers(pool, heard)
@@ -776,12 +829,14 @@ def _settled(promise: Any, heard: Heard, start: int) -> None:
         promise.exception(SOON)
     except TimeoutError as error:
         heard.check()
-        raise Finding(f"{promise!r} is not settled, after the messages from number {start} on") from error
+        raise Finding(
+            f"{promise!r} is not settled, after the messages from number {start} on"
+        ) from error
     except BaseException:  # it was cancelled
         pass
 
 
-# -- stage: drones ------------------------------------------------------------------------------------------
+# -- stage: drones ---------------------------------------------------------------------------------
 
 MARKS = 0x2A5C_3900  # many bits away from UNLIKELY: with one changed, a CANCEL was about a mark
 
@@ -802,13 +857,15 @@ class ToDrones:
         return next(each for each in links if each.state is State.READY)
 
     def say(self, by: str, said: Sequence[Any], *, busy: bool) -> bool:
-        """Messages by bulk, or packets by the lane, to one drone: whether it lives, having heard all of it. A busy one
-        hears them with its ear."""
+        """Messages by bulk, or packets by the lane, to one drone: whether it lives, having heard
+        all of it. A busy one hears them with its ear."""
         link = self.link()
         self._marks += 1
         mark = f"mark {self._marks}"
         go = os.path.join(self._folder, mark)
-        held = self._pool._crew.submit(hold_until, (go, go + " started"), {}, link) if busy else None
+        held = (
+            self._pool._crew.submit(hold_until, (go, go + " started"), {}, link) if busy else None
+        )
         if held is not None:
             wait_for(lambda: os.path.exists(go + " started") or not link.alive, SOON)
         try:
@@ -864,7 +921,11 @@ def fuzz_drones(
         Heard() as heard,
         poly.Pool(2, output=heard.line) as pool,
     ):
-        originals = [*work_messages(store, ledger), *order_messages(), *result_messages(store, ledger)[:2]]
+        originals = [
+            *work_messages(store, ledger),
+            *order_messages(),
+            *result_messages(store, ledger)[:2],
+        ]
         originals.remove(pack_numbers(STOP))
         to_drones = ToDrones(pool, heard, folder)
         answers(pool, heard)
@@ -892,16 +953,18 @@ def fuzz_drones(
         return {"dropped": heard.refused}
 
 
-# -- faults of the line --------------------------------------------------------------------------------------
+# -- faults of the line ----------------------------------------------------------------------------
 
 
 class Noise:
-    """In the place of a lane's `send`: something happens to every third message. `count` is of these, in shared
-    memory."""
+    """In the place of a lane's `send`: something happens to every third message. `count` is of
+    these, in shared memory."""
 
     KINDS = ("dropped", "duplicated", "truncated", "reordered")
 
-    def __init__(self, kind: str, send: Callable[[Sequence[bytes]], bool], count: memoryview) -> None:
+    def __init__(
+        self, kind: str, send: Callable[[Sequence[bytes]], bool], count: memoryview
+    ) -> None:
         self._kind = kind
         self._send = send
         self._count = count
@@ -917,11 +980,15 @@ class Noise:
                 self._kept_back = None
             return went
         if self._kind == "duplicated" and head_type(frames) != RETURNED:
-            # What is given back twice may have been sent once more meanwhile, and would run twice: no lane does so.
+            # What is given back twice may have been sent once more meanwhile, and would run twice:
+            # no lane does so.
             self._send(frames)
         elif self._kind == "truncated":
             *first, last = frames
-            frames = [*first, last[: max(0, len(last) - 1) // 2]]  # not the first of two equal halves: that is whole
+            frames = [
+                *first,
+                last[: max(0, len(last) - 1) // 2],
+            ]  # not the first of two equal halves: that is whole
         elif self._kind == "reordered":
             self._kept_back = frames
         went = self._kind in ("dropped", "reordered") or self._send(frames)
@@ -929,7 +996,7 @@ class Noise:
         return went
 
 
-# -- the program ------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------
 
 Stage = Callable[[int, int, int, Callable[[int], object]], dict[str, int]]
 STAGES: dict[str, Stage] = {
@@ -973,7 +1040,9 @@ def run_apart(stage: Stage, seed: int, first: int, last: int) -> dict[str, Any]:
     os.close(reader)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if not told:
-        return {"finding": f"it hung, or crashed: exit code {code}, at message {cell[0]} or soon after"}
+        return {
+            "finding": f"it hung, or crashed: exit code {code}, at message {cell[0]} or soon after"
+        }
     result: dict[str, Any] = json.loads(told)
     return result
 
@@ -1006,14 +1075,19 @@ def main() -> int:
             stop = min(start + PIECE, last)
             found = run_apart(STAGES[name], given.seed, start, stop)
             if "finding" in found:
-                print(f"{name}: FOUND, with --seed {given.seed}, messages {start} to {stop}: {found['finding']}")
+                print(
+                    f"{name}: FOUND, with --seed {given.seed}, messages {start} to {stop}: {found['finding']}"
+                )
                 status = 1
                 break
             counts = {key: counts.get(key, 0) + count for key, count in found.items()}
         else:
             seconds = time.monotonic() - began
             rate = given.messages / seconds
-            print(f"{name}: {given.messages:,} messages in {seconds:.1f} s, {rate:,.0f}/s: {counts}", flush=True)
+            print(
+                f"{name}: {given.messages:,} messages in {seconds:.1f} s, {rate:,.0f}/s: {counts}",
+                flush=True,
+            )
     return status
 
 

@@ -9,7 +9,8 @@ from polycephaly.green.scheduler import scheduler
 
 
 def run(main, *args, seconds=30.0):
-    """`green.run`, with a guard: what hangs fails, and says who waits where. What is left at the end is cancelled."""
+    """`green.run`, with a guard: what hangs fails, and says who waits where. What is left at the
+    end is cancelled."""
 
     async def guarded():
         me = green.current()

@@ -1,15 +1,14 @@
 """Key holders who mean harm, beside a good client of the same served pool.
 
-    python tests/hostile.py --messages 1000000          every kind in turn, so many messages together
-    python tests/hostile.py --kind pings --messages 5000
+    python tests/hostile.py --messages 1000000          every kind in turn, so many messages
+    together python tests/hostile.py --kind pings --messages 5000
 
     attackers ── a process ──x            what is told of each kind: messages said, connections they took, how many of
     server ───── a process    <── good    them were ended by the server, the good client's answers and its slowest one,
                                   client  the server's memory at most
 
-Each message is said by one who has a key, as the good client's: only what he says is wrong. The exit status is 1 if
-the good client got an error, or the server's memory passed `--most` MB.
-"""
+Each message is said by one who has a key, as the good client's: only what he says is wrong. The
+exit status is 1 if the good client got an error, or the server's memory passed `--most` MB."""
 
 from __future__ import annotations
 
@@ -106,7 +105,8 @@ def questions(dice: random.Random) -> Iterator[Frames]:
 
 
 def forged(dice: random.Random) -> Iterator[Frames]:
-    """As a joined host: log records and lines of drones that are none, for clients that are none."""
+    """As a joined host: log records and lines of drones that are none, for clients that are
+    none."""
     record = '\x1epoly:L9.9+{"msg": "' + "a" * 4000 + "\x1e"
     while True:
         line = [record, "lab.0", "stderr", f"{dice.getrandbits(64):016x}"]
@@ -146,7 +146,11 @@ class Attacker:
         )
         self.monitor = end.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         end.connect(card.address)
-        role = {"role": "worker", "name": "far", "host": "x"} if kind == "forged output" else {"output": True}
+        role = (
+            {"role": "worker", "name": "far", "host": "x"}
+            if kind == "forged output"
+            else {"output": True}
+        )
         end.send_multipart(frames.hello(1, **role))
         self.says, self.most, _ = KINDS[kind]
         self.speech = self.says(random.Random(seed))
@@ -179,7 +183,9 @@ def attack(card: Card, kind: str, messages: int, seed: int) -> dict[str, int]:
     context = zmq.Context()
     said = connections = out = 0
     while said < messages:
-        attackers = [Attacker(context, card, kind, seed + connections + i) for i in range(KINDS[kind][2])]
+        attackers = [
+            Attacker(context, card, kind, seed + connections + i) for i in range(KINDS[kind][2])
+        ]
         connections += len(attackers)
         for each in attackers:
             each.say(messages - said)
@@ -244,9 +250,16 @@ def run(kinds: list[str], messages: int, seed: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "card")
         log = open(os.path.join(folder, "log"), "w+")  # noqa: SIM115 - closed below
-        with log, subprocess.Popen(
-            [*here, "--serve", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as server:
+        with (
+            log,
+            subprocess.Popen(
+                [*here, "--serve", path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as server,
+        ):
             assert server.stdin is not None
             assert server.stdout is not None
             assert server.stdout.readline() == "up\n"
@@ -255,7 +268,17 @@ def run(kinds: list[str], messages: int, seed: int) -> Iterator[dict[str, Any]]:
                 good = Good(path)
                 count = min(messages // len(kinds), FEW.get(kind, messages))
                 done = subprocess.run(
-                    [*here, "--attack", path, "--kind", kind, "--messages", str(max(1, count)), "--seed", str(seed)],
+                    [
+                        *here,
+                        "--attack",
+                        path,
+                        "--kind",
+                        kind,
+                        "--messages",
+                        str(max(1, count)),
+                        "--seed",
+                        str(seed),
+                    ],
                     stdout=subprocess.PIPE,
                     text=True,
                 )
@@ -263,7 +286,9 @@ def run(kinds: list[str], messages: int, seed: int) -> Iterator[dict[str, Any]]:
                 told = json.loads(done.stdout)
                 if (status := server.poll()) is not None:
                     log.seek(0)
-                    raise AssertionError(f"{kind}: the server has ended with status {status}: {log.read()}")
+                    raise AssertionError(
+                        f"{kind}: the server has ended with status {status}: {log.read()}"
+                    )
                 yield {"kind": kind, **told, "answers": good.answers, "slowest": good.slowest,
                        "memory": peak_of(server.pid), "error": good.error}  # fmt: skip
             server.stdin.close()
@@ -287,11 +312,15 @@ def main() -> int:
     if told.attack:
         print(json.dumps(attack(Card.read(told.attack), told.kind[0], told.messages, told.seed)))
         return 0
-    print("kind                   messages  connections  put out  good answers  slowest ms  server MB")
+    print(
+        "kind                   messages  connections  put out  good answers  slowest ms  server MB"
+    )
     said, bad = 0, False
     for row in run(told.kind or [*KINDS], told.messages, told.seed):
         if "log" in row:
-            print(f"{said:,} hostile messages, {len(row['log'].splitlines())} lines in the server's log")
+            print(
+                f"{said:,} hostile messages, {len(row['log'].splitlines())} lines in the server's log"
+            )
             continue
         said += row["said"]
         bad |= bool(row["error"]) or row["memory"] > told.most

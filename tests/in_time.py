@@ -1,11 +1,11 @@
-"""A crew in a time that the test moves: what is decided by the clock, without a process, a thread or a sleep.
+"""A crew in a time that the test moves: what is decided by the clock, without a process, a thread
+or a sleep.
 
     test ── pass_, stand_still ──> Hub (timers, turns) ──> Crew, Roster, Halts, Watch, ... ──> Link ──> what it was sent
       └──── what a drone does: answers, is quiet, holds memory ────────────────────────────────^
 
-All above the seam of pool/engine.py is the real thing. Made up are the hub, which has no threads and no sockets, and an
-engine whose drones are what the test says of them.
-"""
+All above the seam of pool/engine.py is the real thing. Made up are the hub, which has no threads
+and no sockets, and an engine whose drones are what the test says of them."""
 
 import itertools
 from collections import deque
@@ -38,7 +38,8 @@ WHY = "it is stopped by a signal"
 
 
 class Hub:
-    """Its turns are taken when the test lets time pass, or gives work. An error in one is the test's."""
+    """Its turns are taken when the test lets time pass, or gives work. An error in one is the
+    test's."""
 
     def __init__(self):
         self.now = BEGINNING
@@ -84,7 +85,7 @@ class Hub:
             if not acts and not self._inbox:
                 return
 
-    # -- what crews use -----------------------------------------------------------------------------
+    # -- what crews use ----------------------------------------------------------------------------
 
     def after(self, seconds, act):
         at, count = self._set_now
@@ -110,14 +111,19 @@ class Hub:
 
 
 class Link(RealLink):
-    """A drone that begins at once what heads its flight, and shows that it lives, unless the test says otherwise."""
+    """A drone that begins at once what heads its flight, and shows that it lives, unless the test
+    says otherwise."""
 
     def __init__(self, crew, number, name, keeper):
         super().__init__(crew, number, name)
         self.keeper = keeper
         self.ledger = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
-        self.looks, self.felt, self.kills = [], [], []  # when it was caught up with, felt for a pulse, and killed
+        self.looks, self.felt, self.kills = (
+            [],
+            [],
+            [],
+        )  # when it was caught up with, felt for a pulse, and killed
         self.unread = deque()  # what it has sent, and this process has not read yet
         self.quiet, self.threads, self.up = False, {}, True
         self.did, self.others, self.asleep, self.call = None, None, True, None
@@ -126,7 +132,7 @@ class Link(RealLink):
         self._beats = itertools.count()
         self._beat = next(self._beats)
 
-    # -- for tests ------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     def starts(self):
         """It has a pid. It is ready when it `says_hello`."""
@@ -160,7 +166,7 @@ class Link(RealLink):
         """The numbers in all messages of that kind."""
         return [number for each, those in self.sent_to_it if each == kind for number in those]
 
-    # -- what an engine says of one -------------------------------------------------------------------
+    # -- what an engine says of one ----------------------------------------------------------------
 
     def send(self, frames, works=()):
         if works:
@@ -247,7 +253,9 @@ class Machine:
 
     def open(self, roster):
         self._crew = roster.crew
-        roster.book = FunctionRegistry(MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault)
+        roster.book = FunctionRegistry(
+            MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault
+        )
         return self
 
     def begin(self):
@@ -291,7 +299,9 @@ def crew_of(hub, size, *, ready=True, keeper=None, **plan):
     if keeper is not None:
         keeper.hub = hub
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_hub", lambda: hub):
-        crew = polycephaly.pool.dispatcher.Dispatcher(PoolConfig(size=size, machine=Machine(keeper), **(USUAL | plan)))
+        crew = polycephaly.pool.dispatcher.Dispatcher(
+            PoolConfig(size=size, machine=Machine(keeper), **(USUAL | plan))
+        )
     hub.turn()
     if ready:
         make_ready(crew)

@@ -1,4 +1,5 @@
-"""A plugin for pytest: joblib's own tests, with this library in the place of loky. See `test_joblib_suite.py`."""
+"""A plugin for pytest: joblib's own tests, with this library in the place of loky. See
+`test_joblib_suite.py`."""
 
 import joblib.parallel
 import joblib.testing
@@ -6,15 +7,21 @@ import pytest
 
 import polycephaly as poly
 
-joblib.parallel.BACKENDS["loky"] = joblib._parallel_backends.LokyBackend = poly.joblib.PolycephalyBackend
+joblib.parallel.BACKENDS["loky"] = joblib._parallel_backends.LokyBackend = (
+    poly.joblib.PolycephalyBackend
+)
 
 IN_THEIR_PLACE = """import joblib.parallel, polycephaly as poly
 joblib.parallel.BACKENDS["loky"] = poly.joblib.PolycephalyBackend
 """
 
 NO_FILES = "a large array arrives in shared memory that a call may write into, not as a memory map of a file"
-IT_RUNS = "where loky would run the calls one after the other, and warn of that, they run in parallel"
-ITS_OWN_POOL = "each `Parallel` outside of a `parallel_config` has a pool of its own, which ends with the call"
+IT_RUNS = (
+    "where loky would run the calls one after the other, and warn of that, they run in parallel"
+)
+ITS_OWN_POOL = (
+    "each `Parallel` outside of a `parallel_config` has a pool of its own, which ends with the call"
+)
 
 DIFFERENT = {
     "test_auto_memmap_on_arrays_from_generator[loky]": NO_FILES,
@@ -58,7 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items[:] = [
-        item for item in items if item.name in DIFFERENT or (item.originalname in HOLD and "loky" in item.nodeid)
+        item
+        for item in items
+        if item.name in DIFFERENT or (item.originalname in HOLD and "loky" in item.nodeid)
     ]
     assert {item.name for item in items} >= DIFFERENT.keys()
     for item in items:

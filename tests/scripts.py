@@ -1,4 +1,5 @@
-"""Scripts run as a user runs them: a real file, a fresh interpreter, `__main__` being the script."""
+"""Scripts run as a user runs them: a real file, a fresh interpreter, `__main__` being the
+script."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ TIMEOUT = 30.0
 
 
 class Script:
-    """A running script. What it starts carries the marker `run`, so that it is found wherever it is."""
+    """A running script. What it starts carries the marker `run`, so that it is found wherever it
+    is."""
 
-    def __init__(self, text: str, *args: str, python_args: tuple[str, ...] = (), env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        text: str,
+        *args: str,
+        python_args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ):
         self.folder = tempfile.TemporaryDirectory(prefix="s-")
         self.path = os.path.join(self.folder.name, "script.py")
         with open(self.path, "w") as file:
@@ -45,7 +53,12 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -83,7 +96,8 @@ class Script:
         return self.process.wait(timeout)
 
     def left(self, seconds: float = DEADLINE) -> list[str]:
-        """What is left of it and of all that it started, `seconds` after now: processes and directories."""
+        """What is left of it and of all that it started, `seconds` after now: processes and
+        directories."""
         patience = Patience(seconds)
         left = wait_until_gone(self.run, patience)
         while (found := homes(self.folder.name)) and not patience.over:
@@ -106,13 +120,17 @@ def run_script(
             script.signal(signal.SIGABRT)
             script.process.kill()
             out, err = script.process.communicate(timeout=5)
-            raise AssertionError(f"the script did not end within {timeout} s\n{out}\n{err}") from None
+            raise AssertionError(
+                f"the script did not end within {timeout} s\n{out}\n{err}"
+            ) from None
         left = script.left()
         assert not left, left
         return subprocess.CompletedProcess(script.path, script.process.returncode, out, err)
 
 
-def output_of(text: str, *args: str, timeout: float = TIMEOUT, python_args: tuple[str, ...] = ()) -> str:
+def output_of(
+    text: str, *args: str, timeout: float = TIMEOUT, python_args: tuple[str, ...] = ()
+) -> str:
     """What the script printed; it must end well and say nothing on stderr."""
     done = run_script(text, *args, timeout=timeout, python_args=python_args)
     assert done.returncode == 0, done.stderr

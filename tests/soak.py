@@ -13,11 +13,11 @@
     maps      abandoned after their first result
     clients   of a served pool, one after the other, each with functions of its own
 
-Each part is sampled a hundred times: this process's resident memory; its drones' proportional share (PSS); descriptors,
-threads; the pool's arena; /dev/shm. Printed are the samples at five points. A part is flat if the last quarter is not
-above the first: descriptors and threads exactly (their largest), memory (the medians) by no more than `BOUNDS` says.
-In the end nothing of the arena may be in use. Ends with status 1 where something has grown.
-"""
+Each part is sampled a hundred times: this process's resident memory; its drones' proportional share
+(PSS); descriptors, threads; the pool's arena; /dev/shm. Printed are the samples at five points. A
+part is flat if the last quarter is not above the first: descriptors and threads exactly (their
+largest), memory (the medians) by no more than `BOUNDS` says. In the end nothing of the arena may be
+in use. Ends with status 1 where something has grown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HANG = 300.0  # seconds for a hundredth of a part
 ROUND = 10_000
 KEPT = 16  # arrays
 
-# -- what is sampled --------------------------------------------------------------------------------------
+# -- what is sampled -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -108,7 +108,8 @@ def arena_of(pool: poly.Pool) -> int:
 
 
 def grown(samples: list[Sample], slack: float) -> Iterator[str]:
-    """What the last quarter has more of than the first, and than may be. `slack`: MiB beside the bounds."""
+    """What the last quarter has more of than the first, and than may be. `slack`: MiB beside the
+    bounds."""
     quarter = max(1, len(samples) // 4)
     for name, bound in BOUNDS.items():
         middle = max if name in EXACT else statistics.median
@@ -123,13 +124,21 @@ def table(samples: list[Sample]) -> str:
     assert len(HEADS) == len(fields(Sample))
     rows = ["".join(f"{head:>11}" for head in ("", *HEADS))]
     last = len(samples) - 1
-    for name, at in (("start", 0), ("25 %", last // 4), ("50 %", last // 2), ("75 %", 3 * last // 4), ("end", last)):
-        cells = (f"{each:,}" if isinstance(each, int) else f"{each:.1f}" for each in astuple(samples[at]))
+    for name, at in (
+        ("start", 0),
+        ("25 %", last // 4),
+        ("50 %", last // 2),
+        ("75 %", 3 * last // 4),
+        ("end", last),
+    ):
+        cells = (
+            f"{each:,}" if isinstance(each, int) else f"{each:.1f}" for each in astuple(samples[at])
+        )
         rows.append("".join(f"{cell:>11}" for cell in (name, *cells)))
     return "\n".join(rows)
 
 
-# -- the parts --------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 def odd(n: int) -> int:
@@ -142,7 +151,9 @@ def twice(array: np.ndarray) -> np.ndarray:
     return array * 2
 
 
-def soak_tasks(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_tasks(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     """Yields how many are done, and the pool."""
     done = 0
     with poly.Pool(2, output="discard") as pool:
@@ -167,7 +178,9 @@ def soak_tasks(count: int, at_least: int, dice: random.Random) -> Iterator[tuple
             yield done, pool
 
 
-def soak_arrays(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_arrays(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     kept: deque[np.ndarray] = deque(maxlen=KEPT)
     under_way: deque[tuple[int, int, poly.Promise[np.ndarray]]] = deque()
     with poly.Pool(2, output="discard") as pool:
@@ -178,7 +191,9 @@ def soak_arrays(count: int, at_least: int, dice: random.Random) -> Iterator[tupl
                 assert len(array) == size and array[0] == 2 * n and array[-1] == 2 * n
                 array += 1
                 kept.append(array)
-                assert kept[0][0] % 2 == 1 and kept[0][-1] == kept[0][0], "it was changed under its owner"
+                assert kept[0][0] % 2 == 1 and kept[0][-1] == kept[0][0], (
+                    "it was changed under its owner"
+                )
             if done % at_least == 0:
                 yield done, pool
             if done == count:
@@ -194,30 +209,49 @@ def soak_arrays(count: int, at_least: int, dice: random.Random) -> Iterator[tupl
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not arena_of(pool))
         if arena_of(pool):
-            raise SystemExit(f"{arena_of(pool):,} bytes of the arena are in use, and nobody has an array")
+            raise SystemExit(
+                f"{arena_of(pool):,} bytes of the arena are in use, and nobody has an array"
+            )
 
 
-def soak_pools(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_pools(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     before = len(os.listdir("/proc/self/task"))
     for done in range(count):
         WAYS[done % len(WAYS)](done)
         if (done + 1) % at_least == 0:
             gc.collect()
-            # Who drops a pool does not wait for its end. (The kernel's list may miss some while one of them ends.)
-            wait_for(lambda: threading.active_count() == 1 and len(os.listdir("/proc/self/task")) <= before, 30)
+            # Who drops a pool does not wait for its end. (The kernel's list may miss some while one
+            # of them ends.)
+            wait_for(
+                lambda: (
+                    threading.active_count() == 1 and len(os.listdir("/proc/self/task")) <= before
+                ),
+                30,
+            )
             yield done + 1, None
 
 
-def soak_lambdas(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_lambdas(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     with poly.Pool(2, output="discard") as pool:
         for done, few in _steps(count, at_least):
-            functions = [partial(pow, n, 2) if n % 2 else lambda n=n, data=b"x" * 100: n * n for n in range(few)]
-            assert [p.value for p in [pool.promise(each) for each in functions]] == [n * n for n in range(few)]
+            functions = [
+                partial(pow, n, 2) if n % 2 else lambda n=n, data=b"x" * 100: n * n
+                for n in range(few)
+            ]
+            assert [p.value for p in [pool.promise(each) for each in functions]] == [
+                n * n for n in range(few)
+            ]
             del functions
             yield done, pool
 
 
-def soak_shared(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_shared(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     with poly.Pool(2, output="discard") as pool:
         for done, few in _steps(count, at_least):
             for n in range(few):
@@ -226,7 +260,9 @@ def soak_shared(count: int, at_least: int, dice: random.Random) -> Iterator[tupl
             yield done, pool
 
 
-def soak_kept(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_kept(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     with poly.Pool(2, output="discard") as pool:
         for done, few in _steps(count, at_least):
             for n in range(few):
@@ -236,7 +272,9 @@ def soak_kept(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[
             yield done, pool
 
 
-def soak_maps(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_maps(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     with poly.Pool(2, output="discard") as pool:
         for done, few in _steps(count, at_least):
             for n in range(few):
@@ -244,7 +282,9 @@ def soak_maps(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[
             yield done, pool
 
 
-def soak_clients(count: int, at_least: int, dice: random.Random) -> Iterator[tuple[int, poly.Pool | None]]:
+def soak_clients(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
     before: tuple[int, ...] = ()
     with (
         tempfile.TemporaryDirectory() as home,
@@ -255,7 +295,9 @@ def soak_clients(count: int, at_least: int, dice: random.Random) -> Iterator[tup
             for _ in range(few):
                 with poly.connect(f"{home}/card.json") as client:
                     functions = [partial(len, bytes([n]) * 100_000) for n in range(20)]
-                    assert [p.value for p in [client.promise(each) for each in functions]] == [100_000] * 20
+                    assert [p.value for p in [client.promise(each) for each in functions]] == [
+                        100_000
+                    ] * 20
             now = _open_here()
             before = tuple(map(min, before or now, now))
             wait_for(partial(_no_more_than, before))  # the last client may be closing yet
@@ -334,7 +376,16 @@ def _one_promise(n: int) -> None:
     assert poly.promise(abs, -n).value == n
 
 
-WAYS = (_in_a_block, _by_an_error, _shut_down, _dropped, _after_a_death, _with_work_under_way, _a_drone, _one_promise)
+WAYS = (
+    _in_a_block,
+    _by_an_error,
+    _shut_down,
+    _dropped,
+    _after_a_death,
+    _with_work_under_way,
+    _a_drone,
+    _one_promise,
+)
 PARTS = {
     "tasks": (soak_tasks, 5_000_000),
     "arrays": (soak_arrays, 200_000),
@@ -359,7 +410,9 @@ def soak(name: str, count: int, samples: int, seed: object) -> tuple[list[Sample
         if done >= due:
             due += at_least
             taken.append(Sample.take(done, pool))
-        faulthandler.dump_traceback_later(HANG, exit=True)  # a thread, and the old one is there for a moment yet
+        faulthandler.dump_traceback_later(
+            HANG, exit=True
+        )  # a thread, and the old one is there for a moment yet
     faulthandler.cancel_dump_traceback_later()
     return taken, time.monotonic() - began
 
@@ -371,7 +424,9 @@ def main(args: list[str] | None = None) -> int:
     for name, (_, count) in PARTS.items():
         parser.add_argument(f"--{name}", type=int, help=f"how many [{count:,} times the scale]")
     parser.add_argument("--samples", type=int, default=100, help="of each part")
-    parser.add_argument("--slack", type=float, default=0.0, help="MiB by which memory may grow more: for short runs")
+    parser.add_argument(
+        "--slack", type=float, default=0.0, help="MiB by which memory may grow more: for short runs"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     options = parser.parse_args(args)
     print(f"seed {options.seed}", flush=True)

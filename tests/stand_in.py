@@ -1,7 +1,8 @@
-"""`Pool` under the name and with the arguments of the standard library's `ProcessPoolExecutor`, for its own tests.
+"""`Pool` under the name and with the arguments of the standard library's `ProcessPoolExecutor`, for
+its own tests.
 
-It also has those of the private attributes which these tests look at that stand for something a pool has.
-"""
+It also has those of the private attributes which these tests look at that stand for something a
+pool has."""
 
 from __future__ import annotations
 

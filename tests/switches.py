@@ -1,17 +1,20 @@
 """Two operations that meet, with a thread switch forced at every bytecode.
 
-`meet` runs `first` in a thread of its own and stops it before the bytecode number `at` of the traced files. Then
-`second` runs in another thread until it has returned, or until it is about to wait for a lock that is taken; then
-`first` goes on. `every_meeting` does so for every `at`, with new operations each time, until `first` ends unstopped.
+`meet` runs `first` in a thread of its own and stops it before the bytecode number `at` of the
+traced files. Then `second` runs in another thread until it has returned, or until it is about to
+wait for a lock that is taken; then `first` goes on. `every_meeting` does so for every `at`, with
+new operations each time, until `first` ends unstopped.
 
-CPython itself switches threads at calls, at the ends of loops and where functions begin, so this forces more than an
-interpreter with its global lock does: what holds here does not depend on where that one switches.
+CPython itself switches threads at calls, at the ends of loops and where functions begin, so this
+forces more than an interpreter with its global lock does: what holds here does not depend on where
+that one switches.
 
-That a thread is about to wait is told by the locks (`telling_locks`), not guessed from the time that has passed. If the
-first is before it was stopped, the second begins, and nothing is left to be stopped: the rest comes after the second.
+That a thread is about to wait is told by the locks (`telling_locks`), not guessed from the time
+that has passed. If the first is before it was stopped, the second begins, and nothing is left to be
+stopped: the rest comes after the second.
 
-`at_random` is for all other tests: `pytest --switches 7` forces switches in whatever they run, at random places.
-"""
+`at_random` is for all other tests: `pytest --switches 7` forces switches in whatever they run, at
+random places."""
 
 import _thread
 import dis
@@ -34,7 +37,8 @@ from polycephaly.promises import promise
 from polycephaly.runtime.tuning import tuning
 
 PATIENCE = 30
-"""Seconds after which an operation that has not returned is taken to hang. Reached only where a test fails."""
+"""Seconds after which an operation that has not returned is taken to hang. Reached only where a
+test fails."""
 SELDOM = 0.1
 """Seconds that a thread which computes keeps the interpreter, where switches are forced."""
 
@@ -69,7 +73,8 @@ class _Telling:
 
 @pytest.fixture
 def telling_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks that are made from now on tell, and a waiter relies on being woken: it does not look up now and then."""
+    """Locks that are made from now on tell, and a waiter relies on being woken: it does not look up
+    now and then."""
     plain, reentrant = _thread.allocate_lock, _thread.RLock
     monkeypatch.setattr(promise, "allocate_lock", lambda: _Telling(plain()))
     for name in ("Lock", "_allocate_lock"):
@@ -147,16 +152,22 @@ def meet(
         frame.f_trace_lines = False
         if event == "opcode":
             if seen == at and not begun:
-                place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, bytecode {frame.f_lasti}"
+                place = (
+                    f"{frame.f_code.co_qualname}, line {frame.f_lineno}, bytecode {frame.f_lasti}"
+                )
                 begin_second()
                 if not let_go.acquire(timeout=PATIENCE):
-                    raise AssertionError(f"the second neither ends nor waits for a lock, from {place}")
+                    raise AssertionError(
+                        f"the second neither ends nor waits for a lock, from {place}"
+                    )
             seen += 1
         return traced
 
     def run_first() -> Any:
         _this_thread.about_to_wait = begin_second
-        sys._getframe().f_trace_opcodes = True  # CPython 3.12 looks here whether opcodes are to be traced
+        sys._getframe().f_trace_opcodes = (
+            True  # CPython 3.12 looks here whether opcodes are to be traced
+        )
         sys.settrace(traced)
         try:
             return first()
@@ -173,7 +184,8 @@ def meet(
 def every_meeting(
     make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], *modules: ModuleType
 ) -> Iterator[tuple[Any, Any, str]]:
-    """What both operations of each pair that `make` gives returned, and where the first was stopped."""
+    """What both operations of each pair that `make` gives returned, and where the first was
+    stopped."""
     files = frozenset(str(module.__file__) for module in modules)
     for at in count():
         first, second, place = meet(*make(), at, files)
@@ -185,19 +197,22 @@ def every_meeting(
 
 @cache
 def _where_it_may_switch(code: CodeType) -> set[int]:
-    """Before these bytecodes: where a function begins or goes on, at the end of a loop, after a call, and in `with`."""
+    """Before these bytecodes: where a function begins or goes on, at the end of a loop, after a
+    call, and in `with`."""
     places, called = set(), False
     for each in dis.get_instructions(code):
         if called or each.opname in ("RESUME", "JUMP_BACKWARD"):
             places.add(each.offset)
-        called = each.opname.startswith(("CALL", "BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL"))
+        called = each.opname.startswith(
+            ("CALL", "BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL")
+        )
     return places
 
 
 @contextmanager
 def at_random(seed: int) -> Iterator[None]:
-    """All threads, and the processes that are forked meanwhile, switch at places of the package, chosen at random of
-    those where CPython may switch."""
+    """All threads, and the processes that are forked meanwhile, switch at places of the package,
+    chosen at random of those where CPython may switch."""
     package = os.path.dirname(str(promise.__file__)) + os.sep
     chance = Random(seed).random
 
@@ -207,13 +222,18 @@ def at_random(seed: int) -> Iterator[None]:
         frame.f_trace = traced
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        if event == "opcode" and chance() < 0.1 and frame.f_lasti in _where_it_may_switch(frame.f_code):
+        if (
+            event == "opcode"
+            and chance() < 0.1
+            and frame.f_lasti in _where_it_may_switch(frame.f_code)
+        ):
             sleep(2e-5)  # a thread that waits for the interpreter gets it
         return traced
 
     before, interval = sys.gettrace(), sys.getswitchinterval()
-    # What traces has bytecodes of its own, at which the interpreter may switch, and so where it never would without
-    # it. So that is made rare, also where a test sets the interval. A failure is to be thought through all the same.
+    # What traces has bytecodes of its own, at which the interpreter may switch, and so where it
+    # never would without it. So that is made rare, also where a test sets the interval. A failure
+    # is to be thought through all the same.
     sys.setswitchinterval(SELDOM)
     threading.settrace(traced)
     sys.settrace(traced)

@@ -18,7 +18,15 @@ from polycephaly.store import arena as arena_module
 from polycephaly.store import blocks as store_module
 from polycephaly.store.arena import Arena, Full, view
 from polycephaly.store.blocks import Store, place_of, pristine_view
-from polycephaly.store.references import ObjectRef, Received, RefTable, Serialized, load, load_beside, load_joined
+from polycephaly.store.references import (
+    ObjectRef,
+    Received,
+    RefTable,
+    Serialized,
+    load,
+    load_beside,
+    load_joined,
+)
 from polycephaly.wire.messages import Malformed
 from polycephaly.wire.pickling import (
     LARGE_BUFFER,
@@ -94,7 +102,9 @@ def test_a_block_is_used_again_only_when_its_segment_is_gone(store):
     assert four.offset == offset and bytes(view(four)[:70_000]) == b"4" * 70_000
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 4095, 4096, 4097, 70_000, (1 << 20) - 1, 1 << 20, 5 << 20])
+@pytest.mark.parametrize(
+    "size", [1, 63, 64, 65, 4095, 4096, 4097, 70_000, (1 << 20) - 1, 1 << 20, 5 << 20]
+)
 def test_a_block_that_is_used_again_shows_only_the_new_content(store, size):
     for fill in (b"1", b"2", b"3"):
         for length in (size, max(1, size - size // 40), size):
@@ -188,7 +198,9 @@ def test_short_writes_and_reads_are_gone_on_with(arena, store, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [100_000, 100_001, 98_304])
-def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(arena, store, monkeypatch, size):
+def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(
+    arena, store, monkeypatch, size
+):
     preadv, empty = os.preadv, []
 
     def something(*args):
@@ -224,7 +236,12 @@ def test_each_writer_has_a_region_of_its_own(arena):
     assert arena.used() <= 4 * whole(100_000)
     del segment
     arena.clear(7 * arena_module.SPAN, 8 * arena_module.SPAN)
-    assert [bytes(view(each)[:1]) for each in segments] == [b"\0", b"\1", b"\2", b"\3"]  # it looks at it
+    assert [bytes(view(each)[:1]) for each in segments] == [
+        b"\0",
+        b"\1",
+        b"\2",
+        b"\3",
+    ]  # it looks at it
 
 
 def test_the_end_leaves_what_is_looked_at_and_the_last_view_closes_it():
@@ -256,7 +273,10 @@ def test_views_that_end_while_the_arena_ends_in_any_thread():
         store = Store(arena, 0)
         views = [[view(store.put([[b"1" * 5000]])[0])] for _ in range(40)]
         go = threading.Barrier(3)
-        threads = [threading.Thread(target=clear_all, args=(go, part)) for part in (views[::2], views[1::2])]
+        threads = [
+            threading.Thread(target=clear_all, args=(go, part))
+            for part in (views[::2], views[1::2])
+        ]
         for thread in threads:
             thread.start()
         go.wait()
@@ -269,7 +289,7 @@ def test_views_that_end_while_the_arena_ends_in_any_thread():
             os.fstat(arena.fd)
 
 
-# -- ledgers and waybills -----------------------------------------------------------------------------
+# -- ledgers and waybills --------------------------------------------------------------------------
 
 
 class Link:
@@ -371,15 +391,25 @@ def test_of_an_end_that_has_died_only_what_is_looked_at_stays(arena, snapshot):
 
 
 def test_small_things_take_no_shared_memory_and_large_ones_do(arena, store, snapshot):
-    for small in (1, "x" * 1000, np.arange(1000), bytes(20_000), np.zeros(LARGE_BUFFER // 2, np.uint8)[:100]):
+    for small in (
+        1,
+        "x" * 1000,
+        np.arange(1000),
+        bytes(20_000),
+        np.zeros(LARGE_BUFFER // 2, np.uint8)[:100],
+    ):
         assert isinstance(pack(small, snapshot, store), bytes)
     assert arena.used() == 0
     below, at = np.zeros(LARGE_BUFFER - 1, np.uint8), np.zeros(LARGE_BUFFER, np.uint8)
     parcel = pack(at, snapshot, store)
     assert isinstance(parcel, Serialized) and parcel.inline and len(parcel.places) == 1
     parcel = pack(below, snapshot, store)
-    assert isinstance(parcel, Serialized) and not parcel.inline  # its pickle is large, so it lies there itself
-    assert isinstance(stored(bytes(31_000), store), bytes) and isinstance(stored(bytes(33_000), store), Serialized)
+    assert (
+        isinstance(parcel, Serialized) and not parcel.inline
+    )  # its pickle is large, so it lies there itself
+    assert isinstance(stored(bytes(31_000), store), bytes) and isinstance(
+        stored(bytes(33_000), store), Serialized
+    )
 
 
 def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snapshot):
@@ -388,7 +418,9 @@ def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snaps
     whole_view = pristine_view(segment)
     before = arena.used()
     again = pack(PickleBuffer(whole_view[at + 800 : at + 320_000]), snapshot, store)
-    assert arena.used() == before and again.places[0][0] is segment and again.places[0][1] == at + 800
+    assert (
+        arena.used() == before and again.places[0][0] is segment and again.places[0][1] == at + 800
+    )
     assert (np.frombuffer(load(link.carry(again)), np.int64) == np.arange(100, 40_000)).all()
     copied = pack(PickleBuffer(view(segment)[at : at + length]), snapshot, store)
     assert copied.places[0][0] is not segment
@@ -399,7 +431,12 @@ def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snaps
 
 
 def test_parcels_joined_and_taken_apart(store, link, snapshot):
-    values = [np.arange(50_000), {"small": 1}, bytes(100_000), [np.full(9_000, 1.0), np.full(9_000, 2.0)]]
+    values = [
+        np.arange(50_000),
+        {"small": 1},
+        bytes(100_000),
+        [np.full(9_000, 1.0), np.full(9_000, 2.0)],
+    ]
     for head in ("head", ["x" * 100_000]):
         joined = join(head, [pack(value, snapshot, store) for value in values], store)
         got_head, parts = load_joined(link.carry(joined))
@@ -407,7 +444,9 @@ def test_parcels_joined_and_taken_apart(store, link, snapshot):
         assert got_head == head and (got[0] == values[0]).all() and got[1:3] == values[1:3]
         assert (got[3][0] == 1).all() and (got[3][1] == 2).all()
         del got, parts
-    head, parts = load_joined(join(5, [pack(1, snapshot, store), pack("a", snapshot, store)], store))
+    head, parts = load_joined(
+        join(5, [pack(1, snapshot, store), pack("a", snapshot, store)], store)
+    )
     assert head == 5 and [load_beside(*part) for part in parts] == [1, "a"]
 
 
@@ -445,7 +484,10 @@ LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<HQQ"), Struct("<HI")
         COUNTS.pack(1, 0) + LOAN.pack(1, 0, (1 << 64) - 1) + b"x",
         COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.SPAN, 10) + b"x",  # not in its region
         COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.SPAN - PAGE, PAGE + 1) + b"x",
-        COUNTS.pack(1, 1) + LOAN.pack(1, 0, 10) + PLACE.pack(1, 0, 1) + b"x",  # of a loan that there is not
+        COUNTS.pack(1, 1)
+        + LOAN.pack(1, 0, 10)
+        + PLACE.pack(1, 0, 1)
+        + b"x",  # of a loan that there is not
         COUNTS.pack(1, 1) + LOAN.pack(1, 0, 10) + PLACE.pack(0, 5, 6) + b"x",
         COUNTS.pack(1, 1) + LOAN.pack(1, 0, 10) + PLACE.pack(0, (1 << 64) - 1, 2) + b"x",
     ],
@@ -461,7 +503,11 @@ def test_random_traffic_between_two_ends_changes_nobodys_data(arena, snapshot):
     seed = int(os.environ.get("POLYCEPHALY_SEED", random.SystemRandom().randrange(1 << 32)))
     print("seed", seed)
     rng = random.Random(seed)
-    ways = [(Store(arena, 0), Link(arena)), (Store(arena, 3), Link(arena, 3)), (Store(arena, 4), Link(arena, 4))]
+    ways = [
+        (Store(arena, 0), Link(arena)),
+        (Store(arena, 3), Link(arena, 3)),
+        (Store(arena, 4), Link(arena, 4)),
+    ]
     held = []
     for value in range(1, 1500):
         store, link = rng.choice(ways)

@@ -1,4 +1,5 @@
-"""Pools in asyncio: `async with`, `async for`, executors, and what a cancelled task leaves. Green threads alike."""
+"""Pools in asyncio: `async with`, `async for`, executors, and what a cancelled task leaves. Green
+threads alike."""
 
 import asyncio
 import itertools
@@ -118,8 +119,15 @@ def test_a_task_cancelled_while_its_pool_ends_cancels_the_work():
 def test_async_for_over_map(run_beside, path, ordered, progress, capsys):
     async def main():
         async with poly.Pool(2) as pool:
-            short = [x async for x in pool.map(double, range(5000), ordered=ordered, progress=progress)]
-            long = [x async for x in pool.map(doze, range(8), [path] * 8, ordered=ordered, progress=progress)]
+            short = [
+                x async for x in pool.map(double, range(5000), ordered=ordered, progress=progress)
+            ]
+            long = [
+                x
+                async for x in pool.map(
+                    doze, range(8), [path] * 8, ordered=ordered, progress=progress
+                )
+            ]
             return short, long
 
     short, long = run_beside(main())
@@ -223,7 +231,9 @@ def test_the_same_in_green_threads(path):
 
 
 @local_only
-@pytest.mark.parametrize("kind", [{"ordered": False}, {"buffersize": 1}, {"ordered": False, "buffersize": 1}])
+@pytest.mark.parametrize(
+    "kind", [{"ordered": False}, {"buffersize": 1}, {"ordered": False, "buffersize": 1}]
+)
 def test_async_for_waits_for_no_result_in_the_loop(kind):
     """Each call ends only when the loop has gone on since the result before it."""
 

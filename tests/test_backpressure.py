@@ -244,7 +244,9 @@ def test_inputs_of_a_fast_map_are_taken_only_as_far_as_needed():
         results.close()
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+)
 def test_a_limit_that_makes_no_sense_is_refused(wrong, kind):
     with pytest.raises(kind, match="max_queued"):
         poly.Pool(1, max_queued=wrong)

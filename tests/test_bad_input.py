@@ -1,4 +1,5 @@
-"""Bad input is refused at the call, with the value; a limit of the machine is named and nothing is left."""
+"""Bad input is refused at the call, with the value; a limit of the machine is named and nothing is
+left."""
 
 import os
 import resource
@@ -19,7 +20,14 @@ def nonsense():
 def test_work_that_is_neither_code_nor_callable_is_a_type_error_at_the_call(nonsense):
     with poly.Pool(1) as pool, poly.Drone() as drone:
         for work in nonsense:
-            for call in (pool.promise, pool.doit, pool.submit, pool.everywhere, drone.promise, drone.doit):
+            for call in (
+                pool.promise,
+                pool.doit,
+                pool.submit,
+                pool.everywhere,
+                drone.promise,
+                drone.doit,
+            ):
                 with pytest.raises(TypeError, match="code string, a callable"):
                     call(work)
             with pytest.raises(TypeError):
@@ -71,7 +79,11 @@ def test_options_of_the_wrong_type_are_type_errors(how):
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [("max_workers", "`drones`"), ("mp_context", "`start`"), ("max_tasks_per_child", "`max_tasks`")],
+    [
+        ("max_workers", "`drones`"),
+        ("mp_context", "`start`"),
+        ("max_tasks_per_child", "`max_tasks`"),
+    ],
 )
 def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(theirs, ours):
     for make in (poly.Pool, poly.Drone):
@@ -167,7 +179,9 @@ def test_descriptors_that_run_out_while_drones_start_are_named_too():
 
 @pytest.mark.guarantee("death-9")
 @local_only
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as a user that the process limit counts")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root to run as a user that the process limit counts"
+)
 def test_a_process_limit_is_named_and_everything_started_ended(tmp_path):
     done = run_script("""
         import os, resource
@@ -222,7 +236,9 @@ def test_what_is_of_the_wrong_type_is_named(call):
 
 @pytest.mark.guarantee("death-9")
 @local_only("it is of the local engine")
-@pytest.mark.skipif(os.getuid() != 0, reason="takes the right to become another user, for whom the limit counts")
+@pytest.mark.skipif(
+    os.getuid() != 0, reason="takes the right to become another user, for whom the limit counts"
+)
 @pytest.mark.parametrize("most", [3, 4])
 def test_a_process_limit_that_has_no_room_for_zeromq_is_named(most):
     assert output_of(f"""

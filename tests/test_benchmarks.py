@@ -1,4 +1,5 @@
-"""The benchmarks in their short form: they run, and take every figure. How large it is, is not tested."""
+"""The benchmarks in their short form: they run, and take every figure. How large it is, is not
+tested."""
 
 from __future__ import annotations
 
@@ -67,7 +68,15 @@ def test_the_steps_of_a_task_are_measured() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = {line[:50].strip() for line in done.stdout.splitlines()[1:]}
-    assert {"the burst", "submitting, waiting", "packing", "unpacking", "settling", "a drone", "the map"} <= steps
+    assert {
+        "the burst",
+        "submitting, waiting",
+        "packing",
+        "unpacking",
+        "settling",
+        "a drone",
+        "the map",
+    } <= steps
 
 
 def test_what_channels_cost_is_measured() -> None:
@@ -76,6 +85,8 @@ def test_what_channels_cost_is_measured() -> None:
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    figures = {line[:62].strip(): float(line[62:].split()[0]) for line in done.stdout.splitlines()[1:]}
+    figures = {
+        line[:62].strip(): float(line[62:].split()[0]) for line in done.stdout.splitlines()[1:]
+    }
     assert len(figures) == 17
     assert all(figure > 0 for figure in figures.values())

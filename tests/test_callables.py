@@ -1,4 +1,5 @@
-"""Callables: by reference where the drone has them, by value else; captured when the call is made."""
+"""Callables: by reference where the drone has them, by value else; captured when the call is
+made."""
 
 import contextlib
 import functools
@@ -283,7 +284,11 @@ def test_a_dispatching_function_goes_by_value_with_its_implementations(pool):
         return show(1)
 
     assert pool.doit(show, [1, ["x", 2], Mine(), None]) == ["int 1", ["?", "int 2"], "int 1", "?"]
-    assert pool.doit(lambda: (show.__name__, show.dispatch(float)(1.0), len(show.registry))) == ("show", "?", 4)
+    assert pool.doit(lambda: (show.__name__, show.dispatch(float)(1.0), len(show.registry))) == (
+        "show",
+        "?",
+        4,
+    )
     assert pool.doit(of_this_module, 1) == "?"
 
 
@@ -635,7 +640,9 @@ def test_a_drone_forgets_a_function_that_nobody_has_any_more():
     with poly.Pool(1) as pool:
         functions = [make(b"x" * 1000) for make in MAKERS]
         assert [pool.promise(function).value for function in functions] == [1000] * len(functions)
-        assert pool.doit(_opened) >= len(MAKERS)  # itself too, and the one that changes not any more
+        assert pool.doit(_opened) >= len(
+            MAKERS
+        )  # itself too, and the one that changes not any more
         del functions
         wait_for(lambda: pool.doit(_opened) <= 1)  # itself
         assert not pool._crew.links[0]._defined.unused

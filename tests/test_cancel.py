@@ -1,4 +1,5 @@
-"""Cancelling: queued work is withdrawn, running work interrupted, or killed and its drone replaced."""
+"""Cancelling: queued work is withdrawn, running work interrupted, or killed and its drone
+replaced."""
 
 import asyncio
 import os
@@ -9,7 +10,15 @@ from concurrent.futures import CancelledError
 
 import pytest
 from engines import on_each_engine, poly
-from faults import append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+from faults import (
+    append,
+    block_for_ever,
+    hold_until,
+    lines,
+    sleep_holding_the_gil,
+    spin_for_ever,
+    wait_for,
+)
 
 from polycephaly import green
 
@@ -97,8 +106,12 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
 
 
 @pytest.mark.guarantee("promise-3")
-@pytest.mark.parametrize("work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread])
-def test_running_work_is_interrupted_and_the_drone_lives(work, paths, nobody_is_killed_for_being_slow):
+@pytest.mark.parametrize(
+    "work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread]
+)
+def test_running_work_is_interrupted_and_the_drone_lives(
+    work, paths, nobody_is_killed_for_being_slow
+):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)
         p = pool.promise(work, paths[0])
@@ -187,7 +200,9 @@ def test_settled_work_cannot_be_cancelled():
 
 
 @pytest.mark.guarantee("promise-4")
-def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(paths, nobody_is_killed_for_being_slow):
+def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(
+    paths, nobody_is_killed_for_being_slow
+):
     with poly.Pool(1, timeout=0.3) as pool:
         unlimited = pool.options(timeout=1e6)
         pid = unlimited.doit(os.getpid)
@@ -200,7 +215,9 @@ def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(path
 @pytest.mark.slow
 def test_a_timeout_kills_what_cannot_be_interrupted(paths):
     with poly.Drone(timeout=0.2) as drone:
-        assert isinstance(drone.promise(sleep_holding_the_gil, paths[0]).exception(10), TimeoutError)
+        assert isinstance(
+            drone.promise(sleep_holding_the_gil, paths[0]).exception(10), TimeoutError
+        )
         wait_for(lambda: not drone.alive)
 
 

@@ -1,4 +1,5 @@
-"""Steps that lead to more of their kind are all done, by the outermost, whatever happens to any of them."""
+"""Steps that lead to more of their kind are all done, by the outermost, whatever happens to any of
+them."""
 
 from __future__ import annotations
 

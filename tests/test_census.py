@@ -45,7 +45,11 @@ def test_what_another_worker_has_is_not_counted():
 @pytest.mark.guarantee("end-8")
 def test_an_orphan_of_an_executed_program_is_seen():
     before = Census.take()
-    orphan = int(subprocess.run([sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE, check=True).stdout)
+    orphan = int(
+        subprocess.run(
+            [sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE, check=True
+        ).stdout
+    )
     try:
         assert any(f"process {orphan} " in each for each in wait_until_clean(before, 0))
     finally:

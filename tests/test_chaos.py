@@ -1,4 +1,5 @@
-"""Chaos and soak in their short forms; memory, descriptors and disks that run out; consumers and peers that are slow.
+"""Chaos and soak in their short forms; memory, descriptors and disks that run out; consumers and
+peers that are slow.
 
 In full length: `python tests/chaos.py`, `python tests/soak.py`.
 """
@@ -69,31 +70,44 @@ def full_disk(tmp_path):
         yield path
 
 
-# -- short forms of the long runs -----------------------------------------------------------------------
+# -- short forms of the long runs ------------------------------------------------------------------
 
 
 def run_main(module, *args):
-    done = run_script(f"import sys, {module}\nsys.exit({module}.main(sys.argv[1:]))", *args, timeout=50)
+    done = run_script(
+        f"import sys, {module}\nsys.exit({module}.main(sys.argv[1:]))", *args, timeout=50
+    )
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_all_is_accounted_for_while_drones_are_killed():
-    run_main("chaos", "--minutes", "0.14", "--tasks", "400", "--seed", str(random.randrange(1 << 32)))
+    run_main(
+        "chaos", "--minutes", "0.14", "--tasks", "400", "--seed", str(random.randrange(1 << 32))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    ["tasks", "arrays --scale 0.005", "pools --scale 0.015", "lambdas shared", "kept maps", "clients --clients 20"],
+    [
+        "tasks",
+        "arrays --scale 0.005",
+        "pools --scale 0.015",
+        "lambdas shared",
+        "kept maps",
+        "clients --clients 20",
+    ],
 )
 def test_nothing_grows(parts):
     slack = "8" if "clients" in parts else "96"
-    run_main("soak", "--scale", "0.01", "--samples", "20", "--slack", slack, "--only", *parts.split())
+    run_main(
+        "soak", "--scale", "0.01", "--samples", "20", "--slack", slack, "--only", *parts.split()
+    )
 
 
-# -- the killer itself ------------------------------------------------------------------------------------
+# -- the killer itself -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -103,7 +117,9 @@ def test_each_fault_is_survived(fault):
     print("seed", seed)
     with poly.Pool(2, retries=1000, output="discard") as pool:
         before, done = pids(pool), []
-        with Killer(pool, seconds=0.03, faults=(fault,), hold=0.03, seed=seed, done=lambda: len(done)) as killer:
+        with Killer(
+            pool, seconds=0.03, faults=(fault,), hold=0.03, seed=seed, done=lambda: len(done)
+        ) as killer:
             while killer.did[fault] < 10:
                 for i, promise in enumerate([pool.promise(sleep, 0.002, i) for i in range(50)]):
                     done.append(promise.result(SOON))
@@ -120,7 +136,7 @@ def test_a_stopped_drone_goes_on_when_the_block_has_ended():
         assert promise.result(SOON) == 1
 
 
-# -- exhausted memory -------------------------------------------------------------------------------------
+# -- exhausted memory ------------------------------------------------------------------------------
 
 
 def check_neighbours(pool, work, *args):
@@ -166,7 +182,9 @@ def test_an_argument_for_which_there_are_no_addresses_is_an_error(large):
     with poly.Pool(2, initializer=limit_memory, initargs=(64 * MIB,)) as pool:
         for _ in range(3):
             error = check_neighbours(pool, length_of, large)
-            assert isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM, repr(error)
+            assert isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM, (
+                repr(error)
+            )
         assert pool.doit(length_of, large[:MIB]) == MIB
 
 
@@ -184,7 +202,9 @@ def take_all_memory(path):
 
 
 @pytest.mark.xfail(
-    sys.version_info[:3] == (3, 15, 0), reason="CPython 3.15.0 itself crashes where memory is out", strict=False
+    sys.version_info[:3] == (3, 15, 0),
+    reason="CPython 3.15.0 itself crashes where memory is out",
+    strict=False,
 )
 def test_while_a_task_holds_all_the_memory_that_its_drone_may_have_others_go_on(tmp_path):
     gate = str(tmp_path / "gate")
@@ -204,7 +224,7 @@ def test_an_initializer_that_leaves_no_memory_is_no_hang():
         assert isinstance(error, MemoryError | BrokenProcessPool)
 
 
-# -- exhausted descriptors --------------------------------------------------------------------------------
+# -- exhausted descriptors -------------------------------------------------------------------------
 
 
 def leak_descriptors():
@@ -252,11 +272,15 @@ def test_a_result_for_which_a_drone_has_neither_shared_memory_nor_descriptors_ha
         others = [pool.promise(abs, -i) for i in range(100)]
         for each in results:
             error = each.exception(SOON)
-            assert error is None or isinstance(error, poly.DroneDied | OSError | MemoryError), repr(error)
+            assert error is None or isinstance(error, poly.DroneDied | OSError | MemoryError), repr(
+                error
+            )
         assert [p.result(SOON) for p in others] == list(range(100))
 
 
-def test_a_dead_drone_that_cannot_be_replaced_for_want_of_descriptors_is_told_by_that_name(tmp_path):
+def test_a_dead_drone_that_cannot_be_replaced_for_want_of_descriptors_is_told_by_that_name(
+    tmp_path,
+):
     text = """
         import os, sys
         import polycephaly as poly
@@ -274,10 +298,12 @@ def test_a_dead_drone_that_cannot_be_replaced_for_want_of_descriptors_is_told_by
             print({str(p.exception(10)) for p in others})
     """
     done = run_script(text, str(tmp_path / "go"))
-    assert done.stdout.startswith("DroneDied\n") and "RLIMIT_NOFILE" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.startswith("DroneDied\n") and "RLIMIT_NOFILE" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
-# -- full disks -------------------------------------------------------------------------------------------
+# -- full disks ------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_the_error_of_what_writes(full_disk):
@@ -323,7 +349,10 @@ def test_a_full_disk_behind_a_drones_stream_is_the_error_of_what_prints(descript
 
 def test_a_drone_that_may_write_no_files_sends_its_arrays_all_the_same(tmp_path):
     sent = np.arange(100_000)
-    with poly.Pool(2, initializer=limit, initargs=("FSIZE", 1000)) as pool, pytest.warns(RuntimeWarning, match="room"):
+    with (
+        poly.Pool(2, initializer=limit, initargs=("FSIZE", 1000)) as pool,
+        pytest.warns(RuntimeWarning, match="room"),
+    ):
         for _ in range(5):
             assert (pool.doit(np.negative, sent) == -sent).all()
             error = check_neighbours(pool, write_to, str(tmp_path / "file"))
@@ -369,10 +398,12 @@ def test_a_full_dev_shm_is_nothing_to_us(tmp_path):
     # A mount of its own name space: nobody else sees it.
     command = ["unshare", "-m", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30)
-    assert done.stdout == "No space left on device\n" + "499999500000 3000000\n" * 2, done.stdout + done.stderr
+    assert done.stdout == "No space left on device\n" + "499999500000 3000000\n" * 2, (
+        done.stdout + done.stderr
+    )
 
 
-# -- slow consumers, slow peers -----------------------------------------------------------------------------
+# -- slow consumers, slow peers --------------------------------------------------------------------
 
 
 def talk(n):
@@ -416,7 +447,11 @@ def test_results_that_are_fetched_late_are_all_there(tmp_path):
     gate = str(tmp_path / "gate")
     with poly.Pool(2) as pool:
         first = [pool.promise(hold_until, gate) for _ in range(2)]
-        promises = [pool.promise(bytes, size) for size in (0, 10_000, 60_000, 100_000, MIB) for _ in range(100)]
+        promises = [
+            pool.promise(bytes, size)
+            for size in (0, 10_000, 60_000, 100_000, MIB)
+            for _ in range(100)
+        ]
         append(gate, "open")
         wait_for(promises[-1].done)  # nobody drives
         assert [len(p.result(SOON)) for p in promises] == [
@@ -497,7 +532,7 @@ def test_many_threads_with_slow_consumers_of_maps_get_all():
     assert not wrong
 
 
-# -- what the ear holds --------------------------------------------------------------------------------
+# -- what the ear holds ----------------------------------------------------------------------------
 
 
 def use_up_descriptors():
@@ -534,7 +569,9 @@ def test_what_the_ear_could_not_send_is_not_lost():
             each.exception(SOON)
         asked += [(i, pool.promise(short_or_long, i)) for i in (-1, 0, 1, 2, 3)]
         died = [each for _, each in asked if each.exception(SOON)]
-        assert len(died) <= 1  # which was run when the ear looked: the long one, or one that took long here
+        assert (
+            len(died) <= 1
+        )  # which was run when the ear looked: the long one, or one that took long here
         assert all(isinstance(each.exception(), poly.DroneDied) for each in died)
         assert all(each.value == i for i, each in asked if each not in died)
         assert pool.promise(abs, -1).result(SOON) == 1

@@ -1,4 +1,5 @@
-"""The `polycephaly` command: what it prints, how it ends, and what it leaves when it is stopped (nothing)."""
+"""The `polycephaly` command: what it prints, how it ends, and what it leaves when it is stopped
+(nothing)."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def assert_gone(pidfds: list[int], within: float) -> None:
     deadline = time.monotonic() + within
     try:
         for pidfd in pidfds:
-            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], "still running"
+            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], (
+                "still running"
+            )
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
@@ -89,7 +92,9 @@ def test_help_shows_examples_and_loads_neither_httpx_nor_zmq() -> None:
 def test_the_demo_shows_a_table_writes_json_and_draws_its_run(tmp_path: Path) -> None:
     path, picture = tmp_path / "result.json", tmp_path / "run.svg"
     numbers = "--drones", "1,3", "--threads", "2,13"
-    done = polycephaly_command("demo", "securities", "--latency", "0.01", *numbers, "--json", path, "--plot", picture)
+    done = polycephaly_command(
+        "demo", "securities", "--latency", "0.01", *numbers, "--json", path, "--plot", picture
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "the same in all 7 runs" in done.stdout
     result = json.loads(path.read_text())
@@ -121,7 +126,9 @@ def test_the_demo_serves_the_files_of_a_directory(directory: Path) -> None:
     ("content", "what"),
     [(None, "no such file"), ("", "empty"), ("<!DOCTYPE html>\n<html>", "an HTML page")],
 )
-def test_a_file_that_is_none_gives_one_line_and_status_1(content: str | None, what: str, directory: Path) -> None:
+def test_a_file_that_is_none_gives_one_line_and_status_1(
+    content: str | None, what: str, directory: Path
+) -> None:
     path = directory / "otherlisted.txt"
     path.unlink()
     if content is not None:
@@ -135,13 +142,21 @@ def test_a_file_that_is_none_gives_one_line_and_status_1(content: str | None, wh
 
 def test_a_missing_directory_gives_one_line_and_status_1(tmp_path: Path) -> None:
     done = polycephaly_command("demo", "securities", "--data", tmp_path / "nowhere")
-    assert (done.returncode, done.stderr) == (1, f"Error: {tmp_path / 'nowhere'}: no such directory\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"Error: {tmp_path / 'nowhere'}: no such directory\n",
+    )
 
 
 def test_a_live_site_out_of_reach_gives_one_line_and_status_1() -> None:
     # A proxy that refuses makes the real site unreachable on any machine.
-    environment = os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    done = subprocess.run([*DEMO, "--live"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    environment = os.environ | {
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    done = subprocess.run(
+        [*DEMO, "--live"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "nasdaqtrader.com" in line
@@ -221,7 +236,8 @@ def test_ctrl_c_while_green_threads_load_ends_the_demo_and_leaves_nothing() -> N
         assert demo.stdout is not None
         while not demo.stdout.readline().startswith("II "):
             assert demo.poll() is None
-        # Experiment III has begun: its native threads show in this one process, and no drone any more.
+        # Experiment III has begun: its native threads show in this one process, and no drone any
+        # more.
         process = psutil.Process(demo.pid)
         while process.num_threads() < 3 or len(process.children(recursive=True)) > 1:
             assert demo.poll() is None

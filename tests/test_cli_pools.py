@@ -1,4 +1,5 @@
-"""Pools from the shell: started, used, watched and ended by name, each command as a user types it."""
+"""Pools from the shell: started, used, watched and ended by name, each command as a user types
+it."""
 
 from __future__ import annotations
 
@@ -36,12 +37,18 @@ class Shell:
         self.runtime = folder / "run"
         self.state = folder / "state"
         self.runtime.mkdir(mode=0o700)
-        own = {"XDG_RUNTIME_DIR": str(self.runtime), "XDG_STATE_HOME": str(self.state), "PYTHONPATH": str(ROOT)}
+        own = {
+            "XDG_RUNTIME_DIR": str(self.runtime),
+            "XDG_STATE_HOME": str(self.state),
+            "PYTHONPATH": str(ROOT),
+        }
         self.env = {**os.environ, **own, "COLUMNS": "80"}
 
     def run(self, *words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command = [*COMMAND, *map(str, words)]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, env=self.env, cwd=self.folder)
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, env=self.env, cwd=self.folder
+        )
 
     def say(self, *words: object, stdin: str = "") -> str:
         """What it printed; it must end well and say nothing on stderr."""
@@ -60,7 +67,12 @@ class Shell:
     def running(self, *words: object, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [*COMMAND, *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=self.env, cwd=cwd or self.folder
+            [*COMMAND, *map(str, words)],
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=self.env,
+            cwd=cwd or self.folder,
         )
         try:
             yield process
@@ -113,7 +125,7 @@ def words_of(line: str) -> list[str]:
     return line.split()
 
 
-# -- start and stop --------------------------------------------------------------------------------------------
+# -- start and stop --------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("command-1")
@@ -132,12 +144,16 @@ def test_a_pool_in_the_background_outlives_its_shell_and_ends_when_told_to(shell
 
 
 @pytest.mark.guarantee("command-1")
-def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descriptor(shell: Shell) -> None:
+def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descriptor(
+    shell: Shell,
+) -> None:
     with shell.pool("-n", "1") as card:
         pid = card.pid
         log = shell.state / "polycephaly" / "lab.log"
         assert os.getsid(pid) not in (os.getsid(0), pid)  # not its leader: it can get no terminal
-        targets = {int(fd): os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        targets = {
+            int(fd): os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
+        }
         assert [targets[fd] for fd in (0, 1, 2)] == ["/dev/null", str(log), str(log)]
         own_pipe = os.stat(f"/proc/{pid}/fd/3").st_mode if 3 in targets else 0
         assert not stat.S_ISFIFO(own_pipe)
@@ -147,16 +163,27 @@ def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descript
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_daemon_comes_up_where_streams_are_closed(shell: Shell, closed: str) -> None:
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "start", "lab", "-n", "1", "--daemonize"]
+    command = [
+        "sh",
+        "-c",
+        f'exec "$@" {closed}',
+        "sh",
+        *COMMAND,
+        "start",
+        "lab",
+        "-n",
+        "1",
+        "--daemonize",
+    ]
     assert subprocess.run(command, env=shell.env, cwd=shell.folder, timeout=60).returncode == 0
     assert shell.say("doit", "lab", "6 * 7") == "42\n"
     assert shell.run("stop", "lab").returncode == 0
 
 
 def test_work_has_the_umask_and_the_directory_of_the_shell(lab: Shell) -> None:
-    assert lab.say("doit", "lab", "import os; old = os.umask(0); os.umask(old); (old, os.getcwd())") == (
-        f"{(_umask(), str(lab.folder))!r}\n"
-    )
+    assert lab.say(
+        "doit", "lab", "import os; old = os.umask(0); os.umask(old); (old, os.getcwd())"
+    ) == (f"{(_umask(), str(lab.folder))!r}\n")
 
 
 def _umask() -> int:
@@ -166,17 +193,25 @@ def _umask() -> int:
 
 
 def test_a_second_pool_of_that_name_is_refused(lab: Shell) -> None:
-    expected = f"Error: a pool named 'lab' is running already, as process {lab.card().pid}: stop it first"
+    expected = (
+        f"Error: a pool named 'lab' is running already, as process {lab.card().pid}: stop it first"
+    )
     assert lab.complaint("start", "lab") == lab.complaint("start", "lab", "-d") == expected
 
 
 def test_of_two_that_start_at_once_one_is_refused(shell: Shell) -> None:
-    with shell.running("start", "lab", "-n", "1", "-d") as one, shell.running("start", "lab", "-n", "1", "-d") as other:
+    with (
+        shell.running("start", "lab", "-n", "1", "-d") as one,
+        shell.running("start", "lab", "-n", "1", "-d") as other,
+    ):
         said = sorted((each.wait(), *each.communicate()) for each in (one, other))
     card = shell.card()
     end(card)
     assert [status for status, _, _ in said] == [0, 1]
-    assert said[1][2] == f"Error: a pool named 'lab' is running already, as process {card.pid}: stop it first\n"
+    assert (
+        said[1][2]
+        == f"Error: a pool named 'lab' is running already, as process {card.pid}: stop it first\n"
+    )
 
 
 def test_the_name_of_a_killed_pool_is_free_and_its_drones_are_gone(shell: Shell) -> None:
@@ -186,7 +221,9 @@ def test_the_name_of_a_killed_pool_is_free_and_its_drones_are_gone(shell: Shell)
         end(card)
         assert select.select([pidfd], [], [], 30)[0]
         os.close(pidfd)
-        assert shell.complaint("ps", "lab") == "Error: no pool named 'lab' is running; running: none"
+        assert (
+            shell.complaint("ps", "lab") == "Error: no pool named 'lab' is running; running: none"
+        )
         assert json.loads(shell.say("list", "--json")) == []
         with shell.pool("-n", "1"):
             assert shell.say("doit", "lab", "1 + 1") == "2\n"
@@ -200,10 +237,16 @@ def test_what_cannot_be_loaded_shows_its_traceback_from_the_first_line_of_ones_o
     done = shell.run("start", "lab", *where, "--file", "bad.py")
     assert (done.returncode, done.stdout) == (1, "")
     lines = done.stderr.splitlines()
-    assert lines[:2] == ["Traceback (most recent call last):", '  File "bad.py", line 5, in <module>']
+    assert lines[:2] == [
+        "Traceback (most recent call last):",
+        '  File "bad.py", line 5, in <module>',
+    ]
     assert lines[-1] == "ZeroDivisionError: division by zero"
     done = shell.run("start", "lab", *where, "--import", "no_such_module")
-    assert (done.returncode, done.stderr) == (1, "ModuleNotFoundError: No module named 'no_such_module'\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ModuleNotFoundError: No module named 'no_such_module'\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +266,9 @@ def test_a_wrong_option_is_a_usage_error(shell: Shell, options: tuple[str, ...],
 
 def test_a_wrong_name_or_limit_is_one_line(shell: Shell) -> None:
     assert "a pool's name is" in shell.complaint("start", "x y")
-    assert shell.complaint("start", "lab", "--timeout", "-1", "-d").endswith("a positive number of seconds, not -1.0")
+    assert shell.complaint("start", "lab", "--timeout", "-1", "-d").endswith(
+        "a positive number of seconds, not -1.0"
+    )
 
 
 SLOW = "open('begun', 'w').close()\nimport time\nwhile not __import__('os').path.exists('go'): time.sleep(0.01)\n'done'"
@@ -247,7 +292,9 @@ def test_a_pool_asked_to_end_finishes_what_runs_and_its_client_gets_it(shell: Sh
 def test_a_hangup_that_it_was_told_to_ignore_does_not_end_a_pool(shell: Shell) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        process = subprocess.Popen([*COMMAND, "start", "lab", "-n", "1"], env=shell.env, cwd=shell.folder)
+        process = subprocess.Popen(
+            [*COMMAND, "start", "lab", "-n", "1"], env=shell.env, cwd=shell.folder
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
     try:
@@ -292,14 +339,18 @@ def test_a_daemon_whose_shell_did_not_wait_ends(shell: Shell) -> None:
 def test_a_pool_that_can_keep_no_drone_ends_and_its_log_says_why(shell: Shell) -> None:
     shell.say("start", "lab", "--daemonize", "-n", "1", "--max-memory", "1M")
     try:
-        wait_for(lambda: " ERROR lab ends: its drones have ended: " in shell.say("logs", "lab", "-n", "1"))
+        wait_for(
+            lambda: (
+                " ERROR lab ends: its drones have ended: " in shell.say("logs", "lab", "-n", "1")
+            )
+        )
         wait_for(lambda: json.loads(shell.say("list", "--json")) == [])
     finally:
         with suppress(FileNotFoundError):  # it has ended, as it should
             end(shell.card())
 
 
-# -- doit -------------------------------------------------------------------------------------------------------
+# -- doit ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("command-2")
@@ -361,7 +412,10 @@ def test_code_from_the_standard_input(lab: Shell) -> None:
 
 def test_everywhere_is_once_in_each_drone(lab: Shell) -> None:
     printed = lab.say("doit", "lab", "-e", "import os; os.getpid()")
-    pids = {drone["name"]: drone["pid"] for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"]}
+    pids = {
+        drone["name"]: drone["pid"]
+        for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"]
+    }
     assert sorted(printed.splitlines()) == sorted(f"[{name}] {pid}" for name, pid in pids.items())
 
 
@@ -372,13 +426,18 @@ def test_json_of_a_value_and_of_an_error(lab: Shell) -> None:
     done = lab.run("doit", "lab", "--json", "import sys; print('b', file=sys.stderr); 1 / 0")
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr, found["status"], found["value"]) == (1, "", 1, None)
-    assert (found["error"]["type"], found["error"]["message"]) == ("ZeroDivisionError", "division by zero")
+    assert (found["error"]["type"], found["error"]["message"]) == (
+        "ZeroDivisionError",
+        "division by zero",
+    )
     assert found["stderr"] == "b\n"
 
 
 def test_what_it_prints_comes_while_it_runs_without_a_prefix(lab: Shell) -> None:
     os.mkfifo(lab.folder / "gate")
-    code = "import sys; print('out'); print('err', file=sys.stderr); open('gate').read(); print('end')"
+    code = (
+        "import sys; print('out'); print('err', file=sys.stderr); open('gate').read(); print('end')"
+    )
     with lab.running("doit", "lab", code) as client:
         assert client.stdout is not None
         assert client.stderr is not None
@@ -391,9 +450,13 @@ def test_what_it_prints_comes_while_it_runs_without_a_prefix(lab: Shell) -> None
 def test_a_reader_that_is_slow_loses_nothing_and_one_that_leaves_is_no_error(lab: Shell) -> None:
     code = "for i in range(30_000): print('line', i)\nopen('printed', 'w').close()"
     with lab.running("doit", "lab", code) as client:
-        wait_for((lab.folder / "printed").exists)  # far more than a pipe holds, and nobody has read any
+        wait_for(
+            (lab.folder / "printed").exists
+        )  # far more than a pipe holds, and nobody has read any
         assert client.communicate() == ("".join(f"line {i}\n" for i in range(30_000)), "")
-    with lab.running("doit", "lab", "import time\nwhile True: print('more'); time.sleep(0.001)") as client:
+    with lab.running(
+        "doit", "lab", "import time\nwhile True: print('more'); time.sleep(0.001)"
+    ) as client:
         assert client.stdout is not None
         assert client.stderr is not None
         client.stdout.readline()
@@ -404,12 +467,16 @@ def test_a_reader_that_is_slow_loses_nothing_and_one_that_leaves_is_no_error(lab
 
 def test_a_limit_of_time_interrupts_it(lab: Shell) -> None:
     line = lab.complaint("doit", "lab", "--timeout", "0.2", "import time; time.sleep(1000)")
-    assert line.startswith("TimeoutError: code 'import time; time.sleep(1000)' ran for more than 0.2 s")
+    assert line.startswith(
+        "TimeoutError: code 'import time; time.sleep(1000)' ran for more than 0.2 s"
+    )
 
 
 def test_ctrl_c_interrupts_the_work_and_has_status_130(lab: Shell) -> None:
     code = (
-        "open('b', 'w').close()\ntry: __import__('time').sleep(1000)\nexcept KeyboardInterrupt: open('c', 'w').close()"
+        "open('b', 'w').close()\n"
+        "try: __import__('time').sleep(1000)\n"
+        "except KeyboardInterrupt: open('c', 'w').close()"
     )
     with lab.running("doit", "lab", code) as client:
         wait_for((lab.folder / "b").exists)
@@ -424,18 +491,21 @@ def test_a_drone_that_dies_is_one_line(shell: Shell) -> None:
         assert "ended with exit status 3 while running code 'import os; os._exit(3)'" in line
 
 
-def test_python_finds_the_pool_by_the_same_name(lab: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_finds_the_pool_by_the_same_name(
+    lab: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(lab.runtime))
     with poly.connect("lab") as pool:
         assert pool.doit("half(3)") == 1.5
         assert pool.submit(pow, 2, 5).result() == 32
 
 
-# -- list, ps, top ------------------------------------------------------------------------------------------------
+# -- list, ps, top ---------------------------------------------------------------------------------
 
 
 def wait_until_idle(lab: Shell) -> None:
-    """Clients of other tests have gone, and their work has ended: the server hears of both a little later."""
+    """Clients of other tests have gone, and their work has ended: the server hears of both a little
+    later."""
 
     def idle() -> bool:
         (found,) = json.loads(lab.say("list", "--json"))
@@ -463,8 +533,14 @@ def test_json_tells_what_is_running(lab: Shell) -> None:
         wait_for((lab.folder / "now").exists)
         (found,) = json.loads(lab.say("list", "--json"))
         assert (found["name"], found["clients"], len(found["drones"])) == ("lab", 1, 2)
-        busy = [drone for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"] if drone["state"] == "busy"]
-        assert [drone["running"] for drone in busy] == ["code \"open('now', 'w').close(); open('door').read()\""]
+        busy = [
+            drone
+            for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"]
+            if drone["state"] == "busy"
+        ]
+        assert [drone["running"] for drone in busy] == [
+            "code \"open('now', 'w').close(); open('door').read()\""
+        ]
         assert busy[0]["seconds"] >= 0
         open(lab.folder / "door", "w").close()
         assert client.communicate() == ("''\n", "")
@@ -476,17 +552,30 @@ def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
         os.mkfifo(shell.folder / "door")
         with shell.running("doit", "lab", "open('door').read()") as client:
             wait_for(lambda: json.loads(shell.say("ps", "lab", "--json"))["drones"][0]["waiting"])
-            (waiting,) = (drone["waiting"] for drone in json.loads(shell.say("ps", "lab", "--json"))["drones"])
-            assert waiting["task"] == "code \"open('door').read()\"" and waiting["system_call"] == "openat"
-            assert waiting["file"].startswith("<doit ") and waiting["line"] == 1 and waiting["seconds"] >= 0.3
+            (waiting,) = (
+                drone["waiting"] for drone in json.loads(shell.say("ps", "lab", "--json"))["drones"]
+            )
+            assert (
+                waiting["task"] == "code \"open('door').read()\""
+                and waiting["system_call"] == "openat"
+            )
+            assert (
+                waiting["file"].startswith("<doit ")
+                and waiting["line"] == 1
+                and waiting["seconds"] >= 0.3
+            )
             _, row = shell.say("ps", "lab").splitlines()
-            assert "code \"open('door').read()\" has waited for " in row and row.endswith("in the system call openat")
+            assert "code \"open('door').read()\" has waited for " in row and row.endswith(
+                "in the system call openat"
+            )
             open(shell.folder / "door", "w").close()
             assert client.communicate() == ("''\n", "")
 
 
 @contextmanager
-def terminal(shell: Shell, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+def terminal(
+    shell: Shell, *words: str, **env: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """A command on a terminal of its own, with both ends of that."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
@@ -539,7 +628,10 @@ def test_top_leaves_the_terminal_as_it_was(lab: Shell, how: str, status: int) ->
 
 
 def test_top_ends_with_its_pool(shell: Shell) -> None:
-    with shell.pool("-n", "1") as card, terminal(shell, "top", "lab", "--every", "0.1") as (process, master, _):
+    with (
+        shell.pool("-n", "1") as card,
+        terminal(shell, "top", "lab", "--every", "0.1") as (process, master, _),
+    ):
         read_until(master, b"lab.0")
         end(card)
         assert b"is lost" in read_until(master, b"reached")
@@ -547,7 +639,10 @@ def test_top_ends_with_its_pool(shell: Shell) -> None:
 
 
 def test_top_without_a_terminal_says_what_to_do(lab: Shell) -> None:
-    assert lab.complaint("top", "lab") == "Error: top needs a terminal; for one picture: polycephaly ps lab"
+    assert (
+        lab.complaint("top", "lab")
+        == "Error: top needs a terminal; for one picture: polycephaly ps lab"
+    )
 
 
 def test_a_reader_that_leaves_is_no_error_to_be_told(lab: Shell) -> None:
@@ -559,12 +654,17 @@ def test_a_reader_that_leaves_is_no_error_to_be_told(lab: Shell) -> None:
         process.stdout = None
 
 
-# -- logs -----------------------------------------------------------------------------------------------------------
+# -- logs ------------------------------------------------------------------------------------------
 
 
 def test_the_log_stays_when_the_pool_has_ended_and_follows_while_it_runs(shell: Shell) -> None:
-    (shell.folder / "setup.py").write_text("print('loading')\nimport logging\nlogging.warning('careful')\n")
-    with shell.pool("-n", "1", "--file", "setup.py"), shell.running("logs", "lab", "-f") as following:
+    (shell.folder / "setup.py").write_text(
+        "print('loading')\nimport logging\nlogging.warning('careful')\n"
+    )
+    with (
+        shell.pool("-n", "1", "--file", "setup.py"),
+        shell.running("logs", "lab", "-f") as following,
+    ):
         assert following.stdout is not None
         assert following.stdout.readline() == "loading\n"
         shell.run("doit", "lab", "import os; os._exit(9)")
@@ -595,7 +695,9 @@ def test_a_log_is_bounded_and_has_one_older_generation(shell: Shell) -> None:
     assert done.returncode == 0
     files = sorted((shell.state / "polycephaly").iterdir())
     assert [file.name for file in files] == ["lab.log", "lab.log.1"]
-    assert all(file.stat().st_size <= 4000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert all(
+        file.stat().st_size <= 4000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files
+    )
     *lines, last = shell.say("logs", "lab", "-n", "1000").splitlines()
     assert last == "to descriptor 1"
     numbers = [int(line.rpartition(" ")[2]) for line in lines]
@@ -603,7 +705,7 @@ def test_a_log_is_bounded_and_has_one_older_generation(shell: Shell) -> None:
     assert len(numbers) > 4000 // len(lines[0]) - 2
 
 
-# -- join ---------------------------------------------------------------------------------------------------------
+# -- join ------------------------------------------------------------------------------------------
 
 
 def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> None:
@@ -614,7 +716,9 @@ def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> No
         path.chmod(0o600)
         with shell.running("join", "./copied.json", "-n", "1", "--file", "here.py") as joined:
             assert joined.stdout is not None
-            assert joined.stdout.readline().startswith("1 drone of this host work for lab at tcp://127.0.0.1:")
+            assert joined.stdout.readline().startswith(
+                "1 drone of this host work for lab at tcp://127.0.0.1:"
+            )
             said = shell.say("doit", "lab", "-e", "globals().get('where')").splitlines()
             assert [line.partition(" ")[2] for line in said] == ["'with the joined'"]
             joined.send_signal(signal.SIGTERM)
@@ -625,7 +729,9 @@ def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> No
 @pytest.mark.guarantee("remote-5")
 def test_drones_that_join_have_loaded_what_the_pool_was_started_with(shell: Shell) -> None:
     """Though neither the file nor its directory is where they are."""
-    (shell.folder / "setup.py").write_text("import json\ndef whence():\n    return where\nwhere = json.dumps('pool')\n")
+    (shell.folder / "setup.py").write_text(
+        "import json\ndef whence():\n    return where\nwhere = json.dumps('pool')\n"
+    )
     elsewhere = shell.folder / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "more.py").write_text("where += ' and join'\n")
@@ -634,7 +740,9 @@ def test_drones_that_join_have_loaded_what_the_pool_was_started_with(shell: Shel
         (shell.folder / "setup.py").unlink()
         with (
             poly.connect(card) as remote,
-            shell.running("join", "lab", "-n", "1", "--file", str(elsewhere / "more.py"), cwd=elsewhere) as joined,
+            shell.running(
+                "join", "lab", "-n", "1", "--file", str(elsewhere / "more.py"), cwd=elsewhere
+            ) as joined,
         ):
             assert joined.stdout is not None
             joined.stdout.readline()
@@ -654,14 +762,24 @@ def test_a_joined_process_ends_with_the_pool(shell: Shell) -> None:
         assert line.startswith("Error: the connection to tcp://127.0.0.1:")
 
 
-# -- who may not, and what there is not ------------------------------------------------------------------------------
+# -- who may not, and what there is not ------------------------------------------------------------
 
 
 @pytest.mark.guarantee("command-3")
 @pytest.mark.parametrize(
-    "words", [("ps", "x"), ("doit", "x", "1"), ("stop", "x"), ("logs", "x"), ("logs", "x", "-f"), ("join", "x")]
+    "words",
+    [
+        ("ps", "x"),
+        ("doit", "x", "1"),
+        ("stop", "x"),
+        ("logs", "x"),
+        ("logs", "x", "-f"),
+        ("join", "x"),
+    ],
 )
-def test_an_unknown_name_is_one_line_with_the_names_there_are(lab: Shell, words: tuple[str, ...]) -> None:
+def test_an_unknown_name_is_one_line_with_the_names_there_are(
+    lab: Shell, words: tuple[str, ...]
+) -> None:
     assert lab.complaint(*words) == "Error: no pool named 'x' is running; running: lab"
 
 
@@ -675,19 +793,25 @@ def test_the_pool_of_another_user_is_refused(shell: Shell, words: tuple[str, ...
         assert card.lives()
 
 
-def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with shell.pool("-n", "1") as card:
         os.kill(card.pid, signal.SIGSTOP)
         try:
-            assert shell.complaint("stop", "lab").endswith(f"(kill -9 {card.pid} ends it, and its drones)")
+            assert shell.complaint("stop", "lab").endswith(
+                f"(kill -9 {card.pid} ends it, and its drones)"
+            )
         finally:
             os.kill(card.pid, signal.SIGCONT)
 
 
-# -- help and completion ------------------------------------------------------------------------------------------
+# -- help and completion ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["start", "list", "ps", "top", "doit", "logs", "stop", "join", "bench"])
+@pytest.mark.parametrize(
+    "name", ["start", "list", "ps", "top", "doit", "logs", "stop", "join", "bench"]
+)
 def test_each_command_helps_with_examples(shell: Shell, name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "polycephaly", name, "--help"],
@@ -701,14 +825,20 @@ def test_each_command_helps_with_examples(shell: Shell, name: str) -> None:
 
 def test_the_shell_completes_names_of_running_pools(lab: Shell) -> None:
     env: dict[str, Any] = {**lab.env, "_POLYCEPHALY_COMPLETE": "bash_complete", "COMP_CWORD": "2"}
-    for words, expected in (("polycephaly ps ", ["lab"]), ("polycephaly doit z", []), ("polycephaly stop l", ["lab"])):
-        done = subprocess.run(COMMAND, env={**env, "COMP_WORDS": words}, capture_output=True, text=True)
+    for words, expected in (
+        ("polycephaly ps ", ["lab"]),
+        ("polycephaly doit z", []),
+        ("polycephaly stop l", ["lab"]),
+    ):
+        done = subprocess.run(
+            COMMAND, env={**env, "COMP_WORDS": words}, capture_output=True, text=True
+        )
         assert [line.partition(",")[2] for line in done.stdout.splitlines() if line] == expected
     script = lab.say("completion", "zsh")
     assert script.startswith("#compdef polycephaly")
 
 
-# -- bench --------------------------------------------------------------------------------------------------------
+# -- bench -----------------------------------------------------------------------------------------
 
 
 def test_bench_gives_every_figure_of_every_pool(shell: Shell) -> None:

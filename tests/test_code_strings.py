@@ -72,7 +72,10 @@ def test_drones_have_namespaces_of_their_own():
 
 def test_everywhere_runs_once_on_each_drone():
     with poly.Pool(3) as pool:
-        pids = [p.value for p in pool.everywhere("import os; n = globals().get('n', 0) + 1; os.getpid()")]
+        pids = [
+            p.value
+            for p in pool.everywhere("import os; n = globals().get('n', 0) + 1; os.getpid()")
+        ]
         assert sorted(pids) == sorted(d.pid for d in pool.drones)
         assert [p.value for p in pool.everywhere("n")] == [1, 1, 1]
 
@@ -94,11 +97,22 @@ def test_tracebacks_of_later_calls_show_the_lines_of_the_string_that_defined_the
 
 @pytest.mark.guarantee("work-9")
 def test_an_indented_string_has_the_errors_of_the_same_string_without_its_margin(drone):
-    text = "".join(traceback.format_exception(drone.promise("\n    a = 0\n    1 / a  # here\n    ").exception()))
+    text = "".join(
+        traceback.format_exception(
+            drone.promise("\n    a = 0\n    1 / a  # here\n    ").exception()
+        )
+    )
     assert "line 3" in text and "    1 / a  # here\n" in text
-    for wrong, line in (("  if 1:\n  pass", 2), ("  a\n    b", 2), ("\nif 1:\npass", 3), ("a\n  b", 2)):
+    for wrong, line in (
+        ("  if 1:\n  pass", 2),
+        ("  a\n    b", 2),
+        ("\nif 1:\npass", 3),
+        ("a\n  b", 2),
+    ):
         error = drone.promise(wrong).exception()
-        assert type(error) is IndentationError and error.lineno == line and error.__context__ is None
+        assert (
+            type(error) is IndentationError and error.lineno == line and error.__context__ is None
+        )
 
 
 @pytest.mark.guarantee("work-9")
@@ -122,7 +136,8 @@ def test_the_same_string_many_times_counts_up(drone):
 @pytest.mark.guarantee("work-1")
 def test_a_script_s_drone_is_an_instance_of_the_live_image():
     assert (
-        output_of("""
+        output_of(
+            """
         import sys
         import polycephaly as poly
         class Security:
@@ -134,6 +149,8 @@ def test_a_script_s_drone_is_an_instance_of_the_live_image():
         table.append("D")
         with poly.Drone(engine=sys.argv[1]) as drone:
             print(drone.promise("Security.load()").value, drone.doit("len(table)"))
-    """, poly.engine)
+    """,
+            poly.engine,
+        )
         == "['A', 'B', 'C']\n['A', 'B', 'C', 'D'] 2\n"
     )

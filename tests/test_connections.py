@@ -27,7 +27,10 @@ def use():
 @pytest.fixture
 def served():
     """A listening socket, the server's end of a connection, and the client's."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
         end, _ = listener.accept()
         with end:
             client.settimeout(30)
@@ -128,9 +131,11 @@ def test_pairs_of_sockets_and_pipes_of_multiprocessing_cross():
 
 @pytest.mark.guarantee("work-4")
 def test_a_program_learns_that_its_pipes_are_closed():
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reads, subprocess.Popen(
-        ["yes"], stdout=subprocess.PIPE
-    ) as writes, poly.Pool(1) as pool:
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reads,
+        subprocess.Popen(["yes"], stdout=subprocess.PIPE) as writes,
+        poly.Pool(1) as pool,
+    ):
         assert pool.doit(abs, -1) == 1
         reads.stdin.close()
         assert reads.wait(30) == 0
@@ -140,9 +145,10 @@ def test_a_program_learns_that_its_pipes_are_closed():
 
 @pytest.mark.guarantee("work-4")
 def test_a_datagram_socket_is_another_of_its_kind_in_a_drone():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hears, socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as speaks:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hears,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaks,
+    ):
         hears.bind(("127.0.0.1", 0))
         hears.settimeout(30)
         speaks.connect(address := hears.getsockname())

@@ -1,5 +1,5 @@
-"""What holds on each engine and is in no file of its own: promises of drones together, arrays and shared values, what
-pools and drones say of themselves, many threads at once."""
+"""What holds on each engine and is in no file of its own: promises of drones together, arrays and
+shared values, what pools and drones say of themselves, many threads at once."""
 
 import asyncio
 import operator
@@ -43,12 +43,14 @@ def pool(engine):
         yield pool
 
 
-# -- promises of drones, together -------------------------------------------------------------------------
+# -- promises of drones, together ------------------------------------------------------------------
 
 
 def test_gather_gives_a_list_and_the_first_error_rejects_it(pool):
     assert poly.gather(*[pool.promise(abs, -i) for i in range(20)]).value == list(range(20))
-    assert isinstance(poly.gather(pool.promise(abs, 1), pool.promise("1 / 0")).exception(), ZeroDivisionError)
+    assert isinstance(
+        poly.gather(pool.promise(abs, 1), pool.promise("1 / 0")).exception(), ZeroDivisionError
+    )
 
 
 def test_a_race_settles_as_the_first_and_the_other_is_left_alone(pool, tmp_path):
@@ -65,7 +67,9 @@ def test_as_completed_gives_each_once(pool):
     assert sorted(p.value for p in poly.as_completed(promises)) == list(range(100))
 
     async def main():
-        return sorted([(await p) async for p in poly.as_completed([pool.promise(abs, -i) for i in range(50)])])
+        return sorted(
+            [(await p) async for p in poly.as_completed([pool.promise(abs, -i) for i in range(50)])]
+        )
 
     assert asyncio.run(main()) == list(range(50))
 
@@ -97,7 +101,7 @@ def test_cancelling_a_gathering_cancels_all_of_it(pool, tmp_path):
     assert pool.doit(abs, -1) == 1
 
 
-# -- arrays, there and back -------------------------------------------------------------------------------
+# -- arrays, there and back ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float64", "<U4", "M8[s]", "bool", "i2, (2,)f4"])
@@ -109,7 +113,9 @@ def test_arrays_travel_both_ways(pool, kind, size):
     assert np.array_equal(there.value[2], array)
 
 
-@pytest.mark.parametrize("turned", [np.transpose, lambda a: a[::3, ::-1], np.asfortranarray, lambda a: a[5:6]])
+@pytest.mark.parametrize(
+    "turned", [np.transpose, lambda a: a[::3, ::-1], np.asfortranarray, lambda a: a[5:6]]
+)
 def test_arrays_that_are_not_in_one_piece_arrive_equal(pool, turned):
     array = turned(np.arange(250_000.0).reshape(500, 500))
     assert np.array_equal(pool.doit(lambda a: a, array), array)
@@ -145,16 +151,23 @@ def test_an_array_goes_from_one_drone_to_another_as_a_promise(pool):
 def test_a_large_closure_and_large_items_of_a_map_arrive(pool):
     table = make(2)
     assert pool.doit(lambda: total(table)) == 2.0 * LARGE
-    assert list(pool.map(total, [make(n, 50_000) for n in range(12)])) == [n * 50_000.0 for n in range(12)]
+    assert list(pool.map(total, [make(n, 50_000) for n in range(12)])) == [
+        n * 50_000.0 for n in range(12)
+    ]
     assert [each[0] for each in pool.map(make, range(12))] == list(range(12))
 
 
 def test_large_text_and_bytes_arrive(pool):
-    for value in ("größe" * 100_000, os.urandom(3_000_000), bytearray(2_000_000), [1, "x" * 1_000_000, b"y" * 500_000]):
+    for value in (
+        "größe" * 100_000,
+        os.urandom(3_000_000),
+        bytearray(2_000_000),
+        [1, "x" * 1_000_000, b"y" * 500_000],
+    ):
         assert pool.doit(lambda it: it, value) == value
 
 
-# -- shared values ----------------------------------------------------------------------------------------
+# -- shared values ---------------------------------------------------------------------------------
 
 
 def test_a_shared_value_arrives_as_the_value_in_any_number_of_calls(pool):
@@ -199,7 +212,7 @@ def test_what_cannot_be_pickled_cannot_be_shared(pool):
         pool.share(threading.Lock())
 
 
-# -- what they say of themselves --------------------------------------------------------------------------
+# -- what they say of themselves -------------------------------------------------------------------
 
 
 def test_a_pool_lists_drones_that_can_be_used_by_themselves(pool):
@@ -233,7 +246,7 @@ def test_the_timeline_counts_every_call_by_drone_and_marks_errors():
         assert span.queued <= span.sent <= span.started <= span.finished <= span.received, span
 
 
-# -- many at once -----------------------------------------------------------------------------------------
+# -- many at once ----------------------------------------------------------------------------------
 
 
 def test_ten_thousand_calls_from_eight_threads_are_each_answered_with_their_own(pool):

@@ -1,8 +1,8 @@
-"""The crash matrix: every way to fail, in every place where code of users runs, with forked and with spawned drones.
+"""The crash matrix: every way to fail, in every place where code of users runs, with forked and
+with spawned drones.
 
-Each promise is answered within 10 s, neighbours are unharmed, and the pool goes on; where it is the controller's own
-process that a fault ends, nothing is left of it.
-"""
+Each promise is answered within 10 s, neighbours are unharmed, and the pool goes on; where it is the
+controller's own process that a fault ends, nothing is left of it."""
 
 import gc
 import logging
@@ -181,7 +181,12 @@ CONTROLLER = """
 @pytest.mark.parametrize("how", ENDS_A_PROCESS)
 @pytest.mark.parametrize(
     "place",
-    ["pickling the arguments", "unpickling the result", "in a done-callback", "__del__ during garbage collection"],
+    [
+        "pickling the arguments",
+        "unpickling the result",
+        "in a done-callback",
+        "__del__ during garbage collection",
+    ],
 )
 def test_what_ends_the_controller_ends_everything(place, how, start, tmp_path):
     with Script(CONTROLLER, place, how, start, str(tmp_path / "up")) as script:

@@ -1,4 +1,5 @@
-"""Ctrl-C at the controller: the first ends the wait and cancels what it was for; a second one ends everything."""
+"""Ctrl-C at the controller: the first ends the wait and cancels what it was for; a second one ends
+everything."""
 
 import os
 import pty
@@ -114,10 +115,15 @@ def test_a_promise_that_nobody_works_on_is_not_cancelled():
 
 
 @pytest.mark.guarantee("promise-5")
-@pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "an exception in a with block"])
+@pytest.mark.parametrize(
+    "ends", ["the end of a with block", "pool.shutdown()", "an exception in a with block"]
+)
 def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path):
     up = str(tmp_path / "up")
-    end = {"pool.shutdown()": "pool.shutdown()", "an exception in a with block": "raise ZeroDivisionError"}
+    end = {
+        "pool.shutdown()": "pool.shutdown()",
+        "an exception in a with block": "raise ZeroDivisionError",
+    }
     with Script(f"""
         import sys
         import polycephaly as poly
@@ -177,7 +183,8 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
 
 
 ENDS_BY = (0, -signal.SIGINT) if sys.version_info >= (3, 14) else (0,)
-"""How a prompt ends after a Ctrl-C: that of CPython 3.14, without readline, says that it was interrupted once."""
+"""How a prompt ends after a Ctrl-C: that of CPython 3.14, without readline, says that it was
+interrupted once."""
 
 
 class Terminal:
@@ -185,7 +192,11 @@ class Terminal:
 
     def __init__(self, folder):
         tests = os.path.dirname(os.path.abspath(__file__))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "TMPDIR": str(folder)}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]),
+            "TMPDIR": str(folder),
+        }
         env |= {"TERM": "dumb", "PYTHON_BASIC_REPL": "1"}
         self.keys, its = pty.openpty()
         self.process = subprocess.Popen(
@@ -242,7 +253,9 @@ def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
             terminal.read_until("up!")
             terminal.type("\x03")
             terminal.read_until("KeyboardInterrupt")
-            terminal.type("print('is', p.cancelled(), pool.doit(abs, -3), [d.pid for d in pool.drones] == pids)\n")
+            terminal.type(
+                "print('is', p.cancelled(), pool.doit(abs, -3), [d.pid for d in pool.drones] == pids)\n"
+            )
             terminal.read_until("is True 3 True")
         terminal.type("pool.shutdown(); print('en' + 'ded')\n")
         terminal.read_until("ended")
@@ -258,7 +271,8 @@ def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
         terminal.type("print('up' + '!')\n")
         terminal.read_until("up!")
         terminal.read_until(">>> ")
-        # CPython hears of a signal that comes just before its wait for a key only with the next one.
+        # CPython hears of a signal that comes just before its wait for a key only with the next
+        # one.
         wait_for(lambda: state_of(terminal.process.pid) == "S")
         terminal.type("\x03")
         terminal.read_until("KeyboardInterrupt")

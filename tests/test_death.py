@@ -50,7 +50,9 @@ def pool():
 def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args):
     error = pool.promise(work, *args).exception()
     assert isinstance(error, poly.DroneDied) and isinstance(error, BrokenProcessPool)
-    assert work.__name__ in error.running and work.__name__ in str(error) and error.drone in str(error)
+    assert (
+        work.__name__ in error.running and work.__name__ in str(error) and error.drone in str(error)
+    )
     assert pool.doit(abs, -1) == 1
 
 
@@ -99,14 +101,24 @@ def says_and_crashes(threads):
 
 def test_the_programs_last_lines_are_kept_apart_from_the_stack(pool):
     error = pool.promise(says_and_crashes, 30).exception()
-    said, _, _ = error.stderr.partition("*** SIGSEGV")  # where Ray's own report of the signal begins
-    assert said == "the program's last line\nand one without an end: " and "Fatal Python error" not in error.stderr
-    assert error.stack.startswith("Fatal Python error: Segmentation fault\n") and "says_and_crashes" in error.stack
+    said, _, _ = error.stderr.partition(
+        "*** SIGSEGV"
+    )  # where Ray's own report of the signal begins
+    assert (
+        said == "the program's last line\nand one without an end: "
+        and "Fatal Python error" not in error.stderr
+    )
+    assert (
+        error.stack.startswith("Fatal Python error: Segmentation fault\n")
+        and "says_and_crashes" in error.stack
+    )
     assert str(error).index("the program's last line") < str(error).index("Fatal Python error")
 
 
 def outlives_a_crash():
-    subprocess.run([sys.executable, "-X", "faulthandler", "-c", "import os; os.abort()"], check=False)
+    subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", "import os; os.abort()"], check=False
+    )
     print("the program goes on", file=sys.stderr, flush=True)
     os._exit(3)
 
@@ -158,7 +170,9 @@ def test_a_listed_drone_has_its_pid_even_while_it_is_being_replaced(pool):
 def test_work_queued_on_a_dead_drone_runs_exactly_once(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(2, output="discard") as pool:
-        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # so that it is known to be short
+        for p in [
+            pool.promise(note, path, -1) for _ in range(200)
+        ]:  # so that it is known to be short
             p.value  # noqa: B018
         for _ in rounds(5):
             os.unlink(path)
@@ -208,7 +222,9 @@ def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path)
         first = [d.pid for d in pool.drones]
         work = [pool.promise(note, path, i) for i in range(1500)]
         for _ in rounds(6):
-            time.sleep(dice.random() * 0.01)  # where in its life a drone is hit, not a synchronization
+            time.sleep(
+                dice.random() * 0.01
+            )  # where in its life a drone is hit, not a synchronization
             with contextlib.suppress(ProcessLookupError):
                 os.kill(dice.choice(first), signal.SIGKILL)
             first = [d.pid for d in pool.drones] or first
@@ -281,7 +297,9 @@ def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed, t
         else:
             asked.touch()
         died = waiting.exception(20)
-        assert type(died) is poly.DroneDied and died.exitcode == (-signal.SIGKILL if killed else told(3))
+        assert type(died) is poly.DroneDied and died.exitcode == (
+            -signal.SIGKILL if killed else told(3)
+        )
         with pytest.raises(poly.DroneDied):
             drone.promise(abs, 1)
 
@@ -305,7 +323,9 @@ def test_results_sent_before_the_death_arrive(tmp_path):
 def test_work_that_had_finished_is_not_lost_with_a_neighbour_that_kills_its_drone(tmp_path):
     path = str(tmp_path / "ran")
     with poly.Pool(1, output="discard") as pool:
-        for p in [pool.promise(note, path, -1) for _ in range(200)]:  # known to be short: it travels in batches
+        for p in [
+            pool.promise(note, path, -1) for _ in range(200)
+        ]:  # known to be short: it travels in batches
             p.value  # noqa: B018
         for i in rounds(20):
             before = [pool.promise(note, path, i) for _ in range(5)]
@@ -350,16 +370,23 @@ def scribble_over_the_running_page():
 @local_only
 def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
     with poly.Pool(2, output="discard") as pool:
-        assert isinstance(pool.promise(scribble_over_the_running_page).exception(10), poly.DroneDied)
-        assert [p.result(10) for p in [pool.promise(abs, -i) for i in range(100)]] == list(range(100))
+        assert isinstance(
+            pool.promise(scribble_over_the_running_page).exception(10), poly.DroneDied
+        )
+        assert [p.result(10) for p in [pool.promise(abs, -i) for i in range(100)]] == list(
+            range(100)
+        )
 
 
 def lose_large_messages():
-    """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread has written them."""
+    """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread
+    has written them."""
     from polycephaly.drone import executor, main
 
     sent = main.LocalDrone._send
-    main.LocalDrone._send = lambda drone, frames: sum(map(len, frames)) < 10_000 and sent(drone, frames)
+    main.LocalDrone._send = lambda drone, frames: (
+        sum(map(len, frames)) < 10_000 and sent(drone, frames)
+    )
     executor.BULK_ARRIVES = executor.FLUSH_AFTER = 60.0  # so that results wait for company
 
 
@@ -369,7 +396,9 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
         if i == 2:
             from polycephaly.drone import executor
 
-            executor.FLUSH_AFTER = 0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
+            executor.FLUSH_AFTER = (
+                0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
+            )
         elif i == 3:
             os._exit(3)
         return " " * 20_000 if i == 1 else i
@@ -379,7 +408,9 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
         pool.promise(lose_large_messages).result(10)
         *done, large, small, last = [pool.promise(number, i) for i in [0] * 300 + [1, 2, 3]]
         assert {p.exception(10) for p in done} == {None} and small.result(10) == 2
-        assert isinstance(large.exception(10), poly.DroneDied) and isinstance(last.exception(10), poly.DroneDied)
+        assert isinstance(large.exception(10), poly.DroneDied) and isinstance(
+            last.exception(10), poly.DroneDied
+        )
 
 
 @local_only

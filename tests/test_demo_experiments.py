@@ -1,4 +1,5 @@
-"""The experiments load the same lists, in less time with more heads, and say so when they do not."""
+"""The experiments load the same lists, in less time with more heads, and say so when they do
+not."""
 
 from __future__ import annotations
 
@@ -33,14 +34,19 @@ NOWHERE = Site("http://127.0.0.1:9")
 
 
 def lists(*funds: str) -> Lists:
-    return {**dict.fromkeys(LISTS, ()), "funds": [Security(symbol, "Some Fund") for symbol in funds]}
+    return {
+        **dict.fromkeys(LISTS, ()),
+        "funds": [Security(symbol, "Some Fund") for symbol in funds],
+    }
 
 
 def loads(*funds: str) -> Experiment:
     return Experiment("fixed", drones=2, threads=1, load=lambda site: lists(*funds))
 
 
-def outcome(name: str, seconds: float, drones: int, astray: Sequence[str] = (), threads: int = 1) -> ExperimentOutcome:
+def outcome(
+    name: str, seconds: float, drones: int, astray: Sequence[str] = (), threads: int = 1
+) -> ExperimentOutcome:
     experiment = Experiment(name, drones, threads, load=sequential)
     return ExperimentOutcome(experiment, seconds, dict.fromkeys(LISTS, 1000), tuple(astray))
 
@@ -62,7 +68,8 @@ def serving(handler: type[server.Handler], latency: float) -> Iterator[str]:
 
 @pytest.fixture
 def counted() -> Iterator[tuple[str, list[str]]]:
-    """The generated files, served by a thread of this process: the URL, and the paths that were asked for."""
+    """The generated files, served by a thread of this process: the URL, and the paths that were
+    asked for."""
     asked: list[str] = []
 
     class Handler(server.Handler):
@@ -75,7 +82,10 @@ def counted() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_the_plan_starts_with_the_baseline_and_has_ii_and_iii_once_per_number() -> None:
-    planned = [(experiment.name, experiment.drones, experiment.threads) for experiment in plan([1, 8], [13, 26])]
+    planned = [
+        (experiment.name, experiment.drones, experiment.threads)
+        for experiment in plan([1, 8], [13, 26])
+    ]
     assert planned == [
         ("sequential", 0, 1),
         ("I", 5, 1),
@@ -108,10 +118,14 @@ def test_what_more_heads_wait_for_overlaps() -> None:
                 under_way += 1
                 most = max(most, under_way)
                 counting.notify_all()
-                assert counting.wait_for(lambda: most >= meeting, 30), f"only {most} of {meeting} have met"
+                assert counting.wait_for(lambda: most >= meeting, 30), (
+                    f"only {most} of {meeting} have met"
+                )
             super().do_GET()
 
-        def send_response(self, *args: Any) -> None:  # when it has waited, and before anybody can ask for more
+        def send_response(
+            self, *args: Any
+        ) -> None:  # when it has waited, and before anybody can ask for more
             nonlocal under_way
             with counting:
                 under_way -= 1
@@ -120,7 +134,10 @@ def test_what_more_heads_wait_for_overlaps() -> None:
     overlaps = {}
     with serving(Handler, latency=0.01) as url:
         for experiment in plan([8], [13]):
-            most, meeting = 0, {"sequential": 1, "I": 1}.get(experiment.name, 3)  # the first wait for so many
+            most, meeting = (
+                0,
+                {"sequential": 1, "I": 1}.get(experiment.name, 3),
+            )  # the first wait for so many
             list(run(Site(url), [experiment]))
             overlaps[experiment.name] = most
     assert overlaps["sequential"] == 1
@@ -151,7 +168,9 @@ def test_threads_of_one_image_share_the_live_sites_one_download(
         live.forget()
 
 
-def test_threads_that_share_a_download_that_fails_all_have_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_share_a_download_that_fails_all_have_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attempts: list[str] = []
     waiting = green.Channel[None]()
 
@@ -165,7 +184,12 @@ def test_threads_that_share_a_download_that_fails_all_have_its_error(monkeypatch
 
     async def main() -> list[BaseException | None]:
         loads = [green.spawn(live.load_letter, "A") for _ in range(5)]
-        while sum(each.doing.startswith("Promise.") for each in green.threads() if "load" in each.name) < 5:
+        while (
+            sum(
+                each.doing.startswith("Promise.") for each in green.threads() if "load" in each.name
+            )
+            < 5
+        ):
             await green.sleep(0.001)  # four wait for the fifth, and that one for the channel
         await waiting.send(None)
         return [await green.call(load.exception) for load in loads]
@@ -188,7 +212,9 @@ def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) 
                 inside += 1
                 most = max(most, inside)
                 counting.notify_all()
-                assert counting.wait_for(lambda: most >= 5, 30)  # the first wait for the fifth; a sixth would show
+                assert counting.wait_for(
+                    lambda: most >= 5, 30
+                )  # the first wait for the fifth; a sixth would show
             try:
                 return Site._get(self, path)
             finally:
@@ -221,12 +247,22 @@ def test_a_list_that_differs_in_any_row_or_in_order_is_astray(funds: list[str]) 
 
 def test_the_report_has_speed_ups_and_bars_against_the_baseline() -> None:
     baseline, faster = outcome("sequential", 10.0, 0), outcome("II", 2.5, 8)
-    assert report.row(baseline, baseline).split() == ["sequential", "0", "1", "10.000", "1.0x", "#" * 50]
+    assert report.row(baseline, baseline).split() == [
+        "sequential",
+        "0",
+        "1",
+        "10.000",
+        "1.0x",
+        "#" * 50,
+    ]
     assert report.row(faster, baseline).split() == ["II", "8", "1", "2.500", "4.0x", "#" * 12]
 
 
 def test_a_run_slower_than_the_baseline_keeps_its_bar_inside_the_table() -> None:
-    assert report.row(outcome("II", 99.0, 1), outcome("sequential", 1.0, 0)).count("#") == report.BAR_WIDTH
+    assert (
+        report.row(outcome("II", 99.0, 1), outcome("sequential", 1.0, 0)).count("#")
+        == report.BAR_WIDTH
+    )
 
 
 def test_the_summary_names_the_best_numbers_and_the_talks_figures() -> None:
@@ -249,7 +285,9 @@ def test_the_summary_names_the_best_numbers_and_the_talks_figures() -> None:
 
 def test_the_summary_names_what_differs() -> None:
     combined = outcome("combined", 2, 5, ["amex"], threads=13)
-    summary = report.summary([outcome("sequential", 9, 0), outcome("II", 3, 2, ["etfs", "funds"]), combined])
+    summary = report.summary(
+        [outcome("sequential", 9, 0), outcome("II", 3, 2, ["etfs", "funds"]), combined]
+    )
     assert "THE LISTS DIFFER" in summary
     assert "II with 2 drones (ETFs, funds); combined with 5 drones and 13 threads (AMEX)" in summary
 

@@ -1,4 +1,5 @@
-"""Symbol-directory files: on disk, plain or compressed, named when they cannot be read; and generated."""
+"""Symbol-directory files: on disk, plain or compressed, named when they cannot be read; and
+generated."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from polycephaly.demos.securities import generate, parse
-from polycephaly.demos.securities.files import FILES, FUNDS, NASDAQ_LISTED, OTHER_LISTED, read_directory
+from polycephaly.demos.securities.files import (
+    FILES,
+    FUNDS,
+    NASDAQ_LISTED,
+    OTHER_LISTED,
+    read_directory,
+)
 from polycephaly.demos.securities.model import page_of
 from polycephaly.demos.securities.parse import SourceError
 
@@ -83,7 +90,9 @@ def test_the_generated_symbols_are_unique() -> None:
         *parse.other_listed(files[OTHER_LISTED]),
         *parse.funds(files[FUNDS]),
     ]
-    assert [symbol for symbol, times in Counter(row.symbol for row in rows).items() if times > 1] == []
+    assert [
+        symbol for symbol, times in Counter(row.symbol for row in rows).items() if times > 1
+    ] == []
 
 
 def test_the_generated_funds_are_spread_like_the_real_ones() -> None:

@@ -1,4 +1,5 @@
-"""The parser keeps every row of a symbol-directory file, however odd, and names a file that is none."""
+"""The parser keeps every row of a symbol-directory file, however odd, and names a file that is
+none."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ from polycephaly.demos.securities.model import Fund, Listing, page_of
 from polycephaly.demos.securities.parse import Document, SourceError
 
 FUND_HEADER = "Fund Symbol|Fund Name|Fund Family Name|Type|Category|Pricing Agent"
-NASDAQ_HEADER_BEFORE_ETFS = "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size"
+NASDAQ_HEADER_BEFORE_ETFS = (
+    "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size"
+)
 NASDAQ_HEADER = f"{NASDAQ_HEADER_BEFORE_ETFS}|ETF|NextShares"
-OTHER_HEADER = "ACT Symbol|Security Name|Exchange|CQS Symbol|ETF|Round Lot Size|Test Issue|NASDAQ Symbol"
+OTHER_HEADER = (
+    "ACT Symbol|Security Name|Exchange|CQS Symbol|ETF|Round Lot Size|Test Issue|NASDAQ Symbol"
+)
 
 
 def funds(*rows: str, end: str = "\r\n") -> list[Fund]:
@@ -30,12 +35,16 @@ def other(*rows: str) -> list[Listing]:
 
 def test_every_column_of_a_fund_arrives() -> None:
     (fund,) = funds("AAAAX|DWS Real Assets - Class A|Deutsche DWS|MS|O|State Street")
-    assert fund == Fund("AAAAX", "DWS Real Assets - Class A", "Deutsche DWS", "MS", "O", "State Street")
+    assert fund == Fund(
+        "AAAAX", "DWS Real Assets - Class A", "Deutsche DWS", "MS", "O", "State Street"
+    )
 
 
 def test_every_column_of_a_listing_arrives() -> None:
     assert nasdaq("AACG|ATA Global - ADS|G|N|N|100|N|N") == [
-        Listing("AACG", "ATA Global - ADS", exchange="Q", tier="G", etf=False, test=False, round_lot=100)
+        Listing(
+            "AACG", "ATA Global - ADS", exchange="Q", tier="G", etf=False, test=False, round_lot=100
+        )
     ]
     assert other("SPY|SPDR S&P 500|P|SPY|Y|100|N|SPY") == [
         Listing("SPY", "SPDR S&P 500", exchange="P", tier="", etf=True, test=False, round_lot=100)
@@ -61,7 +70,9 @@ def test_a_footer_of_any_number_of_fields_is_no_fund(fields: int) -> None:
 
 
 def test_without_a_footer_the_last_row_is_a_fund() -> None:
-    assert funds("AAAAX|Name|Family|MF|O|Agent", "ZZZZX|Name|Family|MF|O|Agent")[-1].symbol == "ZZZZX"
+    assert (
+        funds("AAAAX|Name|Family|MF|O|Agent", "ZZZZX|Name|Family|MF|O|Agent")[-1].symbol == "ZZZZX"
+    )
 
 
 def test_a_last_line_without_an_end_is_a_row() -> None:
@@ -75,14 +86,18 @@ def test_crlf_and_lf_give_the_same_rows() -> None:
 
 
 def test_an_unbalanced_quote_quotes_nothing() -> None:
-    first, second = funds('QUOTX|The "Unbalanced Fund|Family|MF|O|Agent', "NEXTX|Next|Family|MF|O|Agent")
+    first, second = funds(
+        'QUOTX|The "Unbalanced Fund|Family|MF|O|Agent', "NEXTX|Next|Family|MF|O|Agent"
+    )
     assert first.name == 'The "Unbalanced Fund'
     assert second.symbol == "NEXTX"
 
 
 def test_dashes_no_break_spaces_and_tabs_inside_a_name_stay() -> None:
     name = "Growth \N{EN DASH} Income\N{NO-BREAK SPACE}Fund\tSerie \N{RIGHT SINGLE QUOTATION MARK}A"
-    document = Document.decode("funds", f"{FUND_HEADER}\r\nAAAAX|{name}|Family|MF|O|Agent\r\n".encode())
+    document = Document.decode(
+        "funds", f"{FUND_HEADER}\r\nAAAAX|{name}|Family|MF|O|Agent\r\n".encode()
+    )
     assert parse.funds(document)[0].name == name
 
 
@@ -173,7 +188,11 @@ def test_a_row_cut_short_is_an_error_that_names_its_line() -> None:
 
 def test_a_source_error_survives_the_way_home_from_a_drone() -> None:
     error = pickle.loads(pickle.dumps(SourceError("here", "nothing came")))
-    assert (error.where, error.problem, str(error)) == ("here", "nothing came", "here: nothing came")
+    assert (error.where, error.problem, str(error)) == (
+        "here",
+        "nothing came",
+        "here: nothing came",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The exchange's own files load exactly, clean and dirty; skipped where they do not lie beside this tree."""
+"""The exchange's own files load exactly, clean and dirty; skipped where they do not lie beside this
+tree."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ HTML = DATA / "dirty" / "nasdaqlisted-is-html.txt.gz"
 
 ROWS = {"nyse": 3689, "amex": 310, "nasdaq": 5226, "etfs": 2863, "funds": 35201}
 
-pytestmark = pytest.mark.skipif(not SYMDIR.is_dir(), reason="the real symbol-directory files are not here")
+pytestmark = pytest.mark.skipif(
+    not SYMDIR.is_dir(), reason="the real symbol-directory files are not here"
+)
 
 
 def unpacked(path: Path) -> Document:
@@ -45,9 +48,12 @@ def test_every_experiment_loads_exactly_the_files_rows() -> None:
 def test_the_talks_gain_is_there_again() -> None:
     """114 s to 35 s for *combined* in 2009: 3.3 times."""
     planned = {experiment.name: experiment for experiment in experiments.plan([], [13])}
-    # More than by default: what overlaps is waiting, and on a busy machine computing takes its share of so short a run.
+    # More than by default: what overlaps is waiting, and on a busy machine computing takes its
+    # share of so short a run.
     latency = 1.5
-    one_after_the_other = latency * (len(PAGES) + len(LISTS) - 1)  # seconds of waiting alone; so it need not be run
+    one_after_the_other = latency * (
+        len(PAGES) + len(LISTS) - 1
+    )  # seconds of waiting alone; so it need not be run
     with loopback(SYMDIR, latency=latency) as site:
         threads, combined = experiments.run(site, [planned[name] for name in ("III", "combined")])
     assert combined.seconds < one_after_the_other / 3.3
@@ -84,5 +90,8 @@ def test_the_sites_answer_for_a_missing_file_is_told_to_be_html(tmp_path: Path) 
     for real in SYMDIR.iterdir():
         (tmp_path / real.name).write_bytes(real.read_bytes())
     (tmp_path / f"{NASDAQ_LISTED}.gz").write_bytes(HTML.read_bytes())
-    with pytest.raises(SourceError, match=r"nasdaqlisted\.txt\.gz: .* got an HTML page"), loopback(tmp_path):
+    with (
+        pytest.raises(SourceError, match=r"nasdaqlisted\.txt\.gz: .* got an HTML page"),
+        loopback(tmp_path),
+    ):
         pytest.fail("the block must not be entered")

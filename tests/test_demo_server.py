@@ -1,4 +1,5 @@
-"""The loopback site: what it serves, that its waits overlap, and that it never outlives its owner."""
+"""The loopback site: what it serves, that its waits overlap, and that it never outlives its
+owner."""
 
 from __future__ import annotations
 
@@ -48,14 +49,18 @@ def assert_gone(pidfds: list[int], within: float) -> None:
     deadline = time.monotonic() + within
     try:
         for pidfd in pidfds:
-            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], "still running"
+            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], (
+                "still running"
+            )
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
 
 
 def server_process() -> psutil.Process:
-    (server,) = (c for c in psutil.Process().children() if "demos.securities.server" in " ".join(c.cmdline()))
+    (server,) = (
+        c for c in psutil.Process().children() if "demos.securities.server" in " ".join(c.cmdline())
+    )
     return server
 
 
@@ -78,7 +83,10 @@ def test_the_lists_hold_what_their_filters_say() -> None:
         lists = sequential(site)
     assert tuple(lists) == LISTS
     files = generate.symbol_directory()
-    nasdaq, other = parse.nasdaq_listed(files[NASDAQ_LISTED]), parse.other_listed(files[OTHER_LISTED])
+    nasdaq, other = (
+        parse.nasdaq_listed(files[NASDAQ_LISTED]),
+        parse.other_listed(files[OTHER_LISTED]),
+    )
     assert lists["nyse"] == [x for x in other if x.exchange == "N" and not x.etf and not x.test]
     assert lists["amex"] == [x for x in other if x.exchange == "A" and not x.etf and not x.test]
     assert lists["nasdaq"] == [x for x in nasdaq if not x.etf and not x.test]
@@ -130,7 +138,9 @@ def test_the_server_ends_when_its_block_raises() -> None:
     assert not server.is_running()
 
 
-@pytest.mark.parametrize("last_words", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()", "sys.exit('bye')"])
+@pytest.mark.parametrize(
+    "last_words", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()", "sys.exit('bye')"]
+)
 def test_the_server_ends_with_its_owner_however_that_ends(last_words: str) -> None:
     program = f"""
 import os, sys
@@ -171,7 +181,10 @@ def test_an_html_page_under_a_file_name_names_the_url() -> None:
 
 
 def test_a_status_other_than_ok_names_the_url() -> None:
-    with serving({}) as url, pytest.raises(SourceError, match=r"nasdaqlisted\.txt: .* status 404 Not Found"):
+    with (
+        serving({}) as url,
+        pytest.raises(SourceError, match=r"nasdaqlisted\.txt: .* status 404 Not Found"),
+    ):
         Site(url).load_nasdaq()
 
 
@@ -185,7 +198,9 @@ def test_no_connection_is_one_line_that_names_the_url() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_live_site_cuts_the_same_pages_from_one_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_site_cuts_the_same_pages_from_one_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with loopback() as site:
         live = LiveSite(site.url)

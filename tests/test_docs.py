@@ -1,5 +1,5 @@
-"""The documentation: blocks of Python and examples of docstrings run and print what is said, links lead somewhere, and
-the whole is built without a warning."""
+"""The documentation: blocks of Python and examples of docstrings run and print what is said, links
+lead somewhere, and the whole is built without a warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 from blocks import ROOT, Block, blocks_of, cells_of, run_block, run_cells
 
-PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in (ROOT / "docs").rglob("*.md")
+    if "_build" not in page.parts
+)
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 EXAMPLES = sorted(
     ".".join(module.relative_to(ROOT).with_suffix("").parts)
@@ -22,7 +26,10 @@ EXAMPLES = sorted(
 )
 
 
-ON_RAY = [pytest.mark.ray, pytest.mark.timeout(180)]  # a Ray that starts beside other tests may take a minute
+ON_RAY = [
+    pytest.mark.ray,
+    pytest.mark.timeout(180),
+]  # a Ray that starts beside other tests may take a minute
 
 
 def _run(block: Block) -> Any:
@@ -55,9 +62,13 @@ def test_the_examples_of_docstrings_run(module: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
 def test_links_and_named_test_files_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    links = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link
+    ]
     missing = [link for link in links if link and not ((ROOT / page).parent / link).exists()]
-    missing += [name for name in re.findall(r"`(tests/\w+\.py)`", text) if not (ROOT / name).exists()]
+    missing += [
+        name for name in re.findall(r"`(tests/\w+\.py)`", text) if not (ROOT / name).exists()
+    ]
     assert missing == []
 
 
@@ -67,7 +78,18 @@ def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo", "joblib"):  # its backend is in the reference
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install 'polycephaly[docs,joblib]'")
-    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees"]
+    build = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "-d",
+        tmp_path / "trees",
+    ]
     run = subprocess.run(
         [*build, "docs", tmp_path / "html"],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,

@@ -15,14 +15,27 @@ from scripts import Script, run_script
 # With a few loads here, with each in the long program: `python tests/endings.py`.
 ROTATED = dict(zip(STATUS, itertools.cycle(("nested", "programs", "gil", "memory")), strict=False))
 FORKED = [(ending, load) for ending in STATUS for load in ("idle", "busy", ROTATED[ending], "all")]
-SPAWNED = [*((ending, "all") for ending in OF_SPAWN), ("SIGKILL", "idle"), ("SIGKILL", "gil"), ("return", "gil")]
+SPAWNED = [
+    *((ending, "all") for ending in OF_SPAWN),
+    ("SIGKILL", "idle"),
+    ("SIGKILL", "gil"),
+    ("return", "gil"),
+]
 
 
 def case(ending, load):
-    """Where both are killed at once, nobody is left to see to programs and the directory: see docs/guarantees.md."""
+    """Where both are killed at once, nobody is left to see to programs and the directory: see
+    docs/guarantees.md."""
     both = ending == "zygote and controller"
     marks = [pytest.mark.xfail(strict=False)] if both else []
-    if load == "busy" and ending in ("return", "exception", "os._exit", "segfault", "SIGKILL", "SIGINT"):
+    if load == "busy" and ending in (
+        "return",
+        "exception",
+        "os._exit",
+        "segfault",
+        "SIGKILL",
+        "SIGINT",
+    ):
         marks.append(pytest.mark.guarantee("end-1"))
     elif load == "busy" and ending in ("SIGTERM to all", "hang-up"):
         marks.append(pytest.mark.guarantee("end-3"))
@@ -81,7 +94,9 @@ def test_ctrl_c_in_a_doit_cancels_its_work(tmp_path):
 
 
 @pytest.mark.guarantee("end-4")
-@pytest.mark.parametrize("how", ["pool.drones[0].kill()", "pool.shutdown()", "del pool", "drone = None"])
+@pytest.mark.parametrize(
+    "how", ["pool.drones[0].kill()", "pool.shutdown()", "del pool", "drone = None"]
+)
 def test_what_a_drone_started_ends_with_the_drone(how, tmp_path):
     up = tmp_path / "up"
     with Script(f"""
@@ -129,7 +144,13 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
 
 @pytest.mark.guarantee("end-1")
 def test_a_script_that_ends_at_once_after_starting_leaves_nothing():
-    for how in ("", "os._exit(0)", "os.kill(os.getpid(), 9)", "del pool", "pool.shutdown(wait=False)"):
+    for how in (
+        "",
+        "os._exit(0)",
+        "os.kill(os.getpid(), 9)",
+        "del pool",
+        "pool.shutdown(wait=False)",
+    ):
         done = run_script(f"import os, polycephaly as poly\npool = poly.Pool(3)\n{how}\n")
         assert done.returncode in (0, -9) and not done.stderr
 
@@ -184,7 +205,11 @@ def test_nothing_is_left_of_what_is_ended_at_random_moments_from_start_to_stop()
 def test_the_long_program_tells_its_seed_how_many_it_ran_and_the_slowest_clean_up():
     program = os.path.join(os.path.dirname(__file__), "endings.py")
     chosen = ["--moments", "2", "--seed", "5", "--endings", "SIGKILL", "--loads", "idle"]
-    done = subprocess.run([sys.executable, program, *chosen], capture_output=True, text=True, timeout=50)
-    assert "seed 5\nmatrix: 2 runs" in done.stdout and "moments: 2 runs" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, program, *chosen], capture_output=True, text=True, timeout=50
+    )
+    assert "seed 5\nmatrix: 2 runs" in done.stdout and "moments: 2 runs" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "slowest clean-up" in done.stdout and "2 SIGKILL" in done.stdout
     assert done.returncode == ("FINDING" in done.stdout)

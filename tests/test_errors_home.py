@@ -1,4 +1,5 @@
-"""Errors come home as what they were, with the remote traceback; what cannot be sent harms nobody else."""
+"""Errors come home as what they were, with the remote traceback; what cannot be sent harms nobody
+else."""
 
 import errno
 import io
@@ -132,7 +133,8 @@ def raise_from_none():
 
 def raise_group():
     raise ExceptionGroup(
-        "several", [Several(1, "one"), ExceptionGroup("inner", [ValueError("two"), OSError(2, "no", "f")])]
+        "several",
+        [Several(1, "one"), ExceptionGroup("inner", [ValueError("two"), OSError(2, "no", "f")])],
     )
 
 
@@ -159,7 +161,11 @@ def remote_traceback(error):
 def test_the_original_type_args_and_attributes_come_back(pool):
     error = pool.promise(raise_several, 5, "broken", hint="fix it").exception()
     assert type(error) is Several
-    assert error.args == ("5: broken",) and (error.code, error.detail, error.hint) == (5, "broken", "fix it")
+    assert error.args == ("5: broken",) and (error.code, error.detail, error.hint) == (
+        5,
+        "broken",
+        "fix it",
+    )
 
 
 def test_it_is_raised_at_the_wait(pool):
@@ -179,7 +185,9 @@ def test_notes_come_back(pool):
 def test_the_cause_chain_comes_back(pool):
     error = pool.promise(raise_chain).exception()
     assert type(error) is Several and type(error.__cause__) is ValueError
-    assert type(error.__cause__.__cause__) is KeyError and error.__cause__.__cause__.args == ("key",)
+    assert type(error.__cause__.__cause__) is KeyError and error.__cause__.__cause__.args == (
+        "key",
+    )
     assert "raise_chain" in remote_traceback(error)
 
 
@@ -247,14 +255,23 @@ def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
 @pytest.mark.parametrize("kind", ["Treacherous", "Unwilling"])
 def test_a_class_that_says_how_it_is_pickled_is_believed_when_that_fails(pool, kind):
     error = pool.promise(raise_in_code_of, kind).exception()
-    assert type(error) is poly.RemoteError and error.type_name.endswith(kind) and error.message == "odd"
-    assert "raise_in_code_of" in error.traceback and "Traceback (most recent call last)" in error.traceback
+    assert (
+        type(error) is poly.RemoteError
+        and error.type_name.endswith(kind)
+        and error.message == "odd"
+    )
+    assert (
+        "raise_in_code_of" in error.traceback
+        and "Traceback (most recent call last)" in error.traceback
+    )
 
 
 @pytest.mark.parametrize("kind", [MadeOtherwise, WithState])
 def test_a_way_that_is_inherited_or_of_its_state_only_does_not_hide_its_type(pool, kind):
     error = pool.promise(raise_in_code_of, kind.__name__).exception()
-    assert type(error) is kind and error.args == kind("odd").args and vars(error) == vars(kind("odd"))
+    assert (
+        type(error) is kind and error.args == kind("odd").args and vars(error) == vars(kind("odd"))
+    )
 
 
 def raise_in_code_of(name):
@@ -266,7 +283,9 @@ def test_an_exception_whose_str_fails_comes_home(pool):
     assert type(error) in (BrokenStr, poly.RemoteError)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, BaseException, StopIteration])
+@pytest.mark.parametrize(
+    "kind", [KeyboardInterrupt, SystemExit, GeneratorExit, BaseException, StopIteration]
+)
 def test_base_exceptions_come_home_and_the_drone_lives(pool, kind):
     before = sorted(d.pid for d in pool.drones)
     assert type(pool.promise(raise_, kind("odd")).exception()) is kind
@@ -311,7 +330,9 @@ def test_arguments_that_do_not_pickle_reject_that_promise_and_say_which(pool):
     also = pool.promise(abs, -2)
     assert (good.value, also.value) == (1, 2)
     error = bad.exception()
-    assert isinstance(error, TypeError) and any("argument 1" in n and "lock" in n for n in error.__notes__)
+    assert isinstance(error, TypeError) and any(
+        "argument 1" in n and "lock" in n for n in error.__notes__
+    )
     error = keyword.exception()
     assert "stays where it is" in str(error) and any("end" in n for n in error.__notes__)
 
@@ -334,7 +355,9 @@ def result_of(i):
 @pytest.mark.guarantee("error-4")
 def test_results_that_do_not_pickle_or_unpickle_reject_that_promise_alone(pool):
     work = [pool.promise(result_of, i) for i in range(30)]
-    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [i for i in range(30) if i not in (10, 20)]
+    assert [p.value for i, p in enumerate(work) if i not in (10, 20)] == [
+        i for i in range(30) if i not in (10, 20)
+    ]
     error = work[10].exception()
     assert type(error) is TypeError and "stays where it is" in str(error)
     assert any("UnpicklableResult" in n for n in error.__notes__)

@@ -1,4 +1,5 @@
-"""A pool is a `concurrent.futures.Executor`: what works with the standard library's works with it."""
+"""A pool is a `concurrent.futures.Executor`: what works with the standard library's works with
+it."""
 
 import asyncio
 import concurrent.futures
@@ -29,7 +30,9 @@ def test_wait_and_as_completed_work_on_its_futures():
         done, not_done = concurrent.futures.wait(futures, timeout=20)
         assert len(done) == 100 and not not_done
         futures = {pool.submit(abs, -i): i for i in range(100)}
-        assert {futures[f] for f in concurrent.futures.as_completed(futures, timeout=20)} == set(range(100))
+        assert {futures[f] for f in concurrent.futures.as_completed(futures, timeout=20)} == set(
+            range(100)
+        )
 
 
 def test_asyncio_runs_things_in_it():
@@ -164,7 +167,9 @@ def test_as_many_drones_as_usable_cores_by_default():
 def test_work_may_submit_to_a_pool_from_a_callback():
     with poly.Pool(1) as pool:
         over = poly.Promise()
-        pool.promise(abs, -1).add_done_callback(lambda p: pool.promise(abs, -5).add_done_callback(over.set_result))
+        pool.promise(abs, -1).add_done_callback(
+            lambda p: pool.promise(abs, -5).add_done_callback(over.set_result)
+        )
         assert over.result(10).value == 5
         assert pool.promise(abs, -2).then(lambda v: pool.promise(pow, v, 3)).result(10) == 8
 
@@ -181,9 +186,17 @@ def test_spans_tell_the_life_of_work_in_order():
 
 def test_names_and_reprs_tell_what_it_is():
     with poly.Pool(2, name="loaders") as pool, poly.Drone(name="scout") as drone:
-        assert "loaders" in repr(pool) and [d.name for d in pool.drones] == ["loaders.0", "loaders.1"]
+        assert "loaders" in repr(pool) and [d.name for d in pool.drones] == [
+            "loaders.0",
+            "loaders.1",
+        ]
         assert pool.name == "loaders"
-        assert drone.name == "scout" and str(drone.pid) in repr(drone) and drone.alive and drone.exitcode is None
+        assert (
+            drone.name == "scout"
+            and str(drone.pid) in repr(drone)
+            and drone.alive
+            and drone.exitcode is None
+        )
 
 
 def test_a_drone_does_what_it_was_given_by_name_though_that_is_more_than_max_tasks():
@@ -204,7 +217,10 @@ def test_a_drone_is_replaced_after_max_tasks():
 @pytest.mark.guarantee("work-6")
 def test_env_and_cwd_reach_the_drones(tmp_path):
     with poly.Pool(2, env=lambda i: {"GPU": str(i)}, cwd=tmp_path) as pool:
-        assert sorted(p.value for p in pool.everywhere("import os; os.environ['GPU']")) == ["0", "1"]
+        assert sorted(p.value for p in pool.everywhere("import os; os.environ['GPU']")) == [
+            "0",
+            "1",
+        ]
         assert pool.doit(os.getcwd) == str(tmp_path)
         assert "GPU" not in os.environ
         pool.drones[1].kill()

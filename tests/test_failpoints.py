@@ -1,4 +1,5 @@
-"""Whatever dies, or is late, at each point of its life: all is answered, nothing is run twice, and nothing is left."""
+"""Whatever dies, or is late, at each point of its life: all is answered, nothing is run twice, and
+nothing is left."""
 
 import functools
 import signal
@@ -53,7 +54,9 @@ def of_all_kinds(pool, path):
     """Work of each kind, by number; which number is given back, if any is."""
     given = {i: pool.promise(note, path, i) for i in range(20)}
     given |= {i: pool.promise(noted_array, path, i) for i in range(20, 24)}
-    given |= {i: pool.promise(noted_sum, path, i, numpy.full(LARGE, i, dtype="u1")) for i in range(24, 28)}
+    given |= {
+        i: pool.promise(noted_sum, path, i, numpy.full(LARGE, i, dtype="u1")) for i in range(24, 28)
+    }
     given |= {i: pool.promise(noted_text, path, i) for i in range(28, 36)}
     given |= {i: pool.promise(fail, path, i) for i in range(36, 40)}
     kept = {i: pool.promise(noted_array, path, i, keep=True) for i in range(40, 44)}
@@ -73,8 +76,11 @@ def mapped(pool, path, numbers):
 
 
 def use(pool, path):
-    """All is settled, nothing is run twice, and what is given back has run. Whether a death was told."""
-    short = [pool.promise(note, path, -1) for _ in range(300)]  # so that the next calls go in slices
+    """All is settled, nothing is run twice, and what is given back has run. Whether a death was
+    told."""
+    short = [
+        pool.promise(note, path, -1) for _ in range(300)
+    ]  # so that the next calls go in slices
     given = of_all_kinds(pool, path)
     got, died = mapped(pool, path, range(100, 400))
     assert not wait([*short, *given.values()], PATIENCE).not_done
@@ -100,7 +106,8 @@ def use(pool, path):
 @pytest.mark.guarantee("death-2")
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize(
-    "point, hit", [*((each, 1) for each in THEIRS), *((each, 3) for each in THEIRS if each not in ONCE)]
+    "point, hit",
+    [*((each, 1) for each in THEIRS), *((each, 3) for each in THEIRS if each not in ONCE)],
 )
 def test_a_death_at_any_point(point, hit, when, tmp_path):
     with at_point(point, when, hit) as hits:
@@ -146,7 +153,10 @@ def test_a_process_that_is_late_at_any_point(point, when, tmp_path):
 
 
 def test_a_point_is_reached_once_and_leaves_nothing_behind(tmp_path):
-    with at_point("drone says what it starts", AFTER, do=die) as hits, poly.Pool(1, output="discard") as pool:
+    with (
+        at_point("drone says what it starts", AFTER, do=die) as hits,
+        poly.Pool(1, output="discard") as pool,
+    ):
         with pytest.raises(poly.DroneDied):
             pool.doit(abs, -1)
         assert pool.doit(abs, -1) == 1

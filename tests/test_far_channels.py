@@ -1,4 +1,5 @@
-"""Channels in several images: what is sent arrives once, or its sender is told; and nobody waits for who is gone."""
+"""Channels in several images: what is sent arrives once, or its sender is told; and nobody waits
+for who is gone."""
 
 import asyncio
 import gc
@@ -74,7 +75,7 @@ def put_all(ch, items):
         ch.put(item)
 
 
-# -- how a channel travels ---------------------------------------------------------------------------------
+# -- how a channel travels -------------------------------------------------------------------------
 
 
 @CAPACITIES
@@ -244,7 +245,10 @@ def test_what_a_drone_has_from_the_snapshot_is_the_same_channel(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SNAPSHOT)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore::DeprecationWarning", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stderr, done.stdout.splitlines()) == (
         "",
@@ -278,7 +282,7 @@ def test_large_items_and_many_small_ones(pool):
     run(main)
 
 
-# -- rendezvous, buffers, credit --------------------------------------------------------------------------
+# -- rendezvous, buffers, credit -------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("channel-1")
@@ -375,7 +379,9 @@ def test_many_threads_of_many_images_at_once(pool):
             for home in homes(pool):
                 ch = channel_in(home, capacity)
                 got = [pool.drones[2].promise(receive_n, ch, 300), green.spawn(receive_n, ch, 300)]
-                sent = [pool.drones[k].promise(senders, ch, k) for k in (0, 1)] + [green.spawn(senders, ch, 2)]
+                sent = [pool.drones[k].promise(senders, ch, k) for k in (0, 1)] + [
+                    green.spawn(senders, ch, 2)
+                ]
                 for each in sent:
                     await each
                 lists = [await each for each in got]
@@ -388,7 +394,7 @@ def test_many_threads_of_many_images_at_once(pool):
     run(main)
 
 
-# -- select ----------------------------------------------------------------------------------------------
+# -- select ----------------------------------------------------------------------------------------
 
 
 async def choose(outs, ins, n, me):
@@ -429,7 +435,13 @@ def test_a_select_over_channels_of_several_images(pool, capacity):
 def test_both_sides_in_a_select_with_choices_of_both_kinds(pool):
     async def main():
         one, other, third = pool.drones
-        for first, second in ((None, None), (one, other), (other, one), (third, third), (None, third)):
+        for first, second in (
+            (None, None),
+            (one, other),
+            (other, one),
+            (third, third),
+            (None, third),
+        ):
             a, b = channel_in(first), channel_in(second)
             p = one.promise(choose, [a], [b], 40, "p")
             q = other.promise(choose, [b], [a], 40, "q")
@@ -469,19 +481,29 @@ def test_many_choosers_on_two_channels(pool):
         return got
 
     async def main():
-        for first, second in ((None, pool.drones[2]), (pool.drones[0], pool.drones[1]), (None, None)):
+        for first, second in (
+            (None, pool.drones[2]),
+            (pool.drones[0], pool.drones[1]),
+            (None, None),
+        ):
             a, b = channel_in(first), channel_in(second)
             sent = pool.drones[0].promise(senders, a, b, 0), green.spawn(senders, a, b, 1)
             got = pool.drones[1].promise(receivers, a, b, []), green.spawn(receivers, a, b, [])
             for each in sent:
                 await each
-            assert sorted([*await got[0], *await got[1]]) == list(product(range(2), range(5), range(8)))
+            assert sorted([*await got[0], *await got[1]]) == list(
+                product(range(2), range(5), range(8))
+            )
 
     run(main)
 
 
-@pytest.mark.parametrize("way", ["receive", "receive from a buffer", "close", "send", "send to a closed one"])
-def test_a_select_that_was_held_in_vain_finds_what_came_to_its_own_channels_meanwhile(pool, way, tmp_path):
+@pytest.mark.parametrize(
+    "way", ["receive", "receive from a buffer", "close", "send", "send to a closed one"]
+)
+def test_a_select_that_was_held_in_vain_finds_what_came_to_its_own_channels_meanwhile(
+    pool, way, tmp_path
+):
     offered, blocked, go = (str(tmp_path / name) for name in ("offered", "blocked", "go"))
 
     async def until(path):
@@ -518,7 +540,9 @@ def test_a_select_that_was_held_in_vain_finds_what_came_to_its_own_channels_mean
         if "close" in way:
             local.close()
         else:
-            end = green.spawn(local.receive) if "send" in way else green.spawn(local.send, "received")
+            end = (
+                green.spawn(local.receive) if "send" in way else green.spawn(local.send, "received")
+            )
             await turns()
         touch(go + tag)
         try:
@@ -529,7 +553,10 @@ def test_a_select_that_was_held_in_vain_finds_what_came_to_its_own_channels_mean
 
     async def main():
         one, two = pool.drones[:2]
-        for tag, here, there in (("a", one, two), ("b", two, one)):  # in one of them the home's select is held first
+        for tag, here, there in (
+            ("a", one, two),
+            ("b", two, one),
+        ):  # in one of them the home's select is held first
             far = made_in(here)
             told = there.promise(other, far, tag)
             expected = "closed" if "close" in way else "sent" if way == "send" else "received"
@@ -570,7 +597,7 @@ def test_a_select_with_a_skip_cannot_ask_another_image_either(pool):
     assert run(main, ch.receiving(when=False), Channel().receiving(when=False)).index == 2
 
 
-# -- being cancelled -----------------------------------------------------------------------------------------
+# -- being cancelled -------------------------------------------------------------------------------
 
 
 def test_a_send_that_was_broken_off_is_received_by_nobody(pool):
@@ -658,7 +685,10 @@ def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
     def kept():
         from polycephaly.green.distributed.transport import the_post
 
-        return sum(len(each.credits) + len(each.accounts) + len(each.ends) for each in the_post().peers.values())
+        return sum(
+            len(each.credits) + len(each.accounts) + len(each.ends)
+            for each in the_post().peers.values()
+        )
 
     async def nothing_more_than(before):
         while kept() > before:
@@ -706,7 +736,7 @@ def test_asyncio_code_that_gives_up_at_random_loses_nothing(pool, capacity):
     run(main)
 
 
-# -- endings -------------------------------------------------------------------------------------------------
+# -- endings ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("channel-2", "channel-3")
@@ -807,7 +837,10 @@ def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, c
         go.put(None, 30)
         before, after, name, error = asked.result(30)
         assert (before, after) == (False, True)
-        assert name == f"<Channel{f' of {capacity}' if capacity else ''} closed made in the main image>"
+        assert (
+            name
+            == f"<Channel{f' of {capacity}' if capacity else ''} closed made in the main image>"
+        )
         assert error == f"{name} was closed, or its home has no use for it any more"
 
 
@@ -816,14 +849,21 @@ def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, c
 def test_an_image_that_dies_takes_its_offers_and_demands_along(capacity):
     async def wait_for_ever(ch, ready, way):
         green.spawn(ready.send(None))
-        await green.par(*(ch.receive() if way == "receive" else ch.send("of the dead") for _ in range(capacity + 5)))
+        await green.par(
+            *(
+                ch.receive() if way == "receive" else ch.send("of the dead")
+                for _ in range(capacity + 5)
+            )
+        )
 
     async def main(pool):
         for way in ("receive", "send"):
             ch, ready = Channel(capacity), Channel()
             p = pool.promise(wait_for_ever, ch, ready, way)
             await ready.receive()
-            await pool.promise(send_all, other := Channel(1), ["x"])  # so that what it said before has come
+            await pool.promise(
+                send_all, other := Channel(1), ["x"]
+            )  # so that what it said before has come
             os.kill(pool.drones[0].pid, signal.SIGKILL)
             with pytest.raises(poly.DroneDied):
                 await p
@@ -913,7 +953,11 @@ def test_an_end_that_was_handed_on_goes_with_whoever_has_it_then(pool):
 
     def ends_with_a_death(ch, home=None):
         seen = home.doit(items_and_error, ch) if home else items_and_error(ch)
-        return seen[:-1] == [1] and seen[-1].startswith("ChannelClosed") and "exit status 3" in seen[-1]
+        return (
+            seen[:-1] == [1]
+            and seen[-1].startswith("ChannelClosed")
+            and "exit status 3" in seen[-1]
+        )
 
     ch = made_in(other)  # home is a drone, and the end comes by way of the main image
     one.promise(produce_and_die, other.doit(ch.sender))
@@ -985,7 +1029,10 @@ def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
             at(home, keep, at(home, ch.sender))
             place = home
             for _ in range(luck.randrange(1, 6)):
-                before, place = place, luck.choice([each for each in (None, 0, 1, 2) if each != place])
+                before, place = (
+                    place,
+                    luck.choice([each for each in (None, 0, 1, 2) if each != place]),
+                )
                 if None in (before, place) or luck.random() < 0.3:  # as an argument, or a result
                     at(place, keep, at(before, give))
                 else:  # from one to the other, as an item
@@ -1123,7 +1170,8 @@ def hold_the_owner():
 
 
 def test_an_end_is_gone_with_a_drone_that_dies_as_soon_as_the_call_with_it_is_answered():
-    """It has said that it has the end before it answers, though its green threads are in the middle of a step."""
+    """It has said that it has the end before it answers, though its green threads are in the middle
+    of a step."""
     with poly.Pool(1, output="discard") as pool:
         for held in (True, False, False):
             (drone,) = pool.drones
@@ -1149,7 +1197,9 @@ def test_an_end_in_a_map_is_gone_with_the_call_that_it_went_with(known):
         ch = Channel()
         with pytest.raises(poly.DroneDied):
             list(pool.map(fail_or_keep, [0] * known + ["die", (ch.sender(),)]))
-        assert "the last end that could send was" in items_and_error(ch)[-1]  # with a drone, or a call that never ran
+        assert (
+            "the last end that could send was" in items_and_error(ch)[-1]
+        )  # with a drone, or a call that never ran
 
 
 async def put_and_spin(ch):
@@ -1179,7 +1229,10 @@ def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
 
     ch, gates = Channel(), [str(tmp_path / "one"), str(tmp_path / "other")]
     end = ch.sender()
-    died = [drone.promise(put, end, k, gate) for k, (drone, gate) in enumerate(zip(pool.drones, gates, strict=False))]
+    died = [
+        drone.promise(put, end, k, gate)
+        for k, (drone, gate) in enumerate(zip(pool.drones, gates, strict=False))
+    ]
     assert {ch.get(10), ch.get(10)} == {0, 1}
     append(gates[0], "")
     assert isinstance(died[0].exception(10), poly.DroneDied)
@@ -1201,7 +1254,7 @@ def forget_all():
     stored.clear()
 
 
-# -- ends that are let go with their call ---------------------------------------------------------------------
+# -- ends that are let go with their call ----------------------------------------------------------
 
 
 def put_three(end, fails=False):
@@ -1224,7 +1277,8 @@ async def send_three(end, fails=False):
 @pytest.mark.parametrize("work", [put_three, send_three])
 @CAPACITIES
 def test_an_end_that_a_call_has_not_stored_is_let_go_with_it(work, capacity, width, fails):
-    """So the channel is closed as by hand, whether the call returns or fails: all is received, then there is an end."""
+    """So the channel is closed as by hand, whether the call returns or fails: all is received, then
+    there is an end."""
     with poly.Pool(1, width=width) as pool:
         ch = Channel(capacity)
         end = ch.sender()
@@ -1235,7 +1289,9 @@ def test_an_end_that_a_call_has_not_stored_is_let_go_with_it(work, capacity, wid
             end.put(1)
 
 
-@pytest.mark.parametrize("way", ["captured", "in a partial", "by keyword", "in a map", "home in a drone"])
+@pytest.mark.parametrize(
+    "way", ["captured", "in a partial", "by keyword", "in a map", "home in a drone"]
+)
 def test_an_end_is_let_go_however_it_came_to_the_call(pool, way):
     ch = made_in(pool.drones[0]) if way == "home in a drone" else Channel()
     end = pool.drones[0].doit(lambda: ch.sender()) if way == "home in a drone" else ch.sender()
@@ -1302,7 +1358,9 @@ def in_an_async_iterator(end):
 
 @pytest.mark.guarantee("channel-4")
 @pytest.mark.parametrize(
-    "keep", [in_a_global, in_the_namespace, in_a_thread, in_an_iterator, in_an_async_iterator], ids=lambda f: f.__name__
+    "keep",
+    [in_a_global, in_the_namespace, in_a_thread, in_an_iterator, in_an_async_iterator],
+    ids=lambda f: f.__name__,
 )
 def test_an_end_that_its_call_has_stored_stays(pool, keep):
     ch, behind = Channel(), Channel()
@@ -1375,7 +1433,9 @@ def test_a_channel_that_comes_home_after_its_end_still_tells_why(pool, capacity)
     ch = made_in(home, capacity)
     died = one.promise(os_exit_with, home.doit(ch.sender))
     assert isinstance(died.exception(10), poly.DroneDied)
-    assert "exit status 3" in items_and_error(ch)[-1]  # now it is closed, and its home has forgotten it
+    assert (
+        "exit status 3" in items_and_error(ch)[-1]
+    )  # now it is closed, and its home has forgotten it
     for place in (home, other):
         for _ in range(2):
             assert "exit status 3" in place.doit(items_and_error, ch)[-1]
@@ -1389,11 +1449,15 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, cap
         """With the end among its arguments, or captured by the function."""
         ch = Channel()
         end = ch.sender()
-        return ch, drone.promise(partial(fn, end), *args) if captured else drone.promise(fn, end, *args)
+        return ch, drone.promise(partial(fn, end), *args) if captured else drone.promise(
+            fn, end, *args
+        )
 
     for _ in range(20):  # it may die before it has said that it has the end, or after
         ch, died = call(pool, lambda end: os._exit(3))
-        assert "DroneDied" in items_and_error(ch)[-1] and isinstance(died.exception(10), poly.DroneDied)
+        assert "DroneDied" in items_and_error(ch)[-1] and isinstance(
+            died.exception(10), poly.DroneDied
+        )
     wait_for(lambda: len(pool.drones) == 3)
     home = pool.drones[2]
     for _ in range(5):
@@ -1401,12 +1465,18 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, cap
         ch = made_in(home)
         end = home.doit(ch.sender)
         one = next(each for each in pool.drones if each.pid != home.pid)
-        died = one.promise(partial(os_exit_with, end)) if captured else one.promise(os_exit_with, end)
-        assert "exit status 3" in home.doit(items_and_error, ch)[-1] and isinstance(died.exception(10), poly.DroneDied)
+        died = (
+            one.promise(partial(os_exit_with, end)) if captured else one.promise(os_exit_with, end)
+        )
+        assert "exit status 3" in home.doit(items_and_error, ch)[-1] and isinstance(
+            died.exception(10), poly.DroneDied
+        )
     unborn = poly.Promise()
     ch, rejected = call(pool, lambda end, value: value, unborn)
     unborn.set_exception(KeyError("of its input"))
-    assert "of its input" in items_and_error(ch)[-1] and isinstance(rejected.exception(10), KeyError)
+    assert "of its input" in items_and_error(ch)[-1] and isinstance(
+        rejected.exception(10), KeyError
+    )
     ch, cancelled = call(pool, lambda end, value: value, poly.Promise())
     cancelled.cancel()
     assert "was cancelled" in items_and_error(ch)[-1]
@@ -1503,8 +1573,12 @@ def short_or_not(end, free=None):
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_cancelled(tmp_path, monkeypatch, dies):
-    monkeypatch.setattr(tuning, "batch_seconds", 60.0)  # so that what has taken less is sent while it is busy
+def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_cancelled(
+    tmp_path, monkeypatch, dies
+):
+    monkeypatch.setattr(
+        tuning, "batch_seconds", 60.0
+    )  # so that what has taken less is sent while it is busy
     with poly.Pool(1, output="discard") as pool:
         drone = pool.drones[0]
         assert drone.doit(short_or_not, None) == 1
@@ -1682,14 +1756,15 @@ def test_senders_are_told_that_no_receiver_is_left(pool):
     run(main)
 
 
-# -- exactly once, or told: drones killed at random -----------------------------------------------------------
+# -- exactly once, or told: drones killed at random ------------------------------------------------
 
 
 @pytest.mark.parametrize("selecting", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.slow
 def test_with_drones_killed_at_random_each_item_is_received_once_or_told(seed, selecting, tmp_path):
-    """Each drone writes down what it has done. Of a drone that was killed, what it did last may not be written."""
+    """Each drone writes down what it has done. Of a drone that was killed, what it did last may not
+    be written."""
     luck = random.Random(seed)
     capacity = 3 if seed == 3 else 0
     log = tmp_path / "log"
@@ -1714,7 +1789,10 @@ def test_with_drones_killed_at_random_each_item_is_received_once_or_told(seed, s
         with suppress(ChannelClosed):
             while selecting:
                 note("got", *(await select(ch.receiving(), other.receiving())).value)
-        for each in (ch, other):  # the rest, of which a select says nothing once one of the two is closed
+        for each in (
+            ch,
+            other,
+        ):  # the rest, of which a select says nothing once one of the two is closed
             async for item in each:
                 note("got", *item)
 
@@ -1768,7 +1846,9 @@ def test_where_the_home_is_killed_at_random_what_was_sent_was_received(seed, tmp
         i = 0
         try:
             while True:
-                await select(*(ch.sending((me, i)) for ch in both)) if seed % 2 else await both[0].send((me, i))
+                await select(*(ch.sending((me, i)) for ch in both)) if seed % 2 else await both[
+                    0
+                ].send((me, i))
                 note("sent", me, i)
                 i += 1
         except (ItemLost, ChannelClosed) as error:
@@ -1777,7 +1857,11 @@ def test_where_the_home_is_killed_at_random_what_was_sent_was_received(seed, tmp
     async def receiver(both):
         try:
             while True:
-                got = (await select(*(ch.receiving() for ch in both))).value if seed % 2 else await both[0].receive()
+                got = (
+                    (await select(*(ch.receiving() for ch in both))).value
+                    if seed % 2
+                    else await both[0].receive()
+                )
                 note("got", *got)
         except ChannelClosed as error:
             return str(error)
@@ -1801,7 +1885,7 @@ def test_where_the_home_is_killed_at_random_what_was_sent_was_received(seed, tmp
     assert {what[1:] for what in did if what[0] == "sent"} <= set(got)
 
 
-# -- green threads spread over drones -------------------------------------------------------------------
+# -- green threads spread over drones --------------------------------------------------------------
 
 
 def test_par_over_a_pool_runs_all_at_once_and_gives_the_values_in_order(pool):
@@ -1816,7 +1900,9 @@ def test_par_over_a_pool_runs_all_at_once_and_gives_the_values_in_order(pool):
     told = green.par(*(partial(swap, i, ring[i - 1], ring[i]) for i in range(7)), over=pool)
     assert [value for value, _ in told] == [6, 0, 1, 2, 3, 4, 5]
     assert len({pid for _, pid in told}) == 3
-    assert [pid for _, pid in told] == sorted((pid for _, pid in told), key=[pid for _, pid in told].index)
+    assert [pid for _, pid in told] == sorted(
+        (pid for _, pid in told), key=[pid for _, pid in told].index
+    )
 
 
 def test_par_over_a_pool_raises_what_failed_and_ends_the_others(pool):
@@ -1827,7 +1913,9 @@ def test_par_over_a_pool_raises_what_failed_and_ends_the_others(pool):
         await ch.receive()
 
     with pytest.raises(ExceptionGroup) as told:
-        green.par(partial(wait_for_ever, Channel()), fail, partial(wait_for_ever, Channel()), over=pool)
+        green.par(
+            partial(wait_for_ever, Channel()), fail, partial(wait_for_ever, Channel()), over=pool
+        )
     assert [repr(each) for each in told.value.exceptions] == ["KeyError('x')"]
     assert pool.doit("1 + 1") == 2
 
@@ -1887,7 +1975,9 @@ def test_map_over_a_pool_raises_the_error_of_a_call_of_the_items_and_of_a_drone(
         green.map(die, range(100), over=pool)
 
 
-def test_a_call_of_a_map_over_a_pool_that_is_cancelled_from_within_is_an_error_as_without_a_pool(pool):
+def test_a_call_of_a_map_over_a_pool_that_is_cancelled_from_within_is_an_error_as_without_a_pool(
+    pool,
+):
     async def give_up(n):
         if n == 2:
             raise green.Cancelled
@@ -1970,7 +2060,11 @@ def test_map_over_a_pool_does_not_wait_for_a_drone_that_has_never_begun(pool, tm
 def test_a_pool_that_has_ended_says_so_of_green_threads_as_of_other_work():
     with poly.Pool(1) as pool:
         pass
-    for begin in (lambda: pool.submit(int), lambda: green.map(abs, [1], over=pool), lambda: green.par(int, over=pool)):
+    for begin in (
+        lambda: pool.submit(int),
+        lambda: green.map(abs, [1], over=pool),
+        lambda: green.par(int, over=pool),
+    ):
         with pytest.raises(RuntimeError, match="after shutdown of pool-"):
             begin()
 
@@ -1985,7 +2079,7 @@ def test_what_cannot_be_spread_is_said_to_be_so(pool):
         green.par(coro, over=3)
 
 
-# -- items that cannot travel, and other bad input -------------------------------------------------------------
+# -- items that cannot travel, and other bad input -------------------------------------------------
 
 
 class Unopenable:
@@ -2014,7 +2108,9 @@ def test_the_handle_of_what_a_drone_keeps_does_not_go_through_a_channel(pool):
         ch.put(poly.Kept([7]))
 
     ch = Channel()
-    with pytest.raises(TypeError, match=r"was to go through a channel: its handle goes .* home in a result"):
+    with pytest.raises(
+        TypeError, match=r"was to go through a channel: its handle goes .* home in a result"
+    ):
         pool.doit(send, ch)
 
 
@@ -2047,7 +2143,10 @@ def test_what_cannot_be_unpickled_is_told_to_its_receiver(pool):
             p = pool.drones[2].promise(receiver, ch)
             await ch.send(Unopenable())
             await ch.send("next")
-            assert await p == ["while unpickling an item that another image sent through a channel", "next"]
+            assert await p == [
+                "while unpickling an item that another image sent through a channel",
+                "next",
+            ]
 
     run(main)
 
@@ -2103,7 +2202,7 @@ def test_who_waits_for_another_image_is_in_no_deadlock(pool):
     assert green.run(main) == "at last"
 
 
-# -- found by a review -----------------------------------------------------------------------------------------
+# -- found by a review -----------------------------------------------------------------------------
 
 
 async def both_ways(ch, name, n):
@@ -2126,7 +2225,9 @@ def test_a_select_may_send_and_receive_on_one_channel(pool):
         ch.close()
         left = [item async for item in ch]
         sent = [str(item) for sent, _ in ends for item in sent]
-        assert sorted(sent) == sorted(str(item) for got in [left, *(got for _, got in ends)] for item in got)
+        assert sorted(sent) == sorted(
+            str(item) for got in [left, *(got for _, got in ends)] for item in got
+        )
 
     run(main)
 
@@ -2235,7 +2336,8 @@ def test_a_channel_from_the_snapshot_is_found_though_it_was_frozen():
 
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_a_step_that_goes_on_for_long_keeps_nothing_back(pool, tmp_path, capacity):
-    """What was sent goes, and what was received is said to be, though the coroutine computes and does not await."""
+    """What was sent goes, and what was received is said to be, though the coroutine computes and
+    does not await."""
     gate = str(tmp_path / "gate")
 
     async def send_and_compute(ch, own):
@@ -2281,7 +2383,9 @@ def test_a_channel_from_the_snapshot_has_credit_and_is_one_with_itself_as_an_arg
 
         for i in range(n):
             await CREDITED.send(i)
-        return CREDITED._extra.number in {number for peer in the_post().peers.values() for number in peer.credits}
+        return CREDITED._extra.number in {
+            number for peer in the_post().peers.values() for number in peer.credits
+        }
 
     async def main(pool):
         p = pool.promise(sends, 100)

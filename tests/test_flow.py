@@ -1,4 +1,5 @@
-"""`flow`: calls inside a pool's block are nodes of a graph, each of which runs when its inputs are there."""
+"""`flow`: calls inside a pool's block are nodes of a graph, each of which runs when its inputs are
+there."""
 
 import asyncio
 import contextlib
@@ -70,7 +71,7 @@ def pool():
         yield pool
 
 
-# -- where a call is a node ---------------------------------------------------------------------------------------
+# -- where a call is a node ------------------------------------------------------------------------
 
 
 def test_inside_a_block_a_call_is_a_promise_and_outside_it_is_the_function():
@@ -95,7 +96,9 @@ def test_the_innermost_block_of_this_thread_counts():
         found = []
         threads = [
             threading.Thread(target=lambda: found.append(where())),
-            threading.Thread(target=contextvars.copy_context().run, args=[lambda: found.append(where().value)]),
+            threading.Thread(
+                target=contextvars.copy_context().run, args=[lambda: found.append(where().value)]
+            ),
         ]
         for each in threads:
             each.start()
@@ -168,7 +171,7 @@ def test_a_node_may_have_a_pool_of_its_own():
         assert nested(nested(1)).value == 3
 
 
-# -- what can be a node -------------------------------------------------------------------------------------------
+# -- what can be a node ----------------------------------------------------------------------------
 
 
 def test_it_looks_like_the_function():
@@ -223,7 +226,9 @@ def test_its_options_are_those_of_the_pool(tmp_path):
         assert isinstance(add(hangs(1)).exception(30), TimeoutError)
 
 
-@pytest.mark.parametrize("wrong", [3, None, classmethod(print), property(print), staticmethod(print)])
+@pytest.mark.parametrize(
+    "wrong", [3, None, classmethod(print), property(print), staticmethod(print)]
+)
 def test_what_is_no_callable_is_refused(wrong):
     if wrong is None:
         assert callable(poly.flow())
@@ -245,7 +250,7 @@ def test_a_call_in_the_block_of_a_pool_that_was_shut_down_is_refused():
             add(1)
 
 
-# -- the graph ----------------------------------------------------------------------------------------------------
+# -- the graph -------------------------------------------------------------------------------------
 
 
 def test_a_block_ends_when_its_graph_is_done():
@@ -290,7 +295,7 @@ def test_no_node_runs_before_its_inputs_are_there(tmp_path):
     assert lines(ran) == ["a", "b", "c"]
 
 
-# -- rejection and cancelling -------------------------------------------------------------------------------------
+# -- rejection and cancelling ----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-2")
@@ -332,7 +337,10 @@ def test_each_that_depends_on_a_node_that_fails_has_an_error_of_its_own(wrong):
         bad = poly.flow(wrong)(0)
         rest = [add(bad, n) for n in range(5)]
         errors = [bad.exception(), *(each.exception() for each in rest)]
-        assert len(set(map(id, errors))) == 6 and len({(type(each), str(each)) for each in errors}) == 1
+        assert (
+            len(set(map(id, errors))) == 6
+            and len({(type(each), str(each)) for each in errors}) == 1
+        )
 
         def ask(node, number):
             with pytest.raises(type(errors[0])) as caught:
@@ -345,7 +353,10 @@ def test_each_that_depends_on_a_node_that_fails_has_an_error_of_its_own(wrong):
             assert [each["number"] for each in locals_in(error) if "node" in each] == [number]
             shown = "".join(traceback.format_exception(error))
             assert "_RemoteTraceback" in shown and ("1 // x" in shown or "raise OfItsCode" in shown)
-        assert not getattr(errors[0], "__notes__", ()) and "the promise that brought it" in errors[1].__notes__[0]
+        assert (
+            not getattr(errors[0], "__notes__", ())
+            and "the promise that brought it" in errors[1].__notes__[0]
+        )
         assert getattr(errors[1], "code", 0) == 0
 
 
@@ -356,7 +367,9 @@ def test_the_lines_of_an_error_that_was_raised_here_stay_with_all_that_depend_on
         start.set_result(5)
         with pytest.raises(OfItsCode, match="failed with 5") as caught:
             _ = node.value
-    assert caught.value.code == 5 and "raise OfItsCode(code)" in "".join(traceback.format_exception(caught.value))
+    assert caught.value.code == 5 and "raise OfItsCode(code)" in "".join(
+        traceback.format_exception(caught.value)
+    )
 
 
 def test_a_node_that_cannot_be_pickled_rejects_its_path_as_any_does():
@@ -466,14 +479,16 @@ def test_a_whole_graph_is_cancelled_from_its_end():
         assert add(1, 1).value == 2
 
 
-# -- what would wait for itself -----------------------------------------------------------------------------------
+# -- what would wait for itself --------------------------------------------------------------------
 
 
 def test_a_promise_by_hand_that_the_node_which_needs_it_is_to_settle_is_refused():
     with poly.Pool(1):
         p = Promise()
         node = add(total([1, {"x": [p]}["x"][0]]))
-        with pytest.raises(poly.Deadlock, match=r"circle: add #\d+ -> total #\d+ -> <Promise pending.* -> add #"):
+        with pytest.raises(
+            poly.Deadlock, match=r"circle: add #\d+ -> total #\d+ -> <Promise pending.* -> add #"
+        ):
             node.then(p.set_result)
         p.set_result(4)
         assert node.value == 5
@@ -543,7 +558,9 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         for _ in range(300):
             last = add(last)
         seen = set()
-        assert all(stall_detection.by_hand_for(each, seen) is None for each in [*pool._crew.waiting])
+        assert all(
+            stall_detection.by_hand_for(each, seen) is None for each in [*pool._crew.waiting]
+        )
         assert len(visited) == len(seen) == 301
         first.cancel()
         assert isinstance(last.exception(10), CancelledError)
@@ -560,7 +577,7 @@ def test_a_node_that_has_an_end_of_a_channel_is_cancelled_with_what_it_led_to():
             assert add(node).cancel() and node.cancelled()
 
 
-# -- its picture --------------------------------------------------------------------------------------------------
+# -- its picture -----------------------------------------------------------------------------------
 
 
 def test_a_graph_shows_what_waits_and_what_was_done(tmp_path):
@@ -572,7 +589,12 @@ def test_a_graph_shows_what_waits_and_what_was_done(tmp_path):
         ready = add(1)
         end = total([ready, add(late), running])
         states = {node.label: node.state for node in poly.Graph(end).nodes}
-        assert states == {"promise": "waiting", "hold_until": "running", "add": "waiting", "total": "waiting"}
+        assert states == {
+            "promise": "waiting",
+            "hold_until": "running",
+            "add": "waiting",
+            "total": "waiting",
+        }
         open(gate, "w").close()
         late.set_exception(KeyError("late"))
         end.exception()
@@ -598,7 +620,10 @@ def test_a_node_whose_function_does_not_pickle_is_rejected_with_why():
     with poly.Pool(1):
         node = poly.flow(lambda: lock)()
         end = add(node)
-        assert isinstance(node.exception(), TypeError) and end.exception().args == node.exception().args
+        assert (
+            isinstance(node.exception(), TypeError)
+            and end.exception().args == node.exception().args
+        )
         assert [each.state for each in poly.Graph(end).nodes] == ["rejected", "rejected"]
 
 

@@ -1,4 +1,5 @@
-"""Large results of nodes lie where their drones wrote them; other nodes have them from there, and we when we ask."""
+"""Large results of nodes lie where their drones wrote them; other nodes have them from there, and
+we when we ask."""
 
 import asyncio
 import contextlib
@@ -203,7 +204,9 @@ def test_a_graph_whose_drones_are_killed_at_random_comes_out_right_where_its_nod
         for round_ in range(25):
             pairs = [(dice.randrange(20), dice.randrange(20), dice.randrange(3)) for _ in range(20)]
             large = [poly.flow(retries=100)(bytes)(SIZE + many) for _, _, many in pairs]
-            layer = [length(layer[a], layer[b], it) for (a, b, _), it in zip(pairs, large, strict=True)]
+            layer = [
+                length(layer[a], layer[b], it) for (a, b, _), it in zip(pairs, large, strict=True)
+            ]
             expected = [expected[a] + expected[b] + SIZE + many for a, b, many in pairs]
             if round_ % 6 == 5:
                 with contextlib.suppress(ProcessLookupError, RuntimeError):  # it has just died

@@ -1,4 +1,5 @@
-"""Settling meets whatever else may be done to a promise, at every bytecode of either: nothing is lost or doubled."""
+"""Settling meets whatever else may be done to a promise, at every bytecode of either: nothing is
+lost or doubled."""
 
 import concurrent.futures
 from concurrent.futures import CancelledError, InvalidStateError, _base
@@ -55,7 +56,8 @@ def node():
 
 
 ALONE = SimpleNamespace(
-    hub=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None), withdraw=lambda work: None
+    hub=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None),
+    withdraw=lambda work: None,
 )
 """A crew whose hub has nothing to drive: another thread settles its work."""
 
@@ -184,7 +186,8 @@ def subclasses(kind):
 
 
 def test_no_promise_makes_a_call_of_the_stores_that_settle_it():
-    """A property is a call, where another thread, or Ctrl-C, may come between the claim and the state."""
+    """A property is a call, where another thread, or Ctrl-C, may come between the claim and the
+    state."""
     for kind in subclasses(Promise):
         for name in ("_result", "_exception", "_state", "_hooks"):
             assert not hasattr(type(getattr(kind, name)), "__set__"), (kind, name)

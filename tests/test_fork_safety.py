@@ -11,7 +11,10 @@ from scripts import output_of, run_script
 
 import polycephaly as poly
 
-STRICT = ("-W", "always::DeprecationWarning")  # not "error": CPython 3.12 to 3.14 drop what this warning raises
+STRICT = (
+    "-W",
+    "always::DeprecationWarning",
+)  # not "error": CPython 3.12 to 3.14 drop what this warning raises
 
 
 @pytest.mark.guarantee("wire-3")

@@ -1,4 +1,5 @@
-"""A child that work forks has nothing of its drone's: it ends with the code that forked it, its exit status its own."""
+"""A child that work forks has nothing of its drone's: it ends with the code that forked it, its
+exit status its own."""
 
 import atexit
 import contextlib
@@ -17,7 +18,13 @@ from polycephaly import green
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
-ENDS = {"returns": 0, "returns what cannot be pickled": 0, "sys.exit(3)": 3, "sys.exit('text')": 1, "raises": 1}
+ENDS = {
+    "returns": 0,
+    "returns what cannot be pickled": 0,
+    "sys.exit(3)": 3,
+    "sys.exit('text')": 1,
+    "raises": 1,
+}
 
 
 def ends(how):
@@ -84,7 +91,15 @@ def in_pickling(how):
     return ForksWhenPickled(how)
 
 
-WORK = [forks, forks_with_terminal, in_coroutine, in_bound_thread, in_call, in_long_call, in_plain_function]
+WORK = [
+    forks,
+    forks_with_terminal,
+    in_coroutine,
+    in_bound_thread,
+    in_call,
+    in_long_call,
+    in_plain_function,
+]
 
 
 @pytest.fixture(params=[1, 3], ids=["width 1", "width 3"], scope="module")
@@ -100,7 +115,9 @@ def test_a_forked_child_ends_with_the_status_of_its_own_end_and_the_drone_goes_o
     drone = pool.doit(os.getpid)
     assert pool.promise(work, how).result(60) == ENDS[how]
     assert pool.submit(forks, how, ["by itself"]).result(60) == ENDS[how]
-    assert [each.result(60) for each in [pool.submit(abs, -i) for i in range(50)]] == list(range(50))
+    assert [each.result(60) for each in [pool.submit(abs, -i) for i in range(50)]] == list(
+        range(50)
+    )
     assert pool.doit(os.getpid) == drone
 
 
@@ -111,7 +128,9 @@ def test_a_child_forked_where_a_result_is_pickled_ends_too(pool, how):
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_call_of_a_map_that_forks_is_answered_once_and_its_child_runs_no_other(pool, how, tmp_path):
+def test_a_call_of_a_map_that_forks_is_answered_once_and_its_child_runs_no_other(
+    pool, how, tmp_path
+):
     ran = tmp_path / "ran"
 
     def call(i):
@@ -124,7 +143,10 @@ def test_a_call_of_a_map_that_forks_is_answered_once_and_its_child_runs_no_other
 
 
 def test_a_code_string_that_forks(pool):
-    assert pool.doit("import os, sys\npid = os.fork()\npid or sys.exit(7)\nos.waitpid(pid, 0)[1] >> 8") == 7
+    assert (
+        pool.doit("import os, sys\npid = os.fork()\npid or sys.exit(7)\nos.waitpid(pid, 0)[1] >> 8")
+        == 7
+    )
 
 
 def test_a_traceback_of_a_child_is_printed_and_comes_home():
@@ -137,10 +159,13 @@ def test_a_traceback_of_a_child_is_printed_and_comes_home():
 
 
 def test_a_child_that_goes_on_beside_its_drone_says_nothing_in_its_name():
-    """The drone answers hundreds of calls while the child waits, and the child ends when it is told to."""
+    """The drone answers hundreds of calls while the child waits, and the child ends when it is told
+    to."""
     with poly.Drone() as drone:
         drone.doit(goes_on, "child")
-        assert [each.value for each in [drone.promise(pow, i, 2) for i in range(300)]] == [i * i for i in range(300)]
+        assert [each.value for each in [drone.promise(pow, i, 2) for i in range(300)]] == [
+            i * i for i in range(300)
+        ]
         assert drone.doit(ends_now) == 5
         assert drone.doit(abs, -1) == 1
 
@@ -252,7 +277,9 @@ def others():
     process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(6,))
     process.start()
     process.join()
-    program = subprocess.run([sys.executable, "-c", "raise SystemExit(8)"], preexec_fn=os.getpid, check=False)
+    program = subprocess.run(
+        [sys.executable, "-c", "raise SystemExit(8)"], preexec_fn=os.getpid, check=False
+    )
     told = []
     thread = threading.Thread(target=lambda: told.append(forks("returns")))
     thread.start()
@@ -267,7 +294,11 @@ def test_processes_of_multiprocessing_and_programs_and_forks_in_threads_are_what
 
 def test_work_of_a_served_pools_client_may_fork(tmp_path):
     card = str(tmp_path / "pool.json")
-    with poly.Pool(1, output="discard") as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+    with (
+        poly.Pool(1, output="discard") as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
         for how, status in ENDS.items():
             assert remote.promise(forks, how).result(60) == status
         assert remote.doit(abs, -1) == 1

@@ -1,4 +1,5 @@
-"""Nonsense from every side: nothing breaks or hangs, a stranger gets nothing unpickled. The short form of fuzz.py."""
+"""Nonsense from every side: nothing breaks or hangs, a stranger gets nothing unpickled. The short
+form of fuzz.py."""
 
 import contextlib
 import math
@@ -96,13 +97,17 @@ def test_decoders_return_or_raise_malformed_whatever_was_mutated(decoders):
         assert count > before[what] + 100, f"too few were {what}"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=5), st.integers(0, 2**32))
 def test_decoders_return_or_raise_malformed_for_any_bytes(decoders, frames, number):
     decoders.decode(frames, random.Random(number))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(st.data())
 def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoders, data):
     frames = [bytearray(frame) for frame in data.draw(st.sampled_from(decoders.originals))]
@@ -153,7 +158,9 @@ while True:
 def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pool.doit(abs, -1)
-        stranger = subprocess.Popen([sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_hub()}/hub"])
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_hub()}/hub"]
+        )
         try:
             assert heard.wait_for(lambda: heard.strangers > 1000)
             for i in range(100):
@@ -183,7 +190,11 @@ def say(frames, by="lane"):
 def answer_myself(status, started=0.0, finished=0.0):
     """Status 0: as everybody does."""
     if status:
-        say(pack_outcomes([pack_outcome(fuzz.this_drone()._current, status, started, finished, b"", b"")]))
+        say(
+            pack_outcomes(
+                [pack_outcome(fuzz.this_drone()._current, status, started, finished, b"", b"")]
+            )
+        )
 
 
 @pytest.mark.guarantee("wire-4")
@@ -208,7 +219,9 @@ VALUES_WRONG = {
 def test_garbled_values_of_one_drone_break_no_pool(payload):
     with fuzz.Heard() as heard, poly.Pool(2, output=heard.line) as pool:
         work = [pool.promise(abs, -i) for i in range(50)]
-        pool.promise(say, pack_outcomes([pack_outcome(0, VALUES, 0.0, 0.0, payload, b"")])).result(SOON)
+        pool.promise(say, pack_outcomes([pack_outcome(0, VALUES, 0.0, 0.0, payload, b"")])).result(
+            SOON
+        )
         assert [p.result(SOON) for p in work] == list(range(50))
         fuzz.answers(pool, heard)
         assert heard.dropped == 1
@@ -301,7 +314,9 @@ FOR_DRONES = {
 
 
 def ear_of_this_drone():
-    return [thread.is_alive() for thread in threading.enumerate() if thread.name == "polycephaly-ear"]
+    return [
+        thread.is_alive() for thread in threading.enumerate() if thread.name == "polycephaly-ear"
+    ]
 
 
 @pytest.mark.parametrize("packet", FOR_DRONES.values(), ids=FOR_DRONES)
@@ -315,7 +330,9 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
         fuzz.send_all(link.lane._end, packet)
-        assert heard.wait_for(lambda: heard.refused == 2), heard.lines  # it is still busy: this was its ear
+        assert heard.wait_for(lambda: heard.refused == 2), (
+            heard.lines
+        )  # it is still busy: this was its ear
         go.touch()
         assert held.result(SOON) == "held"
         assert pool.promise(ear_of_this_drone).result(SOON) == [True]
@@ -324,7 +341,11 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
 
 
 def test_what_is_malformed_by_bulk_is_dropped_by_a_drone_too():
-    with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool, contextlib.ExitStack() as folders:
+    with (
+        fuzz.Heard() as heard,
+        poly.Pool(1, output=heard.line) as pool,
+        contextlib.ExitStack() as folders,
+    ):
         pid = pool.promise(os.getpid).result(SOON)
         to_drones = fuzz.ToDrones(pool, heard, folders.enter_context(tempfile.TemporaryDirectory()))
         wrong = [*NOT_FOR_DRONES.values(), *map(calls, CALLS_WRONG.values())]
@@ -372,10 +393,15 @@ _count = memoryview(b"")
 def bad_line(pool_size, kind, side):
     """A pool, and the count of messages to which something has happened."""
     global _count
-    with mmap.mmap(-1, mmap.PAGESIZE) as page, memoryview(page).cast("Q") as _count:  # drones inherit it
+    with (
+        mmap.mmap(-1, mmap.PAGESIZE) as page,
+        memoryview(page).cast("Q") as _count,
+    ):  # drones inherit it
         with fuzz.Heard() as heard, poly.Pool(pool_size, output=heard.line) as pool:
             fuzz.answers(pool, heard)
-            assert [p.result(SOON) for p in [pool.promise(bytes, b"x" * 5000) for _ in range(20)]] == [b"x" * 5000] * 20
+            assert [
+                p.result(SOON) for p in [pool.promise(bytes, b"x" * 5000) for _ in range(20)]
+            ] == [b"x" * 5000] * 20
             if side == "of drones":
                 for each in pool.everywhere(speak_badly, kind):
                     each.result(SOON)
@@ -464,7 +490,8 @@ def test_what_a_dying_drone_left_in_its_page_may_be_anything():
 
 
 def leave(seed, number):
-    """Writes into the running page what is nearly an outcome, with lengths that are none, and dies."""
+    """Writes into the running page what is nearly an outcome, with lengths that are none, and
+    dies."""
     drone = fuzz.this_drone()
     dice = random.Random(seed << 32 | number)
     with fuzz.memory() as (store, ledger):

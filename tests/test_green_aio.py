@@ -42,7 +42,7 @@ async def fail(error):
     raise error
 
 
-# -- asyncio in green threads --------------------------------------------------------------------------
+# -- asyncio in green threads ----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-17")
@@ -344,7 +344,7 @@ def test_a_program_that_used_asyncio_ends_by_itself():
     """) == "end\n"  # fmt: skip
 
 
-# -- green things in asyncio -------------------------------------------------------------------------------
+# -- green things in asyncio -----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-18")
@@ -352,7 +352,9 @@ def test_a_green_thread_is_awaited_in_asyncio():
     async def main():
         assert await green.spawn(green_double, 4) == 8
         assert await green.spawn(abs, -1) == 1
-        assert await asyncio.gather(*(green.spawn(green_double, i) for i in range(20))) == list(range(0, 40, 2))
+        assert await asyncio.gather(*(green.spawn(green_double, i) for i in range(20))) == list(
+            range(0, 40, 2)
+        )
         with pytest.raises(KeyError):
             await green.spawn(fail, KeyError())
         return "on"
@@ -398,7 +400,11 @@ def test_a_cancelled_green_thread_cancels_who_awaits_it_in_asyncio():
 def test_map_and_par_are_awaited_in_asyncio():
     async def main():
         values = [value async for value in green.map(green_double, range(10), width=3)]
-        return values, await green.map(green_double, range(3)), await _spawned(lambda: green.par(lambda: 1))
+        return (
+            values,
+            await green.map(green_double, range(3)),
+            await _spawned(lambda: green.par(lambda: 1)),
+        )
 
     assert asyncio.run(main()) == (list(range(0, 20, 2)), [0, 2, 4], [1])
 
@@ -412,7 +418,9 @@ def test_par_is_awaited_in_asyncio_and_takes_itself():
         both = asyncio.create_task(green.par(lambda: 1, partial(green_double, 2)))
         nested = green.par(green.par(partial(green_double, 3), lambda: 4), green_double(5))
         with pytest.raises(ExceptionGroup) as told:
-            await green.par(partial(green.sleep, 1000), partial(fail, KeyError("x")), fail(KeyError("y")))
+            await green.par(
+                partial(green.sleep, 1000), partial(fail, KeyError("x")), fail(KeyError("y"))
+            )
         return await both, await nested, [repr(each) for each in told.value.exceptions]
 
     assert asyncio.run(main()) == ([1, 4], [[6, 4], 10], ["KeyError('x')"])
@@ -483,7 +491,10 @@ def test_map_that_is_taken_for_a_list_says_what_to_do(where):
         mapped = green.map(green_double, range(3))
         assert "green_double" in repr(mapped) and "await" in repr(mapped)
         for use in (list, unpack, lambda _: helper()):
-            with pytest.raises(TypeError, match=r"green_double.* `await green.map\(\.\.\.\)`.* `await green.spawn\("):
+            with pytest.raises(
+                TypeError,
+                match=r"green_double.* `await green.map\(\.\.\.\)`.* `await green.spawn\(",
+            ):
                 use(mapped)
         return await mapped, await green.spawn(helper)
 
@@ -524,7 +535,7 @@ def test_green_threads_and_asyncio_call_each_other_in_turns():
     assert run(here, 21) == 21
 
 
-# -- drones --------------------------------------------------------------------------------------------
+# -- drones ----------------------------------------------------------------------------------------
 
 
 def test_promises_of_drones_are_awaited_in_green_threads():

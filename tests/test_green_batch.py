@@ -1,4 +1,5 @@
-"""`green.call.batch`: the requests of many green threads cross into foreign code together, and nothing is timed."""
+"""`green.call.batch`: the requests of many green threads cross into foreign code together, and
+nothing is timed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Ferry:
             await green.sleep(0)
 
 
-# -- who crosses with whom -------------------------------------------------------------------------------
+# -- who crosses with whom -------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-4")
@@ -115,7 +116,7 @@ def test_spawn_and_map_take_a_batch_for_the_coroutine_function_it_is_like():
     assert run(main) == (8, [0, 2, 4, 6, 8])
 
 
-# -- errors ----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-4")
@@ -189,7 +190,10 @@ class Changing:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda requests: requests[1:], "gave 1 results for 2 requests: it must give a list of as many, or None"),
+        (
+            lambda requests: requests[1:],
+            "gave 1 results for 2 requests: it must give a list of as many, or None",
+        ),
         (lambda requests: (each for each in requests), "gave a generator for 2 requests"),
         (lambda requests: 5, "gave a int for 2 requests"),
         (lambda requests: {n: n for n in requests}, "gave a dict for 2 requests"),
@@ -213,7 +217,9 @@ def test_another_number_of_results_is_an_error_of_all_and_says_so(fn, said):
 
 @pytest.mark.parametrize("made", [tuple, array.array, collections.deque, np.array])
 def test_what_has_its_results_in_order_is_taken_for_a_list(made):
-    batched = green.call.batch(lambda numbers: made("i", numbers) if made is array.array else made(numbers))
+    batched = green.call.batch(
+        lambda numbers: made("i", numbers) if made is array.array else made(numbers)
+    )
 
     async def main():
         return await green.par(*(batched(n) for n in range(3)))
@@ -236,7 +242,9 @@ def test_whatever_ends_who_crosses_nobody_waits_for_ever():
     async def main():
         threads = [green.spawn(fails, n) for n in (1, 2)]
         for each in threads:
-            with pytest.raises(RuntimeError, match="failed before it had served this request") as caught:
+            with pytest.raises(
+                RuntimeError, match="failed before it had served this request"
+            ) as caught:
                 await each
             assert isinstance(caught.value.__cause__, KeyboardInterrupt)
         return await fails(0)
@@ -252,11 +260,21 @@ async def coroutine_function(requests):
     ("fn", "how", "error", "said"),
     [
         (5, {}, TypeError, "a plain function of a list of requests, not 5"),
-        (coroutine_function, {}, TypeError, "a plain function of a list of requests, not <function coroutine_function"),
+        (
+            coroutine_function,
+            {},
+            TypeError,
+            "a plain function of a list of requests, not <function coroutine_function",
+        ),
         (len, {"limit": 0}, ValueError, "at most 0 requests"),
         (len, {"limit": True}, TypeError, "limit= takes a number of requests, not True"),
         (len, {"limit": "10"}, TypeError, "limit= takes a number of requests, not '10'"),
-        (len, {"using": closing([])}, TypeError, "using= takes a function that gives a context manager, not"),
+        (
+            len,
+            {"using": closing([])},
+            TypeError,
+            "using= takes a function that gives a context manager, not",
+        ),
     ],
 )
 def test_what_cannot_be_batched_is_told_at_once(fn, how, error, said):
@@ -269,7 +287,7 @@ def test_a_batch_is_for_green_threads():
         doubled(1).__await__().send(None)
 
 
-# -- cancelling ------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-4")
@@ -367,10 +385,12 @@ def test_cancelled_at_random_every_request_is_answered_or_withdrawn_and_none_cro
         green.configure(window=0.001)
     assert sorted(set(crossed)) == sorted(crossed)
     for n, value in enumerate(told):
-        assert value is CancelledError or (n in crossed and value == (ValueError if n % 10 == 9 else -n))
+        assert value is CancelledError or (
+            n in crossed and value == (ValueError if n % 10 == 9 else -n)
+        )
 
 
-# -- a native thread of its own --------------------------------------------------------------------------
+# -- a native thread of its own --------------------------------------------------------------------
 
 
 class Log:
@@ -453,10 +473,16 @@ def test_who_crosses_may_be_cancelled_before_its_first_step(using):
     log = Log()
 
     async def main():
-        batched = green.call.batch(note_all, using=log.opened) if using else green.call.batch(lambda all: all)
+        batched = (
+            green.call.batch(note_all, using=log.opened)
+            if using
+            else green.call.batch(lambda all: all)
+        )
         async with batched:
             asks = green.spawn(batched, 1)
-            while not (crossers := [each for each in scheduler.live if each.name.startswith("batch of")]):
+            while not (
+                crossers := [each for each in scheduler.live if each.name.startswith("batch of")]
+            ):
                 await green.sleep(0)
             crossers[0].cancel()
             await asks
@@ -583,7 +609,7 @@ def test_left_open_at_the_end_of_the_program_it_says_nothing():
     assert told == "7\n"
 
 
-# -- other images ----------------------------------------------------------------------------------------
+# -- other images ----------------------------------------------------------------------------------
 
 
 ferries: list[Ferry] = []

@@ -1,4 +1,5 @@
-"""`green.call`: blocking code that stops nobody; in place where it is short, else on another native thread."""
+"""`green.call`: blocking code that stops nobody; in place where it is short, else on another native
+thread."""
 
 import contextvars
 import ctypes
@@ -61,7 +62,7 @@ class Gate:
         return "through"
 
 
-# -- in place, and taken over ------------------------------------------------------------------------
+# -- in place, and taken over ----------------------------------------------------------------------
 
 
 def test_a_short_call_is_run_in_place():
@@ -166,7 +167,11 @@ def test_errors_come_out_of_a_call_in_place_taken_over_and_sent_away():
     async def main():
         done = False
         others = green.spawn(spin, lambda: done)
-        told = [await fails(green.call, 0), await fails(green.call, 0.05), await fails(green.call_long, 0)]
+        told = [
+            await fails(green.call, 0),
+            await fails(green.call, 0.05),
+            await fails(green.call_long, 0),
+        ]
         done = True
         await others
         return told
@@ -225,7 +230,7 @@ def test_thousands_of_short_calls_let_the_others_have_turns():
     assert green.run(main) >= 100
 
 
-# -- what is known to be long -------------------------------------------------------------------------
+# -- what is known to be long ----------------------------------------------------------------------
 
 
 def test_call_long_goes_to_another_native_thread_at_once():
@@ -294,7 +299,7 @@ def test_what_calls_have_taught_does_not_grow_without_end():
     assert len(history.records) <= 1000
 
 
-# -- hand-over or not -----------------------------------------------------------------------------------
+# -- hand-over or not ------------------------------------------------------------------------------
 
 
 def test_a_call_that_computes_under_the_interpreters_lock_is_not_taken_over_in_vain():
@@ -343,7 +348,7 @@ def test_a_call_that_computes_without_the_interpreters_lock_is_handed_over():
     assert green.spawn(main).result(30) == "hashed" and watchdog.handovers > handovers
 
 
-# -- callbacks, and calls in calls ------------------------------------------------------------------------
+# -- callbacks, and calls in calls -----------------------------------------------------------------
 
 COMPARE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int))
 
@@ -442,12 +447,14 @@ def test_a_finalizer_may_spawn_and_post_whoever_it_interrupts():
     assert green.run(main) == 100
 
 
-# -- cancelling -------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
 @pytest.mark.parametrize("bound", [False, True], ids=["free", "bound"])
-def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its_next_await(call, bound):
+def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its_next_await(
+    call, bound
+):
     gate = Gate()
     told = []
 
@@ -527,7 +534,7 @@ def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call):
     assert green.spawn(main).result(30) == "on"
 
 
-# -- context variables ----------------------------------------------------------------------------------
+# -- context variables -----------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-5")
@@ -551,7 +558,7 @@ def test_context_variables_are_seen_by_calls_and_set_in_them(call, seconds):
     assert green.run(main) == ([True] * 5, "unset")
 
 
-# -- bound ------------------------------------------------------------------------------------------------
+# -- bound -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-7")
@@ -633,7 +640,7 @@ def test_errors_and_cancellation_reach_bound_threads():
     assert green.run(main) == "answer"
 
 
-# -- how many ---------------------------------------------------------------------------------------------
+# -- how many --------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-6")
@@ -669,7 +676,9 @@ def test_calls_are_run_however_low_the_ceiling_and_however_busy_the_others(ceili
         done = False
         others = green.spawn(spin, lambda: done)
         try:
-            return [await green.call_long(pow, 2, i) for i in range(3)] + [await green.spawn(pow, 3, 2)]
+            return [await green.call_long(pow, 2, i) for i in range(3)] + [
+                await green.spawn(pow, 3, 2)
+            ]
         finally:
             done = True
             others.cancel()
@@ -703,11 +712,12 @@ def test_calls_that_wait_for_each_other_all_run():
     assert sorted(green.par(*(calls() for _ in range(64)))) == list(range(64))
 
 
-# -- the watchdog -------------------------------------------------------------------------------------------
+# -- the watchdog ----------------------------------------------------------------------------------
 
 
 class Reports(logging.Handler):
-    """What the watchdog says, while it is attached, of those who are at `place`. On a busy machine it may be others."""
+    """What the watchdog says, while it is attached, of those who are at `place`. On a busy machine
+    it may be others."""
 
     def __init__(self, place):
         super().__init__()
@@ -793,7 +803,7 @@ def test_calls_and_quiet_threads_are_not_reported():
     assert len(here) == 4 and not reports.texts
 
 
-# -- all at once ----------------------------------------------------------------------------------------------
+# -- all at once -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))

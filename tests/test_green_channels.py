@@ -34,11 +34,14 @@ async def receive_into(ch, got, n=None):
 def in_order(items):
     """Whether of each sender, a receiver got what it sent in the order of sending."""
     senders = {who for who, _ in items}
-    return all(mine == sorted(mine) for mine in ([n for who, n in items if who == i] for i in senders))
+    return all(
+        mine == sorted(mine) for mine in ([n for who, n in items if who == i] for i in senders)
+    )
 
 
 def in_a_thread(fn, *args):
-    """Runs ``fn(*args)`` in a plain thread; a function that joins it and gives its value or error."""
+    """Runs ``fn(*args)`` in a plain thread; a function that joins it and gives its value or
+    error."""
     told = []
 
     def go():
@@ -58,7 +61,7 @@ def in_a_thread(fn, *args):
     return join
 
 
-# -- meeting, and buffers ----------------------------------------------------------------------------
+# -- meeting, and buffers --------------------------------------------------------------------------
 
 
 def test_a_send_without_room_returns_when_a_receiver_has_the_item():
@@ -172,7 +175,9 @@ def test_any_number_of_threads_may_hold_either_end(capacity):
                 group.spawn(send_all, ch, [(i, n) for n in range(15)])
             for mine in got:
                 group.spawn(receive_into, ch, mine, 21)
-        assert sorted([item for mine in got for item in mine]) == [(i, n) for i in range(7) for n in range(15)]
+        assert sorted([item for mine in got for item in mine]) == [
+            (i, n) for i in range(7) for n in range(15)
+        ]
         assert all(in_order(mine) for mine in got)
         assert nobody_waits(ch)
 
@@ -223,7 +228,7 @@ def test_a_derived_class_does_not_lose_its_capacity_in_silence():
         Mine(3)
 
 
-# -- closing -----------------------------------------------------------------------------------------
+# -- closing ---------------------------------------------------------------------------------------
 
 
 @CAPACITIES
@@ -322,7 +327,7 @@ def test_a_channel_may_be_closed_from_a_plain_thread():
     run(main)
 
 
-# -- claims ------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-10")
@@ -552,7 +557,12 @@ def test_of_a_closed_channel_who_waited_for_a_holder_gets_what_is_left_over():
             late = green.spawn(ch.receive)
             await turns()
             assert not any(each.done() for each in [*others, late])
-        assert [await outcome(each) for each in [*others, late]] == [1, 2, ChannelClosed, ChannelClosed]
+        assert [await outcome(each) for each in [*others, late]] == [
+            1,
+            2,
+            ChannelClosed,
+            ChannelClosed,
+        ]
         assert nobody_waits(ch)
 
     run(main)
@@ -571,7 +581,7 @@ def test_closing_tells_those_who_wait_for_a_holder():
     run(main)
 
 
-# -- plain threads -----------------------------------------------------------------------------------
+# -- plain threads ---------------------------------------------------------------------------------
 
 
 @CAPACITIES
@@ -582,7 +592,9 @@ def test_plain_threads_put_and_get(capacity):
     got = [get() for get in gets]
     for join in joins:
         join()
-    assert sorted([item for mine in got for item in mine]) == [(i, n) for i in range(4) for n in range(30)]
+    assert sorted([item for mine in got for item in mine]) == [
+        (i, n) for i in range(4) for n in range(30)
+    ]
     assert all(in_order(each) for each in got)
     assert nobody_waits(ch)
 
@@ -731,7 +743,7 @@ def test_ctrl_c_ends_a_get_and_a_put_and_nothing_is_lost(timeout):
     assert nobody_waits(ch)
 
 
-# -- asyncio -----------------------------------------------------------------------------------------
+# -- asyncio ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-18")
@@ -763,7 +775,9 @@ def test_asyncio_code_sends_and_receives(capacity):
 def test_asyncio_tasks_meet_each_other():
     async def main():
         ch = Channel()
-        got = await asyncio.gather(*(ch.receive() for _ in range(10)), *(ch.send(i) for i in range(10)))
+        got = await asyncio.gather(
+            *(ch.receive() for _ in range(10)), *(ch.send(i) for i in range(10))
+        )
         return sorted(got[:10])
 
     assert asyncio.run(main()) == list(range(10))
@@ -900,7 +914,7 @@ def test_asyncio_code_inside_a_foreign_call_may_use_channels():
     assert run(main) == 6
 
 
-# -- cancelling --------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-12")
@@ -982,7 +996,10 @@ def test_who_leaves_from_the_middle_of_a_long_queue_leaves_the_others_in_their_o
             async def receive(i, ch=ch, got=got):
                 got[i] = await ch.receive()
 
-            threads = [green.spawn(ch.send, i) if end == "send" else green.spawn(receive, i) for i in range(500)]
+            threads = [
+                green.spawn(ch.send, i) if end == "send" else green.spawn(receive, i)
+                for i in range(500)
+            ]
             await turns()
             gone = rng.sample(range(500), 400)
             for i in gone:

@@ -17,7 +17,10 @@ from polycephaly import green
 from polycephaly.green.aio import close_loop
 from polycephaly.green.scheduler import scheduler
 
-STRICT = ("-W", "always::DeprecationWarning")  # not "error": CPython 3.12 to 3.14 drop what this warning raises
+STRICT = (
+    "-W",
+    "always::DeprecationWarning",
+)  # not "error": CPython 3.12 to 3.14 drop what this warning raises
 forks_itself = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
@@ -53,7 +56,10 @@ class Busy:
         self.end = threading.Event()
         self.channel = green.Channel()
         self.finals = []
-        self.threads = [green.spawn(fn) for fn in (self.runs, self.sleeps, self.waits, self.calls, self.calls_long)]
+        self.threads = [
+            green.spawn(fn)
+            for fn in (self.runs, self.sleeps, self.waits, self.calls, self.calls_long)
+        ]
         self.threads += [green.spawn(self.end.wait), green.spawn(self.channel.get)]
         self.threads += [green.spawn(self.sleeps, bound=True)]
         green.run(green.sleep, 0.01)
@@ -113,7 +119,11 @@ def test_a_forked_child_has_no_green_threads():
 def test_a_forked_child_starts_its_own_and_the_parents_go_on():
     async def main():
         async with green.timeout(20), green.Group() as group:
-            threads = [group.spawn(double, 2), group.spawn(pow, 2, 3), group.spawn(double, 3, bound=True)]
+            threads = [
+                group.spawn(double, 2),
+                group.spawn(pow, 2, 3),
+                group.spawn(double, 3, bound=True),
+            ]
             called = await green.call(abs, -5), await green.call_long(abs, -6)
         return *called, *[thread.value for thread in threads]
 
@@ -194,7 +204,11 @@ def test_a_fork_from_inside_a_green_thread(how):
             return forks()
         return await getattr(green, how)(forks)
 
-    told = green.spawn(forks).value if how == "plain" else green.spawn(main, bound=how == "bound").value
+    told = (
+        green.spawn(forks).value
+        if how == "plain"
+        else green.spawn(main, bound=how == "bound").value
+    )
     assert told == "(8, [2], 0)"
     assert green.run(double, 5) == 10
 
@@ -242,7 +256,13 @@ def test_drones_and_pools_are_made_while_green_threads_are_busy():
     with Busy():
         for _ in range(3):
             with poly.Drone() as drone, poly.Pool(2) as pool:
-                assert drone.doit(abs, -1) == 1 and list(pool.map(abs, range(-5, 0))) == [5, 4, 3, 2, 1]
+                assert drone.doit(abs, -1) == 1 and list(pool.map(abs, range(-5, 0))) == [
+                    5,
+                    4,
+                    3,
+                    2,
+                    1,
+                ]
                 assert poly.doit(abs, -3) == 3
 
 
@@ -271,7 +291,9 @@ def green_states():
 def test_drones_run_green_threads_of_their_own():
     with Busy(), poly.Pool(2) as pool:
         assert [p.value for p in pool.everywhere(green_states)] == [(0, 0)] * 2
-        assert list(pool.map(green_work, [3, 4, 5])) == [[2 * i for i in range(n)] for n in (3, 4, 5)]
+        assert list(pool.map(green_work, [3, 4, 5])) == [
+            [2 * i for i in range(n)] for n in (3, 4, 5)
+        ]
         assert [p.value[0] for p in pool.everywhere(green_states)] == [0, 0]
 
 

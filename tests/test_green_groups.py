@@ -100,7 +100,11 @@ def test_the_first_error_cancels_the_siblings_and_the_block(plain):
 
     with pytest.raises(ExceptionGroup) as caught:
         run(main)
-    assert kinds(caught.value) == [ZeroDivisionError] and sorted(ended.names) == ["body", "forever", "forever"]
+    assert kinds(caught.value) == [ZeroDivisionError] and sorted(ended.names) == [
+        "body",
+        "forever",
+        "forever",
+    ]
 
 
 @pytest.mark.guarantee("green-14")
@@ -120,7 +124,11 @@ def test_errors_are_raised_together():
 
     with pytest.raises(ExceptionGroup) as caught:
         run(main)
-    assert kinds(caught.value)[0] is ValueError and set(kinds(caught.value)) == {ValueError, KeyError, OSError}
+    assert kinds(caught.value)[0] is ValueError and set(kinds(caught.value)) == {
+        ValueError,
+        KeyError,
+        OSError,
+    }
 
 
 def test_an_error_of_the_block_cancels_its_threads_and_is_in_the_group():
@@ -298,7 +306,7 @@ def test_wrong_arguments_to_spawn_are_errors_of_the_block():
     assert run(main) == "on"
 
 
-# -- cancelling ---------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_body", [False, True])
@@ -387,7 +395,10 @@ def test_who_is_cancelled_in_a_block_cancels_its_threads_first():
             group.spawn(ended.forever)
             group.spawn(value, 1)
 
-    for fn, expected in ((outer, ["body", "forever", "forever"]), (waits_at_the_end, ["forever"] * 2)):
+    for fn, expected in (
+        (outer, ["body", "forever", "forever"]),
+        (waits_at_the_end, ["forever"] * 2),
+    ):
         ended.names.clear()
         thread = green.spawn(fn)
         run(green.sleep, 0.01)
@@ -423,7 +434,10 @@ def test_who_is_cancelled_twice_waits_for_its_threads_all_the_same():
             await thread
         return ended.names
 
-    assert run(main) in (["slow"], [])  # the second may have hit the clause itself; but nobody outlives the block
+    assert run(main) in (
+        ["slow"],
+        [],
+    )  # the second may have hit the clause itself; but nobody outlives the block
     assert not [each for each in green.threads() if "slow_to_end" in each.name]
 
 
@@ -484,7 +498,7 @@ def test_a_plain_member_in_foreign_code_is_waited_for():
     assert run(main)
 
 
-# -- nested ----------------------------------------------------------------------------------------------
+# -- nested ----------------------------------------------------------------------------------------
 
 
 def test_nested_groups_end_from_the_inside_out():
@@ -564,7 +578,7 @@ def test_both_blocks_cancelled_at_once_both_end():
     assert run(main) == "on"
 
 
-# -- timeouts ----------------------------------------------------------------------------------------------
+# -- timeouts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_body", [False, True])

@@ -1,4 +1,5 @@
-"""Semaphore, Lock, Event and Barrier: fair, exact when somebody is cancelled, and of use to plain threads."""
+"""Semaphore, Lock, Event and Barrier: fair, exact when somebody is cancelled, and of use to plain
+threads."""
 
 import random
 import threading
@@ -22,7 +23,7 @@ async def hold(lock, log, name, until=None):
             await turns(1)
 
 
-# -- Semaphore and Lock ------------------------------------------------------------------------------
+# -- Semaphore and Lock ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -118,7 +119,12 @@ def test_a_waiter_that_is_cancelled_leaves_the_line(make):
         threads[0].cancel(), threads[2].cancel()
         await turns()
         lock.release()
-        assert [await outcome(each) for each in threads] == [CancelledError, None, CancelledError, None]
+        assert [await outcome(each) for each in threads] == [
+            CancelledError,
+            None,
+            CancelledError,
+            None,
+        ]
         assert log == [1, 3]
 
     run(main)
@@ -302,9 +308,16 @@ def test_a_lock_says_whether_it_is_locked():
 
 def test_their_reprs_say_how_they_are_and_how_many_wait():
     async def main():
-        lock, semaphore, event, barrier = Lock(), green.Semaphore(2), green.Event(), green.Barrier(3)
+        lock, semaphore, event, barrier = (
+            Lock(),
+            green.Semaphore(2),
+            green.Event(),
+            green.Barrier(3),
+        )
         await lock.acquire()
-        waiting = [green.spawn(each) for each in (lock.acquire, event.wait, barrier.sync, barrier.sync)]
+        waiting = [
+            green.spawn(each) for each in (lock.acquire, event.wait, barrier.sync, barrier.sync)
+        ]
         await turns()
         told = [repr(each).partition(" at ")[0] for each in (lock, semaphore, event, barrier)]
         assert told[:2] == ["<Lock held, 1 waiting", "<Semaphore 2"]
@@ -341,7 +354,7 @@ def test_a_plain_thread_that_releases_a_lock_twice_is_told():
             lock.release()
 
 
-# -- Event -------------------------------------------------------------------------------------------
+# -- Event -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-13")
@@ -445,7 +458,7 @@ def test_who_is_cancelled_waiting_for_an_event_does_not_disturb_the_others():
     run(main)
 
 
-# -- Barrier -----------------------------------------------------------------------------------------
+# -- Barrier ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-13")

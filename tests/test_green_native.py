@@ -1,4 +1,5 @@
-"""Plain functions as green threads: each on a native thread, as many as are wanted, blocking only themselves."""
+"""Plain functions as green threads: each on a native thread, as many as are wanted, blocking only
+themselves."""
 
 import threading
 import time
@@ -87,7 +88,12 @@ def test_what_they_wait_for_stops_nobody_else():
 
 def test_a_plain_function_may_start_run_and_await_green_threads():
     def inside():
-        return green.run(double, 1), green.spawn(double, 2).value, green.map(double, [3]), green.par(lambda: 4)
+        return (
+            green.run(double, 1),
+            green.spawn(double, 2).value,
+            green.map(double, [3]),
+            green.par(lambda: 4),
+        )
 
     assert green.spawn(inside).value == (2, 4, [6], [4])
 
@@ -130,7 +136,9 @@ def test_a_plain_function_that_waits_for_something_of_ours_is_cancelled_there(wa
         assert thread.cancelled()
 
     green.spawn(main).result(30)
-    assert ended == [1] or wait == "value" or not ended  # it may have been cancelled before it began
+    assert (
+        ended == [1] or wait == "value" or not ended
+    )  # it may have been cancelled before it began
 
 
 def test_a_plain_function_in_foreign_code_cannot_be_cancelled_and_says_so():

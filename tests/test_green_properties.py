@@ -1,8 +1,8 @@
-"""Random programs of channels: each item arrives exactly once, or its sender is told that it did not; nobody hangs.
+"""Random programs of channels: each item arrives exactly once, or its sender is told that it did
+not; nobody hangs.
 
-`POLYCEPHALY_SOAK=seconds` has the last test run for longer. It prints the seed of each round that it begins; one that
-failed is run again with `POLYCEPHALY_SEED=seed`.
-"""
+`POLYCEPHALY_SOAK=seconds` has the last test run for longer. It prints the seed of each round that
+it begins; one that failed is run again with `POLYCEPHALY_SEED=seed`."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ class Play:
         self.made[who] += 1
         return who, channel, self.made[who]
 
-    # -- the kinds of threads ------------------------------------------------------------------------
+    # -- the kinds of threads ----------------------------------------------------------------------
 
     async def green(self, who, steps):
         tally, item = self.tallies[who], None
@@ -150,7 +150,9 @@ class Play:
                         tally.unsent.append(item)
                         raise
                 elif name in ("receive", "receive within"):
-                    tally.got.append(self.channels[args[0]].get(args[1] if name == "receive within" else None))
+                    tally.got.append(
+                        self.channels[args[0]].get(args[1] if name == "receive within" else None)
+                    )
                 elif name in ("cancel", "close"):
                     self.act(name, args[0])
                 elif name == "nap":
@@ -169,7 +171,10 @@ class Play:
 
         for name, *args in steps:
             try:
-                if name in ("send", "send within"):  # one that is cancelled cannot tell whether it has sent
+                if name in (
+                    "send",
+                    "send within",
+                ):  # one that is cancelled cannot tell whether it has sent
                     item = self.item(who, args[0])
                     try:
                         await self.channels[args[0]].send(item)
@@ -193,7 +198,7 @@ class Play:
         elif self.threads:  # plain functions may run before all have been started
             self.threads[arg % len(self.threads)].cancel()
 
-    # -- what must hold ------------------------------------------------------------------------------
+    # -- what must hold ----------------------------------------------------------------------------
 
     def nobody_is_forgotten(self):
         """Between two steps nobody waits for what is there."""
@@ -201,12 +206,16 @@ class Play:
             if ch.closed:
                 continue
             senders, receivers = waiting(ch._sender), waiting(ch._receiver)
-            assert not any(s is not r for s in senders for r in receivers), f"both ends of {ch} have somebody waiting"
+            assert not any(s is not r for s in senders for r in receivers), (
+                f"both ends of {ch} have somebody waiting"
+            )
             if ch.capacity:
                 buffered = len(ch._buffer)
                 assert buffered <= ch.capacity
                 assert not (receivers and buffered), f"somebody waits for {ch}: {buffered}"
-                assert not (senders and buffered < ch.capacity), f"somebody waits for room in {ch}: {buffered}"
+                assert not (senders and buffered < ch.capacity), (
+                    f"somebody waits for room in {ch}: {buffered}"
+                )
 
     async def check(self):
         left = []
@@ -230,7 +239,9 @@ class Play:
         last = {}
         given_back = any(kind == "asyncio" for kind, _ in self.program)
         for who, channel, n in got:
-            assert given_back or last.get((who, channel), 0) < n, f"of thread {who}, {n} came late on channel {channel}"
+            assert given_back or last.get((who, channel), 0) < n, (
+                f"of thread {who}, {n} came late on channel {channel}"
+            )
             last[who, channel] = n
 
 
@@ -241,7 +252,7 @@ def waiting(end):
     return [waiter.thread for waiter in end] if isinstance(end, WaitQueue) else [end]
 
 
-# -- by hypothesis -----------------------------------------------------------------------------------
+# -- by hypothesis ---------------------------------------------------------------------------------
 
 seconds = st.sampled_from(SOON)
 channel = st.shared(st.integers(1, 3), key="channels").flatmap(lambda n: st.integers(0, n - 1))
@@ -250,7 +261,9 @@ use = st.one_of(
     st.tuples(st.sampled_from(("send", "receive")), channel),
     st.tuples(st.sampled_from(("send within", "receive within")), channel, seconds),
 )
-act = st.one_of(st.tuples(st.just("cancel"), st.integers(0, 6)), st.tuples(st.just("close"), channel))
+act = st.one_of(
+    st.tuples(st.just("cancel"), st.integers(0, 6)), st.tuples(st.just("close"), channel)
+)
 choose = st.tuples(
     st.just("select"),
     st.lists(st.tuples(end, channel), min_size=1, max_size=4).map(tuple),
@@ -259,11 +272,12 @@ choose = st.tuples(
 )
 claim = st.tuples(st.just("claim"), end, channel, st.integers(1, 3))
 wait = st.tuples(st.just("let go first"), st.integers(1, 3))
-green_steps = st.lists(st.one_of(use, use, choose, choose, claim, wait, act), min_size=1, max_size=8)
+green_steps = st.lists(
+    st.one_of(use, use, choose, choose, claim, wait, act), min_size=1, max_size=8
+)
 plain_steps = st.lists(st.one_of(use, use, use, act), min_size=1, max_size=5)
 thread = st.one_of(
-    *[st.tuples(st.just("green"), green_steps)] * 4,
-    st.tuples(st.just("plain"), plain_steps),
+    *[st.tuples(st.just("green"), green_steps)] * 4, st.tuples(st.just("plain"), plain_steps)
 )
 capacities = st.shared(st.integers(1, 3), key="channels").flatmap(
     lambda n: st.lists(st.sampled_from((0, 0, 1, 3)), min_size=n, max_size=n)
@@ -279,7 +293,9 @@ capacities = st.shared(st.integers(1, 3), key="channels").flatmap(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(capacities, st.lists(thread, min_size=1, max_size=7))
-def test_in_any_program_each_item_arrives_once_or_is_reported_unsent_and_nobody_hangs(capacities, program):
+def test_in_any_program_each_item_arrives_once_or_is_reported_unsent_and_nobody_hangs(
+    capacities, program
+):
     note(f"run(Play({capacities!r}, {program!r}).main, 0.01)")
     run(Play(capacities, program).main, 0.01, seconds=20)
 
@@ -308,7 +324,9 @@ def test_with_as_many_receivers_as_items_all_end_by_themselves(capacity, counts,
 
         async def receiver(n):
             for i in range(n):
-                got.append((await green.select(ch.receiving())).value if i % 2 else await ch.receive())
+                got.append(
+                    (await green.select(ch.receiving())).value if i % 2 else await ch.receive()
+                )
 
         total = sum(counts)
         async with green.Group() as group:
@@ -321,7 +339,7 @@ def test_with_as_many_receivers_as_items_all_end_by_themselves(capacity, counts,
     run(main, seconds=20)
 
 
-# -- for as long as you like -------------------------------------------------------------------------
+# -- for as long as you like -----------------------------------------------------------------------
 
 
 def random_program(rng):
@@ -356,9 +374,14 @@ def random_program(rng):
     def steps_of(kind):
         names = [name for name in steps if kind == "green" or name not in ("select", "claim")]
         count = rng.randint(1, 30 if kind == "green" else 10)
-        return [steps[name]() for name in rng.choices(names, [weights.get(name, 1) for name in names], k=count)]
+        return [
+            steps[name]()
+            for name in rng.choices(names, [weights.get(name, 1) for name in names], k=count)
+        ]
 
-    kinds = rng.choices(("green", "plain", "asyncio"), (10, 3, 1 if rng.random() < 0.3 else 0), k=rng.randint(2, 16))
+    kinds = rng.choices(
+        ("green", "plain", "asyncio"), (10, 3, 1 if rng.random() < 0.3 else 0), k=rng.randint(2, 16)
+    )
     return capacities, [(kind, steps_of(kind)) for kind in kinds]
 
 

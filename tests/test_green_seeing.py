@@ -38,7 +38,7 @@ async def sleeps():
     await green.sleep(1000)  # SLEEPS
 
 
-# -- threads() ------------------------------------------------------------------------------------------
+# -- threads() -------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-21")
@@ -111,7 +111,10 @@ def test_threads_may_be_asked_at_any_time_from_anywhere():
             while not end.is_set():
                 time.sleep(0.0002)
                 for each in green.threads():
-                    assert each.state in ("running", "ready", "parked", "calling", "native") and each.name
+                    assert (
+                        each.state in ("running", "ready", "parked", "calling", "native")
+                        and each.name
+                    )
         except BaseException as error:
             failures.append(error)
 
@@ -133,7 +136,7 @@ def test_threads_may_be_asked_at_any_time_from_anywhere():
     assert not failures, failures
 
 
-# -- deadlocks --------------------------------------------------------------------------------------------
+# -- deadlocks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-23")
@@ -150,7 +153,10 @@ def test_a_deadlock_is_raised_where_plain_code_waits():
     ):
         with pytest.raises((green.Deadlock, ExceptionGroup)) as caught:
             wait()
-        assert isinstance(caught.value, green.Deadlock) or caught.value.split(green.Deadlock)[1] is None
+        assert (
+            isinstance(caught.value, green.Deadlock)
+            or caught.value.split(green.Deadlock)[1] is None
+        )
 
 
 async def sleeps_for_nobody():
@@ -287,7 +293,9 @@ def test_who_waits_for_somebody_that_can_still_wake_him_is_woken():
     def callback_of_a_builtin_in_an_executor(channel):
         with_executor(
             channel,
-            lambda executor: executor.submit(time.sleep, LONGER).add_done_callback(lambda _: channel.put("woken")),
+            lambda executor: executor.submit(time.sleep, LONGER).add_done_callback(
+                lambda _: channel.put("woken")
+            ),
         )
 
     def with_executor(channel, submit):
@@ -388,7 +396,10 @@ def test_a_drone_that_works_for_a_green_thread_counts():
 
 def test_a_wait_with_a_timeout_times_out_and_is_no_deadlock():
     channel = green.Channel()
-    for wait in (lambda: channel.get(timeout=LONGER), lambda: green.spawn(receives, channel).result(LONGER)):
+    for wait in (
+        lambda: channel.get(timeout=LONGER),
+        lambda: green.spawn(receives, channel).result(LONGER),
+    ):
         with pytest.raises(TimeoutError):
             wait()
 

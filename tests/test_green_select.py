@@ -1,4 +1,5 @@
-"""`select`: of several things exactly one happens, chosen fairly, and nothing is left behind of the others."""
+"""`select`: of several things exactly one happens, chosen fairly, and nothing is left behind of the
+others."""
 
 import asyncio
 import gc
@@ -20,7 +21,7 @@ def timers_set():
     return sum(not timer.off for _, _, timer in scheduler.timers.heap)
 
 
-# -- what may be waited for --------------------------------------------------------------------------
+# -- what may be waited for ------------------------------------------------------------------------
 
 
 @CAPACITIES
@@ -89,7 +90,9 @@ def test_a_timeout_is_a_number_from_zero_on(seconds):
 def test_a_promise_is_a_guard_with_or_without_settled():
     async def main():
         ch, promise = Channel(), Promise()
-        selecting = [green.spawn(select, ch.receiving(), guard) for guard in (promise, settled(promise))]
+        selecting = [
+            green.spawn(select, ch.receiving(), guard) for guard in (promise, settled(promise))
+        ]
         await turns()
         promise.set_result("value")
         assert [await each for each in selecting] == [(1, "value")] * 2
@@ -240,7 +243,7 @@ def test_what_asyncio_code_is_told_to_do_instead_works_there():
     asyncio.run(main())
 
 
-# -- which one ---------------------------------------------------------------------------------------
+# -- which one -------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-11")
@@ -249,7 +252,10 @@ def test_with_priority_the_first_that_can_happen_is_chosen():
         a, b, c = Channel(1), Channel(1), Channel(1)
         await b.send("b"), await c.send("c")
         for _ in range(10):
-            assert await select(a.receiving(), b.receiving(), c.receiving(), priority=True) == (1, "b")
+            assert await select(a.receiving(), b.receiving(), c.receiving(), priority=True) == (
+                1,
+                "b",
+            )
             await b.send("b")
 
     run(main)
@@ -313,7 +319,7 @@ def test_the_same_program_chooses_the_same_each_time():
     assert runs[0] == runs[1] and set(runs[0]) == {0, 1, 2}
 
 
-# -- exactly one -------------------------------------------------------------------------------------
+# -- exactly one -----------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-11")
@@ -410,7 +416,7 @@ def test_when_many_select_against_each_other_each_item_changes_hands_once(capaci
         run(main, seed)
 
 
-# -- closed channels ---------------------------------------------------------------------------------
+# -- closed channels -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["send", "receive"])
@@ -451,7 +457,7 @@ def test_a_closed_channel_may_be_left_out_by_its_precondition():
     run(main)
 
 
-# -- nothing is left behind --------------------------------------------------------------------------
+# -- nothing is left behind ------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-12")
@@ -460,7 +466,12 @@ def test_a_cancelled_select_leaves_no_offer_behind():
         a, b, promise = Channel(), Channel(), Promise()
         selecting = green.spawn(select, a.receiving(), b.sending("b"), after(30), promise)
         await turns()
-        assert not nobody_waits(a) and not nobody_waits(b) and timers_set() == 2 and scheduler.outside == 1
+        assert (
+            not nobody_waits(a)
+            and not nobody_waits(b)
+            and timers_set() == 2
+            and scheduler.outside == 1
+        )
         selecting.cancel()
         assert await outcome(selecting) is CancelledError
         assert nobody_waits(a, b) and not promise._hooks
@@ -510,7 +521,9 @@ def test_a_guard_that_never_fires_in_a_long_loop_costs_no_memory():
 
         green.spawn(feed)
         for i in range(3000):
-            chosen = await select(never.receiving(), never.receiving(), after(3600), fast.receiving(), promise)
+            chosen = await select(
+                never.receiving(), never.receiving(), after(3600), fast.receiving(), promise
+            )
             assert chosen == (3, i)
         assert nobody_waits(fast, never) and not promise._hooks
         assert len(scheduler.timers.heap) < 300 and scheduler.outside == 0
@@ -526,7 +539,9 @@ def test_a_select_keeps_nothing_once_it_is_over():
         ch, promise = Channel(), Promise()
         item = Item()
         gone = weakref.ref(item)
-        selecting = green.spawn(select, ch.receiving(), Channel().sending(item), after(3600), promise)
+        selecting = green.spawn(
+            select, ch.receiving(), Channel().sending(item), after(3600), promise
+        )
         await turns()
         del item
         gc.disable()

@@ -128,7 +128,11 @@ def test_what_sleeps_on_when_the_block_ends_sleeps_for_what_is_left():
 
 
 def test_it_is_not_nested_and_is_real_time_after_an_error():
-    with pytest.raises(RuntimeError, match="nested"), testing.virtual_time(), testing.virtual_time():
+    with (
+        pytest.raises(RuntimeError, match="nested"),
+        testing.virtual_time(),
+        testing.virtual_time(),
+    ):
         pass
     began = time.monotonic()
     green.run(green.sleep, 0.02)

@@ -1,4 +1,5 @@
-"""Green threads by themselves: starting, running, ending, being cancelled; what is said when it goes wrong."""
+"""Green threads by themselves: starting, running, ending, being cancelled; what is said when it
+goes wrong."""
 
 import asyncio
 import contextvars
@@ -66,7 +67,12 @@ def test_a_spawned_thread_is_a_promise():
     thread = green.spawn(double, 4)
     assert isinstance(thread, poly.Promise) and isinstance(thread, green.GreenThread)
     assert thread.value == thread.result() == thread.result(timeout=1) == 8
-    assert thread.done() and not thread.cancelled() and not thread.running() and thread.exception() is None
+    assert (
+        thread.done()
+        and not thread.cancelled()
+        and not thread.running()
+        and thread.exception() is None
+    )
     assert thread.then(lambda v: v + 1).value == 9
     assert poly.gather(green.spawn(double, 1), green.spawn(pow, 3, 2)).value == [2, 9]
 
@@ -112,7 +118,9 @@ def test_threads_are_started_from_many_native_threads_at_once():
     values = []
 
     def start(k):
-        values.extend(thread.value for thread in [green.spawn(double, k * 1000 + i) for i in range(300)])
+        values.extend(
+            thread.value for thread in [green.spawn(double, k * 1000 + i) for i in range(300)]
+        )
 
     natives = [threading.Thread(target=start, args=[k]) for k in range(6)]
     for each in natives:
@@ -168,7 +176,7 @@ def test_system_exit_and_other_base_exceptions_arrive_too():
             green.run(fail, error)
 
 
-# -- names ----------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_a_thread_has_a_name():
@@ -192,7 +200,7 @@ def test_a_thread_knows_itself():
         green.current()
 
 
-# -- context variables ----------------------------------------------------------------------------------
+# -- context variables -----------------------------------------------------------------------------
 
 
 def test_a_thread_has_the_context_variables_of_who_started_it():
@@ -201,7 +209,11 @@ def test_a_thread_has_the_context_variables_of_who_started_it():
 
     def start():
         var.set("starter")
-        return green.spawn(ask).value, green.spawn(var.get).value, green.spawn(ask, bound=True).value
+        return (
+            green.spawn(ask).value,
+            green.spawn(var.get).value,
+            green.spawn(ask, bound=True).value,
+        )
 
     assert contextvars.copy_context().run(start) == ("starter",) * 3
     assert green.run(ask) == "unset"
@@ -253,7 +265,7 @@ def test_a_variable_that_is_set_and_left_in_the_last_step_hits_nobody_else():
     assert green.run(main) == {"unset"}
 
 
-# -- cancelling -----------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_thread_ends_where_it_waits_and_its_finally_clauses_run():
@@ -414,7 +426,7 @@ def test_to_await_a_cancelled_thread_is_an_error_and_no_cancellation():
     assert green.run(main) == (True, 2)
 
 
-# -- sleeping, timeouts -------------------------------------------------------------------------------
+# -- sleeping, timeouts ----------------------------------------------------------------------------
 
 
 def test_sleepers_wake_in_the_order_of_their_times():
@@ -455,7 +467,9 @@ def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
 
 
 @pytest.mark.guarantee("green-15")
-@pytest.mark.parametrize(("outer", "inner", "whose"), [(0.01, 100, "outer"), (100, 0.01, "inner"), (0.01, 0.01, "any")])
+@pytest.mark.parametrize(
+    ("outer", "inner", "whose"), [(0.01, 100, "outer"), (100, 0.01, "inner"), (0.01, 0.01, "any")]
+)
 def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
     async def main():
         try:
@@ -526,7 +540,7 @@ def test_an_outer_cancel_passes_a_timeout():
         thread.result(30)
 
 
-# -- par and map ----------------------------------------------------------------------------------------
+# -- par and map -----------------------------------------------------------------------------------
 
 
 def test_par_gives_the_values_in_order_from_plain_code_and_from_coroutines():
@@ -666,7 +680,7 @@ def test_a_reader_that_is_cancelled_ends_a_map_in_silence(capfd):
     assert not [each for each in green.threads() if each.name.endswith("_work")]
 
 
-# -- wrong use ---------------------------------------------------------------------------------------------
+# -- wrong use -------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments_are_said_at_once():
@@ -728,7 +742,12 @@ def test_run_and_waiting_inside_a_coroutine_are_errors_that_say_what_to_do():
 @pytest.mark.guarantee("green-17")
 @pytest.mark.parametrize(
     "foreign",
-    [lambda: asyncio.sleep(0), lambda: asyncio.sleep(1), lambda: asyncio.Event().wait(), lambda: _yields("odd")],
+    [
+        lambda: asyncio.sleep(0),
+        lambda: asyncio.sleep(1),
+        lambda: asyncio.Event().wait(),
+        lambda: _yields("odd"),
+    ],
     ids=["bare yield", "no loop", "future", "odd"],
 )
 def test_a_foreign_awaitable_is_a_type_error_that_names_green_aio(foreign):
@@ -760,7 +779,12 @@ class _yields:
 
 def test_green_things_awaited_in_asyncio_say_that_they_are_for_green_threads():
     async def main():
-        for awaitable in (green.sleep(1), green.call(abs, 1), green.call_long(abs, 1), green.aio(double(1))):
+        for awaitable in (
+            green.sleep(1),
+            green.call(abs, 1),
+            green.call_long(abs, 1),
+            green.aio(double(1)),
+        ):
             try:
                 await awaitable
             except RuntimeError as error:
@@ -773,7 +797,7 @@ def test_green_things_awaited_in_asyncio_say_that_they_are_for_green_threads():
         gc.collect()
 
 
-# -- errors nobody looked at ---------------------------------------------------------------------------------
+# -- errors nobody looked at -----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-2")
@@ -790,7 +814,15 @@ def test_an_error_nobody_looked_at_is_printed_with_the_name(capfd):
         nonlocal printed
         gc.collect()
         printed += capfd.readouterr().err
-        words = ("'the one that fails'", "lost", "'fail'", "lost too", "'plain'", "ZeroDivisionError", "in fail")
+        words = (
+            "'the one that fails'",
+            "lost",
+            "'fail'",
+            "lost too",
+            "'plain'",
+            "ZeroDivisionError",
+            "in fail",
+        )
         return all(each in printed for each in words)
 
     green.run(main)
@@ -863,7 +895,9 @@ async def main():
 green.run(main)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.count("Traceback") == 4 and done.stderr.count("KeyError: 'another line'") == 1
+    assert (
+        done.stderr.count("Traceback") == 4 and done.stderr.count("KeyError: 'another line'") == 1
+    )
     alike = "polycephaly.errors.ChannelClosed at <string>:5\n"
     counts = [line for line in done.stderr.splitlines(True) if line.endswith(alike)]
     assert [line.split()[6] for line in counts] == ["10", "100", "250"]
@@ -880,7 +914,7 @@ def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
     assert done.returncode == 0 and "'kept'" in done.stderr and "at the end" in done.stderr
 
 
-# -- the program around them --------------------------------------------------------------------------------
+# -- the program around them -----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("green-3")
@@ -1029,7 +1063,9 @@ def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypa
 
     class Stderr:
         def write(self, text):
-            thread._told[f"another {len(thread._told)}"] = 1  # as `Unseen.__del__` does, wherever garbage is collected
+            thread._told[f"another {len(thread._told)}"] = (
+                1  # as `Unseen.__del__` does, wherever garbage is collected
+            )
 
     monkeypatch.setattr(thread, "_told", {"one": thread.TOLD_IN_FULL + 1})
     monkeypatch.setattr(thread.sys, "stderr", Stderr())

@@ -1,8 +1,8 @@
-"""docs/guarantees.md and the tests name each other: each guarantee has an ID, and the tests that show it name that.
+"""docs/guarantees.md and the tests name each other: each guarantee has an ID, and the tests that
+show it name that.
 
-Under "shown by" stand just the files with such tests, or a command that runs all of them (`pytest -m ray`). All is read
-as text, and nothing is imported or started.
-"""
+Under "shown by" stand just the files with such tests, or a command that runs all of them (`pytest
+-m ray`). All is read as text, and nothing is imported or started."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ def rows_of(page: str) -> Iterator[list[str]]:
 
 
 def named_in(source: str) -> Iterator[str]:
-    """The IDs in all `pytest.mark.guarantee(...)`: of tests, of single parameters, of whole files."""
+    """The IDs in all `pytest.mark.guarantee(...)`: of tests, of single parameters, of whole
+    files."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "guarantee":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "guarantee"
+        ):
             yield from (ast.literal_eval(each) for each in node.args)
 
 
@@ -50,7 +55,9 @@ def wrong_in(page: str, sources: dict[str, str]) -> list[str]:
         for name in sorted(named - shown_by.keys()):
             wrong.append(f"{name}: {file} names it, and {PAGE} has no such row")
         for name in sorted(name for name in named & shown_by.keys() if file not in shown_by[name]):
-            wrong.append(f"{name}: {file} names it, and {PAGE} does not say that this file shows it")
+            wrong.append(
+                f"{name}: {file} names it, and {PAGE} does not say that this file shows it"
+            )
     return wrong
 
 
@@ -73,16 +80,36 @@ TEST = "@pytest.mark.guarantee('end-1')\ndef test_it(): pass\n"
         (ROW, TEST, []),
         (ROW.replace("tests/test_a.py", "pytest -m ray"), "", []),
         (ROW, "", ["end-1: docs/guarantees.md says that tests/test_a.py shows it"]),
-        (ROW, TEST.replace("end-1", "end-2"), ["end-1: docs/guarantees.md says", "end-2: tests/test_a.py names it"]),
-        (ROW.replace("test_a", "test_b"), TEST, ["end-1: docs/guarantees.md says", "end-1: tests/test_a.py names it"]),
+        (
+            ROW,
+            TEST.replace("end-1", "end-2"),
+            ["end-1: docs/guarantees.md says", "end-2: tests/test_a.py names it"],
+        ),
+        (
+            ROW.replace("test_a", "test_b"),
+            TEST,
+            ["end-1: docs/guarantees.md says", "end-1: tests/test_a.py names it"],
+        ),
         (ROW + ROW, TEST, ["end-1: in more than one row"]),
         (ROW.replace("`", ""), "", ["end-1: shown by nothing"]),
         (ROW.replace("end-1", "End"), "", ["End: no ID"]),
         (ROW.replace("| end-1 ", ""), "", ["all ends: no ID"]),
     ],
-    ids=["right", "a command", "no test", "no row", "another file", "two rows", "no file", "an odd ID", "no ID"],
+    ids=[
+        "right",
+        "a command",
+        "no test",
+        "no row",
+        "another file",
+        "two rows",
+        "no file",
+        "an odd ID",
+        "no ID",
+    ],
 )
-def test_what_is_wrong_is_told_with_the_id_and_the_file(rows: str, source: str, wrong: list[str]) -> None:
+def test_what_is_wrong_is_told_with_the_id_and_the_file(
+    rows: str, source: str, wrong: list[str]
+) -> None:
     head = "| ID | guarantee | how it is kept | shown by |\n| --- | --- | --- | --- |\n"
     told = wrong_in(head + rows, {"tests/test_a.py": source})
     assert [each[: len(start)] for each, start in zip(told, wrong, strict=True)] == wrong

@@ -1,7 +1,8 @@
-"""Time limits, interrupts and kills: what is decided by the clock, in a time that the tests move (in_time.py).
+"""Time limits, interrupts and kills: what is decided by the clock, in a time that the tests move
+(in_time.py).
 
-That a drone heeds an interrupt, and that it can be killed, is shown by test_cancel.py and test_options.py.
-"""
+That a drone heeds an interrupt, and that it can be killed, is shown by test_cancel.py and
+test_options.py."""
 
 import math
 
@@ -55,7 +56,7 @@ def about(*times):
     return pytest.approx([*times], abs=A_MOMENT)
 
 
-# -- limits -------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def test_a_limit_strikes_at_its_time_and_not_before(hub, alone):
@@ -196,7 +197,7 @@ def test_limits_of_overlapped_work_are_kept_when_more_is_sent(hub, wide):
     assert list(wide.deadlines) == [works[0].number, works[2].number]
 
 
-# -- interrupts ---------------------------------------------------------------------------------------
+# -- interrupts ------------------------------------------------------------------------------------
 
 
 def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(hub, alone):
@@ -282,7 +283,7 @@ def test_what_holds_up_work_behind_it_is_killed(hub, alone):
     assert behind.number in new.flight
 
 
-# -- beside overlapped work ---------------------------------------------------------------------------
+# -- beside overlapped work ------------------------------------------------------------------------
 
 
 def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at_again(hub, wide):
@@ -299,7 +300,10 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
 
 @pytest.mark.parametrize(
     ("how", "killed"),
-    [("answered", 3 * GRACE), ("cancelled", 2.5 * GRACE)],  # then it is the first of these whose own grace is over
+    [
+        ("answered", 3 * GRACE),
+        ("cancelled", 2.5 * GRACE),
+    ],  # then it is the first of these whose own grace is over
 )
 def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, hub, wide):
     hung, *beside = [run(wide, None, overlapped) for _ in "123"]

@@ -1,4 +1,5 @@
-"""Key holders who mean harm: they are put out, the others are answered, and the server's memory stays bounded."""
+"""Key holders who mean harm: they are put out, the others are answered, and the server's memory
+stays bounded."""
 
 import socket
 import threading
@@ -58,7 +59,7 @@ def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
     assert row["out"] == row["connections"] and "unanswered calls" in log["log"]
 
 
-# -- what bounds it, without processes ----------------------------------------------------------------------------
+# -- what bounds it, without processes -------------------------------------------------------------
 
 
 def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
@@ -122,7 +123,11 @@ def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unr
 
 def test_calls_begin_in_their_order_as_far_as_there_is_room():
     begun, settled = [], []
-    desk = ClientSession(lambda _, item, __: begun.append(item.number) or poly.Promise(), lambda *of: settled.append(of), "")
+    desk = ClientSession(
+        lambda _, item, __: begun.append(item.number) or poly.Promise(),
+        lambda *of: settled.append(of),
+        "",
+    )
     desk.take(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
     for number in range(5):
         desk.take(frames.Item(number, 7, CALL))
@@ -145,7 +150,9 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
 def test_signs_of_life_come_no_faster_than_the_time():
     client = ClientFlow(100.0)
     client.lives(100.0)
-    later = 100.0 + 10 * tuning.client_sign_seconds  # the server stood still: all of these are heard at once
+    later = (
+        100.0 + 10 * tuning.client_sign_seconds
+    )  # the server stood still: all of these are heard at once
     for _ in range(20):
         client.lives(later)
     with pytest.raises(Malformed, match="signs of life"):
@@ -234,9 +241,13 @@ def test_who_holds_most_of_what_all_may_hold_is_put_out(tmp_path):
         held = large.promise(hold_until, gate)
         wait_for(held.running)
         calls = [large.promise(len, bytes(4 * frames.PIECE)) for _ in range(2)]
-        wait_for(lambda: max(client.owed_bytes for client in server._clients.values()) > 8 * frames.PIECE)
+        wait_for(
+            lambda: max(client.owed_bytes for client in server._clients.values()) > 8 * frames.PIECE
+        )
         mine = good.promise(len, bytes(3 * frames.PIECE))
-        with pytest.raises(ConnectionError, match="holds more than 10,485,760 bytes of its clients"):
+        with pytest.raises(
+            ConnectionError, match="holds more than 10,485,760 bytes of its clients"
+        ):
             calls[0].result(60)
         append(gate, "open")
         assert mine.result(60) == 3 * frames.PIECE
@@ -255,7 +266,7 @@ def test_answers_that_wait_for_a_client_to_read_count(tmp_path, monkeypatch):
         assert client.held < 1000 and client.outbox_bytes == 0
 
 
-# -- clients take turns -------------------------------------------------------------------------------------------
+# -- clients take turns ----------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("remote-4")
@@ -273,8 +284,15 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         wait_for(lambda: len(pool._crew.queue) > 200)
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
-        tag = wait_for(lambda: next((client.tag for client in clients if len(client.desk.works) == 2), ""))
-        queued = wait_for(lambda: (found := [work.party for work in [*pool._crew.queue]][:4]).count(tag) == 2 and found)
+        tag = wait_for(
+            lambda: next((client.tag for client in clients if len(client.desk.works) == 2), "")
+        )
+        queued = wait_for(
+            lambda: (
+                (found := [work.party for work in [*pool._crew.queue]][:4]).count(tag) == 2
+                and found
+            )
+        )
         assert queued[0] == queued[2] != queued[1] == queued[3]
         append(gate, "open")
         for promise in [*others, *mine]:
@@ -283,15 +301,23 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 
 
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
-    crew = Mock(over=False, queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)))
-    crew.hub.post.side_effect = lambda act: (crew.queue.append(Mock(party="late", number=-1)), act())
+    crew = Mock(
+        over=False,
+        queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)),
+    )
+    crew.hub.post.side_effect = lambda act: (
+        crew.queue.append(Mock(party="late", number=-1)),
+        act(),
+    )
     works, turns = [*crew.queue], FairTurns(crew)
     turns.look()  # nothing is due
     assert [*crew.queue] == works
     turns.due = True
     turns.look()
     assert "".join(work.party for work in crew.queue).startswith("abclateabcacacac")
-    assert {id(work) for work in works} < {id(work) for work in crew.queue} and len(crew.queue) == len(works) + 1
+    assert {id(work) for work in works} < {id(work) for work in crew.queue} and len(
+        crew.queue
+    ) == len(works) + 1
     for party in "abc":
         numbers = [work.number for work in crew.queue if work.party == party]
         assert numbers == sorted(numbers)
@@ -300,7 +326,7 @@ def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     assert turns.due
 
 
-# -- questions ----------------------------------------------------------------------------------------------------
+# -- questions -------------------------------------------------------------------------------------
 
 
 def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):

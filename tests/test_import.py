@@ -1,4 +1,5 @@
-"""`import polycephaly` costs little: a name is loaded when it is first used, with what it needs and no more."""
+"""`import polycephaly` costs little: a name is loaded when it is first used, with what it needs and
+no more."""
 
 from __future__ import annotations
 
@@ -8,19 +9,32 @@ import sys
 import pytest
 
 SERVED = ["polycephaly.green", "polycephaly.server", "polycephaly.engines.remote"]
-HEAVY = ["asyncio", "cloudpickle", "concurrent", "httpx", "multiprocessing", "numpy", "rich", "threading", "zmq"]
+HEAVY = [
+    "asyncio",
+    "cloudpickle",
+    "concurrent",
+    "httpx",
+    "multiprocessing",
+    "numpy",
+    "rich",
+    "threading",
+    "zmq",
+]
 
 
 @pytest.mark.parametrize(
     "statement, unused",
     [
         ("import polycephaly", ["polycephaly.", *HEAVY]),
-        ("from polycephaly import Promise", ["asyncio", "cloudpickle", "httpx", "numpy", "rich", "zmq"]),
         (
-            "from polycephaly import Pool",
-            ["asyncio", "httpx", "numpy", "rich", *SERVED],
+            "from polycephaly import Promise",
+            ["asyncio", "cloudpickle", "httpx", "numpy", "rich", "zmq"],
         ),
-        ("from polycephaly import green", ["cloudpickle", "httpx", "numpy", "rich", "zmq", "polycephaly.pool.pool"]),
+        ("from polycephaly import Pool", ["asyncio", "httpx", "numpy", "rich", *SERVED]),
+        (
+            "from polycephaly import green",
+            ["cloudpickle", "httpx", "numpy", "rich", "zmq", "polycephaly.pool.pool"],
+        ),
     ],
 )
 def test_an_import_loads_what_it_needs_and_no_more(statement: str, unused: list[str]) -> None:
@@ -33,7 +47,11 @@ def test_an_import_loads_what_it_needs_and_no_more(statement: str, unused: list[
 
 def test_a_python_without_the_lock_is_refused_in_one_sentence() -> None:
     fake = "import sys; sys.abiflags += 't'\n"
-    run = subprocess.run([sys.executable, "-c", fake + "import polycephaly"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", fake + "import polycephaly"], capture_output=True, text=True
+    )
     last = run.stderr.splitlines()[-1]
-    assert run.returncode == 1 and last.startswith("ImportError: polycephaly needs a CPython with the global inter")
+    assert run.returncode == 1 and last.startswith(
+        "ImportError: polycephaly needs a CPython with the global inter"
+    )
     assert "free-threaded" in last and "usual build" in last

@@ -59,7 +59,8 @@ def test_it_may_be_a_closure():
 
 
 def error_of(**how):
-    """What a user gets from a pool whose initializer cannot succeed: at its making, a call, or a wait."""
+    """What a user gets from a pool whose initializer cannot succeed: at its making, a call, or a
+    wait."""
     try:
         pool = poly.Pool(2, output="discard", **how)
     except BrokenProcessPool as broken:
@@ -84,7 +85,9 @@ def test_one_that_fails_breaks_the_pool_and_says_why():
 
 @pytest.mark.guarantee("death-13")
 def test_one_that_kills_its_drone_breaks_the_pool():
-    assert ("exit status 3" if told(3) else "exit_hard") in str(error_of(initializer=exit_hard, initargs=(3,)))
+    assert ("exit status 3" if told(3) else "exit_hard") in str(
+        error_of(initializer=exit_hard, initargs=(3,))
+    )
 
 
 def test_one_that_cannot_be_pickled_says_so():
@@ -109,6 +112,8 @@ def test_drones_that_die_in_it_end_a_pool_that_is_being_closed_too():
 
 
 def test_it_is_none_of_the_tasks_after_which_a_drone_is_replaced(tmp_path):
-    with poly.Pool(1, max_tasks=2, initializer=append, initargs=(str(tmp_path / "began"), "x")) as pool:
+    with poly.Pool(
+        1, max_tasks=2, initializer=append, initargs=(str(tmp_path / "began"), "x")
+    ) as pool:
         pids = [pool.promise(os.getpid).result(30) for _ in range(6)]
     assert [pids.count(each) for each in dict.fromkeys(pids)] == [2, 2, 2]

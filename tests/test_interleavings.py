@@ -105,7 +105,9 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
         holder.release(wait=False)
         retires = threading.Event()
         pool._crew.hub.post(retires.set)
-        assert retires.wait(30)  # or what comes now could be sent there, where it waits for the packing
+        assert retires.wait(
+            30
+        )  # or what comes now could be sent there, where it waits for the packing
         pool.doit(abs, -1)
         wait_for(lambda: pool._crew.hungry)
         by_hand = poly.Promise()
@@ -143,7 +145,8 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
 
 
 class _BeginsAsTheEarParks:
-    """A drone of which the main thread takes up a task just after its ear has looked, and found none."""
+    """A drone of which the main thread takes up a task just after its ear has looked, and found
+    none."""
 
     def __init__(self):
         self.busy, self.looks = False, 0
@@ -177,7 +180,9 @@ class _BeginsAsTheEarParks:
         pass
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # by which its thread ends
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # by which its thread ends
 def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
     drone = _BeginsAsTheEarParks()
     ear = next(each for each in fork_guard._turns if each.name == "polycephaly-ear")
@@ -191,7 +196,8 @@ def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
 
 
 def told_to_cancel(number, begin):
-    """A runner that hears CANCEL; its main thread begins that task just before it is noted, by `begin`."""
+    """A runner that hears CANCEL; its main thread begins that task just before it is noted, by
+    `begin`."""
 
     class Missed(set):
         def __ior__(self, others):
@@ -238,10 +244,12 @@ class _InterruptedBetween(deque):
 
 
 def end_of(run):
-    """What the controller is told: how many calls are done, and were not begun, the state, and whether there is an
-    error."""
+    """What the controller is told: how many calls are done, and were not begun, the state, and
+    whether there is an error."""
     outcomes = SimpleNamespace(pack_error=lambda error: b"error")
-    runner = SimpleNamespace(socket_turn=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes)
+    runner = SimpleNamespace(
+        socket_turn=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes
+    )
     _, head, answers = DroneExecutor._end_slice(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
     return done, rest, state, answers == pack_answers(run.done, False, b"error", None)
@@ -278,11 +286,14 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
 
 
 def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
-    """Of two calls the first is done and the second runs: what is left has as many calls as the message answers."""
+    """Of two calls the first is done and the second runs: what is left has as many calls as the
+    message answers."""
     whole = work.Slice(SimpleNamespace(hub=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
     cut = split_head(1, 0, RUNNING) + pack_answers([1], False, None, None)
     for there, heard in ((whole, whole), (running, None)):
         crew = SimpleNamespace(split=lambda *told: None)
-        assert _hear_special(SimpleNamespace(flight={7: there}, crew=crew), 7, SPLIT, cut)[0] is heard
+        assert (
+            _hear_special(SimpleNamespace(flight={7: there}, crew=crew), 7, SPLIT, cut)[0] is heard
+        )

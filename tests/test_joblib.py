@@ -36,7 +36,7 @@ def numbers(n=3):
     return (delayed(double)(i) for i in range(n))
 
 
-# -- calls of Parallel -----------------------------------------------------------------------------------
+# -- calls of Parallel -----------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("pool-5")
@@ -52,7 +52,9 @@ def test_results_are_those_of_sequential_calls_in_their_order():
 def test_results_may_be_had_as_they_come():
     with parallel_config("polycephaly", n_jobs=2):
         assert list(Parallel(return_as="generator")(numbers(20))) == [2 * i for i in range(20)]
-        assert sorted(Parallel(return_as="generator_unordered")(numbers(20))) == [2 * i for i in range(20)]
+        assert sorted(Parallel(return_as="generator_unordered")(numbers(20))) == [
+            2 * i for i in range(20)
+        ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # joblib's, of tasks that nobody asked for
             some = Parallel(return_as="generator")(numbers(100))
@@ -64,7 +66,13 @@ def test_results_may_be_had_as_they_come():
 def test_n_jobs_counts_usable_cores():
     one = poly.joblib.PolycephalyBackend()
     cores = joblib.cpu_count()
-    assert [one.effective_n_jobs(n) for n in (3, -1, -2, -1000, None)] == [3, cores, max(1, cores - 1), 1, 1]
+    assert [one.effective_n_jobs(n) for n in (3, -1, -2, -1000, None)] == [
+        3,
+        cores,
+        max(1, cores - 1),
+        1,
+        1,
+    ]
     with pytest.raises(ValueError, match="n_jobs == 0 in Parallel has no meaning"):
         Parallel(n_jobs=0, backend="polycephaly")(numbers())
     with parallel_config("polycephaly", n_jobs=1):
@@ -72,7 +80,7 @@ def test_n_jobs_counts_usable_cores():
     assert Parallel(n_jobs=-1, backend="polycephaly")(numbers()) == [0, 2, 4]
 
 
-# -- its pool --------------------------------------------------------------------------------------------
+# -- its pool --------------------------------------------------------------------------------------
 
 
 def test_one_pool_serves_the_calls_under_one_configuration_and_ends_with_it():
@@ -123,8 +131,13 @@ def test_another_n_jobs_is_another_pool():
 
 
 def test_options_of_a_pool_pass_through():
-    with parallel_config("polycephaly", n_jobs=2, name="of joblib", env={"WHO": "me"}, initializer=set_a_variable):
-        assert Parallel()(delayed(os.getenv)(name) for name in ("WHO", "SET_BY_INITIALIZER")) == ["me", "yes"]
+    with parallel_config(
+        "polycephaly", n_jobs=2, name="of joblib", env={"WHO": "me"}, initializer=set_a_variable
+    ):
+        assert Parallel()(delayed(os.getenv)(name) for name in ("WHO", "SET_BY_INITIALIZER")) == [
+            "me",
+            "yes",
+        ]
         assert "of joblib" in repr(backend()._pool)
     with parallel_config("polycephaly", n_jobs=2, start="spawn"):
         assert Parallel()(numbers()) == [0, 2, 4]
@@ -171,7 +184,7 @@ def test_what_main_defines_binds_or_changes_between_two_calls_is_seen_by_the_sec
     )
 
 
-# -- nesting ---------------------------------------------------------------------------------------------
+# -- nesting ---------------------------------------------------------------------------------------
 
 
 def inner(n):
@@ -192,11 +205,9 @@ def in_drones_of_its_own(i):
 
 
 def test_a_drone_may_have_a_pool_of_its_own():
-    assert Parallel(n_jobs=2, backend="polycephaly")(delayed(in_drones_of_its_own)(i) for i in range(3)) == [
-        [1, 0, 0],
-        [1, 1, 1],
-        [1, 2, 4],
-    ]
+    assert Parallel(n_jobs=2, backend="polycephaly")(
+        delayed(in_drones_of_its_own)(i) for i in range(3)
+    ) == [[1, 0, 0], [1, 1, 1], [1, 2, 4]]
 
 
 def test_an_outer_parallel_goes_on_when_an_inner_one_of_its_backend_has_gone():
@@ -220,7 +231,7 @@ def test_threads_of_native_libraries_are_limited():
             assert found and all(pool["num_threads"] == 1 for pool in found)
 
 
-# -- errors ----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def invert(x):
@@ -259,14 +270,18 @@ class Torn:
 @pytest.mark.parametrize("return_as", ["list", "generator_unordered"])
 def test_an_error_in_the_callback_that_dispatches_the_next_calls_is_raised(monkeypatch, return_as):
     with parallel_config("polycephaly", n_jobs=2):
-        with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match="nobody reads this"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(BrokenPipeError, match="nobody reads this"),
+        ):
             patch.setattr(sys, "stderr", Torn())
             list(Parallel(verbose=49, return_as=return_as)(numbers(2000)))
         assert Parallel()(numbers()) == [0, 2, 4]
 
 
 def test_an_error_of_each_report_of_the_batch_size_is_raised(monkeypatch):
-    """joblib reports a new size of its batches from within each dispatch, that which tells of the error included."""
+    """joblib reports a new size of its batches from within each dispatch, that which tells of the
+    error included."""
 
     def reported(backend):
         if backend.parallel.verbose:
@@ -275,7 +290,10 @@ def test_an_error_of_each_report_of_the_batch_size_is_raised(monkeypatch):
 
     monkeypatch.setattr(poly.joblib.PolycephalyBackend, "compute_batch_size", reported)
     with parallel_config("polycephaly", n_jobs=2):
-        with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match="nobody reads this"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(BrokenPipeError, match="nobody reads this"),
+        ):
             patch.setattr(sys, "stderr", Torn())
             Parallel(verbose=49)(numbers(2000))
         assert Parallel()(numbers()) == [0, 2, 4]
@@ -306,7 +324,9 @@ def test_an_error_stops_what_runs_beside_it(tmp_path):
 
     with parallel_config("polycephaly", n_jobs=2):
         with pytest.raises(LookupError):
-            Parallel(pre_dispatch="all", batch_size=1)([delayed(hold_until)(gate, started), delayed(fail)()])
+            Parallel(pre_dispatch="all", batch_size=1)(
+                [delayed(hold_until)(gate, started), delayed(fail)()]
+            )
         assert Parallel()(numbers()) == [0, 2, 4]
 
 
@@ -357,7 +377,7 @@ def test_ctrl_c_ends_the_call_and_leaves_nothing(tmp_path):
         assert not script.left()
 
 
-# -- large arrays ----------------------------------------------------------------------------------------
+# -- large arrays ----------------------------------------------------------------------------------
 
 
 def scribble(array, i):
@@ -372,14 +392,17 @@ def test_large_arrays_are_shared_and_what_a_call_writes_is_its_own():
         seen = Parallel(batch_size=1)(delayed(scribble)(array, i=i) for i in range(20))
         assert seen == list(range(20)) and array[5] == 5
         array += 1  # between two calls of Parallel: seen
-        assert Parallel(batch_size=1)(delayed(scribble)(array, i) for i in range(20)) == list(range(1, 21))
-        assert Parallel(batch_size=1, max_nbytes=None)(delayed(scribble)(array, i) for i in range(9)) == list(
-            range(1, 10)
+        assert Parallel(batch_size=1)(delayed(scribble)(array, i) for i in range(20)) == list(
+            range(1, 21)
         )
+        assert Parallel(batch_size=1, max_nbytes=None)(
+            delayed(scribble)(array, i) for i in range(9)
+        ) == list(range(1, 10))
 
 
 def test_arrays_of_one_call_each_do_not_stay():
-    """More of them than there may be at a time: 30 of 2 MB, of which 8 are kept and some are under way."""
+    """More of them than there may be at a time: 30 of 2 MB, of which 8 are kept and some are under
+    way."""
     with parallel_config("polycephaly", n_jobs=2):
         arrays = [numpy.full(250_000, float(i)) for i in range(30)]
         most = []
@@ -408,13 +431,15 @@ def test_what_is_written_into_a_memory_map_of_a_file_is_in_the_file(tmp_path, ma
     read = numpy.memmap(tmp_path / "in", float, "r")
     out = numpy.memmap(tmp_path / "out", float, "w+", shape=(60,))
     with parallel_config("polycephaly", n_jobs=2):
-        calls = (delayed(square_into)(read[::2] if i % 2 else read, i, out=out[10:]) for i in range(50))
+        calls = (
+            delayed(square_into)(read[::2] if i % 2 else read, i, out=out[10:]) for i in range(50)
+        )
         assert set(Parallel(max_nbytes=max_nbytes)(calls)) <= {"memmap", "ndarray"}
     assert [out[10 + i] for i in range(50)] == [float(i * (1 + i % 2)) ** 2 for i in range(50)]
     assert not out[:10].any()
 
 
-# -- scikit-learn ----------------------------------------------------------------------------------------
+# -- scikit-learn ----------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("pool-5")
@@ -430,16 +455,20 @@ def test_a_grid_search_gives_what_it_gives_sequentially():
     with parallel_config("polycephaly", n_jobs=2):
         two = GridSearchCV(svm.SVC(), grid, cv=3).fit(x, y)
         # Nested: the search in drones, its estimators in threads of theirs.
-        nested = cross_val_score(BaggingClassifier(n_estimators=4, n_jobs=2, random_state=0), x, y, cv=3)
+        nested = cross_val_score(
+            BaggingClassifier(n_estimators=4, n_jobs=2, random_state=0), x, y, cv=3
+        )
     assert (one.cv_results_["mean_test_score"] == two.cv_results_["mean_test_score"]).all()
     assert one.best_params_ == two.best_params_
-    assert (nested == cross_val_score(BaggingClassifier(n_estimators=4, random_state=0), x, y, cv=3)).all()
+    assert (
+        nested == cross_val_score(BaggingClassifier(n_estimators=4, random_state=0), x, y, cv=3)
+    ).all()
 
 
 @pytest.mark.slow
 def test_openmp_that_was_used_before_does_not_hang_in_drones():
-    """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads. In a script, as its
-    threads stay: no test after it could fork its drones."""
+    """GNU's OpenMP, used in a process, hangs in a fork of it as soon as that would use two threads.
+    In a script, as its threads stay: no test after it could fork its drones."""
     pytest.importorskip("sklearn")
     pytest.importorskip("threadpoolctl")
     code = """

@@ -1,8 +1,8 @@
 """joblib's own tests, with this library in the place of loky.
 
-They come with joblib and are taken from there: nothing of them is here but the names of those that do not hold, with
-the reason (`joblib_in_place.py`). These are run too, and must fail. Of the others some are run.
-"""
+They come with joblib and are taken from there: nothing of them is here but the names of those that
+do not hold, with the reason (`joblib_in_place.py`). These are run too, and must fail. Of the others
+some are run."""
 
 import os
 import subprocess

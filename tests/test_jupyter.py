@@ -1,4 +1,5 @@
-"""Pools in a real Jupyter kernel: the magics, whose output is under which cell, interrupts, the kernel's end."""
+"""Pools in a real Jupyter kernel: the magics, whose output is under which cell, interrupts, the
+kernel's end."""
 
 import asyncio
 import os
@@ -93,7 +94,8 @@ class Notebook:
 
 @pytest.fixture(scope="module", autouse=True)
 def loop_that_jupyter_keeps():
-    """Made by its first call, in whichever test that is, and kept: so it is there before all of them."""
+    """Made by its first call, in whichever test that is, and kept: so it is there before all of
+    them."""
     loop = jupyter_utils.ensure_event_loop()
     yield
     asyncio.set_event_loop(None)
@@ -143,14 +145,20 @@ def test_a_pool_is_found_by_its_variable_and_by_its_name(notebook):
 
 
 def test_options(notebook):
-    assert notebook.run("%%doit pool --drone p.1\nimport os\nos.getpid()").out == notebook.run("pool.drones[1].pid").out
+    assert (
+        notebook.run("%%doit pool --drone p.1\nimport os\nos.getpid()").out
+        == notebook.run("pool.drones[1].pid").out
+    )
     assert "TimeoutError" in notebook.run("%%doit --timeout 0.2\nimport time\ntime.sleep(60)").error
     assert notebook.run("later = %doit -a 6 * 7").error == ""
     assert notebook.run("later.value").out == "42"
     for line, told in [
         ("%%doit --drone p.9\n1", "no drone 'p.9': there are p.0, p.1"),
         ("%%doit pool --timeout soon\n1", "--timeout takes seconds, not 'soon'"),
-        ("%%doit pool --what\n1", "not understood: '--what'; options are --drone NAME, --timeout SECONDS and --async"),
+        (
+            "%%doit pool --what\n1",
+            "not understood: '--what'; options are --drone NAME, --timeout SECONDS and --async",
+        ),
         ("%doit", "there is no code to run"),
     ]:
         assert notebook.run(line).stderr == f"UsageError: {told}\n"
@@ -159,11 +167,15 @@ def test_options(notebook):
 @pytest.mark.guarantee("log-4")
 def test_output_appears_under_the_cell_that_ran_it(notebook):
     for i in range(3):
-        cell = notebook.run(f"%%doit\nimport sys\nprint('out {i}')\nprint('err {i}', file=sys.stderr)")
+        cell = notebook.run(
+            f"%%doit\nimport sys\nprint('out {i}')\nprint('err {i}', file=sys.stderr)"
+        )
         notebook.listen_until(lambda cell=cell: cell.stdout and cell.stderr)
         assert cell.stdout.endswith(f"out {i}\n") and cell.stderr.endswith(f"err {i}\n")
     # what the hub's thread reads while the cell does something else
-    cell = notebook.run("import time\np = pool.promise(print, 'beside')\nwhile not p.done(): time.sleep(0.01)")
+    cell = notebook.run(
+        "import time\np = pool.promise(print, 'beside')\nwhile not p.done(): time.sleep(0.01)"
+    )
     notebook.listen_until(lambda: "beside" in cell.stdout)
     cell = notebook.run("%%doit\nimport logging\nlogging.warning('mind')")
     notebook.listen_until(lambda: "WARNING:root:mind" in cell.stderr)
@@ -172,7 +184,9 @@ def test_output_appears_under_the_cell_that_ran_it(notebook):
 @pytest.mark.guarantee("log-4")
 def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     notebook.run("before = [d.pid for d in pool.drones]")
-    notebook.run("from polycephaly.runtime.tuning import tuning; tuning.grace_seconds = 60.0")  # kills nobody
+    notebook.run(
+        "from polycephaly.runtime.tuning import tuning; tuning.grace_seconds = 60.0"
+    )  # kills nobody
     cell = notebook.start("%%doit\nimport time\nprint('begun')\ntime.sleep(600)")
     notebook.listen_until(lambda: "begun" in cell.stdout)
     notebook.manager.interrupt_kernel()
@@ -189,9 +203,13 @@ def test_an_error_is_shown_with_its_remote_traceback(notebook):
 
 
 def test_what_is_defined_in_cells_works(notebook):
-    notebook.run("class Point:\n    def __init__(self, x): self.x = x\ndef double(p): return Point(p.x * 2)")
+    notebook.run(
+        "class Point:\n    def __init__(self, x): self.x = x\ndef double(p): return Point(p.x * 2)"
+    )
     assert notebook.run("pool.doit(double, Point(21)).x").out == "42"
-    assert notebook.run("list(pool.map(lambda x: x * k, [1, 2, 3]))\n").error.startswith("NameError")
+    assert notebook.run("list(pool.map(lambda x: x * k, [1, 2, 3]))\n").error.startswith(
+        "NameError"
+    )
     notebook.run("k = 2\nasync def slow(x):\n    await poly.green.sleep(0)\n    return x * k")
     assert notebook.run("list(pool.map(lambda x: x * k, [1, 2, 3]))").out == "[2, 4, 6]"
     cell = notebook.run("pool.doit(slow, 4)")
@@ -201,7 +219,10 @@ def test_what_is_defined_in_cells_works(notebook):
 def test_cells_may_await(notebook):
     code = "import asyncio\nawait asyncio.gather(pool.promise('1'), asyncio.wrap_future(pool.promise('2')))"
     assert notebook.run(code).out == "[1, 2]"
-    assert notebook.run("[x async for x in poly.as_completed([pool.promise('3')])][0].value").out == "3"
+    assert (
+        notebook.run("[x async for x in poly.as_completed([pool.promise('3')])][0].value").out
+        == "3"
+    )
     assert notebook.run("p = poly.promise('5'); await p").out == "5"
 
 
@@ -213,7 +234,9 @@ def test_what_a_cell_makes_belongs_to_the_kernel(notebook, awaits):
     cell = notebook.run("d.doit('x + 1')")
     assert cell.out == "42", vars(cell)
     held = "import time\nwhile not os.path.exists(go): time.sleep(0.01)\n5"
-    notebook.run(f"import os, tempfile\ngo = tempfile.mktemp()\np = poly.promise({held!r})\n{awaits}")
+    notebook.run(
+        f"import os, tempfile\ngo = tempfile.mktemp()\np = poly.promise({held!r})\n{awaits}"
+    )
     notebook.run("open(go, 'w').close()")
     cell = notebook.run("p.value")
     assert cell.out == "5", vars(cell)
@@ -266,10 +289,17 @@ def test_drones_do_not_disturb_the_kernel(notebook):
 
 def test_pools_drones_and_promises_are_shown_as_tables(notebook):
     notebook.run("p = pool.promise(print, '<b>'); p.result()")
-    shown = {"pool": "p.0", "pool.drones[0]": "p.0", "p": "print", "pool.promise('<i>')": "&lt;i&gt;"}
+    shown = {
+        "pool": "p.0",
+        "pool.drones[0]": "p.0",
+        "p": "print",
+        "pool.promise('<i>')": "&lt;i&gt;",
+    }
     for name, wanted in shown.items():
         cell = notebook.run(name)
-        assert cell.out.startswith("<") and "<table" in cell.html and wanted in cell.html, vars(cell)
+        assert cell.out.startswith("<") and "<table" in cell.html and wanted in cell.html, vars(
+            cell
+        )
         assert "<i>" not in cell.html
 
 
@@ -292,11 +322,19 @@ def test_the_bar_tells_what_a_promise_has_been_through(tmp_path):
 def test_a_kernel_that_is_killed_or_restarted_leaves_no_drones(tmp_path):
     notebook = Notebook(tmp_path)
     try:
-        assert notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out == "1"
+        assert (
+            notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out
+            == "1"
+        )
         notebook.manager.restart_kernel(now=True)
         notebook.client.wait_for_ready(timeout=TIMEOUT)
-        assert notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out == "1"
-        cell = notebook.start("%load_ext polycephaly\npool.promise('print(1); import time; time.sleep(600)').value")
+        assert (
+            notebook.run("import polycephaly as poly; pool = poly.Pool(2); pool.doit('1')").out
+            == "1"
+        )
+        cell = notebook.start(
+            "%load_ext polycephaly\npool.promise('print(1); import time; time.sleep(600)').value"
+        )
         notebook.listen_until(lambda: cell.stdout)
     finally:
         left = notebook.close(now=True)

@@ -1,4 +1,5 @@
-"""Kept results: the value stays in its drone, the handle stands for it, and the last handle frees it."""
+"""Kept results: the value stays in its drone, the handle stands for it, and the last handle frees
+it."""
 
 import copy
 import gc
@@ -68,14 +69,16 @@ def parts(n, k):
     return [Kept(whole[start::k].copy()) for start in range(k)]
 
 
-# -- the handle -----------------------------------------------------------------------------------------
+# -- the handle ------------------------------------------------------------------------------------
 
 
 def test_among_many_short_calls_of_one_function_those_are_kept_that_should_be():
     with poly.Pool(1) as pool:
         pool.doit(abs, -1)  # so that its time is known, and many go in one message
         promises = [pool.promise(abs, -n, keep=bool(n % 2)) for n in range(1000)]
-        assert [isinstance(promise.value, poly.Kept) for promise in promises] == [bool(n % 2) for n in range(1000)]
+        assert [isinstance(promise.value, poly.Kept) for promise in promises] == [
+            bool(n % 2) for n in range(1000)
+        ]
 
 
 def test_what_waited_for_an_empty_text_is_kept_among_short_calls_too(tmp_path):
@@ -94,7 +97,11 @@ def test_what_waited_for_an_empty_text_is_kept_among_short_calls_too(tmp_path):
 
 def test_a_handle_tells_what_is_where_and_fetches_it(pool):
     kept = pool.promise(filled, 1000, keep=True).value
-    assert isinstance(kept, Kept) and kept.nbytes == 8000 and kept.drone in {each.name for each in pool.drones}
+    assert (
+        isinstance(kept, Kept)
+        and kept.nbytes == 8000
+        and kept.drone in {each.name for each in pool.drones}
+    )
     assert f"ndarray, 8,000 bytes in {kept.drone}" in repr(kept)
     assert (kept.value == 1).all()
     kept.value[:] = 5
@@ -174,13 +181,18 @@ def test_what_lies_about_its_size_is_kept_all_the_same(pool):
     assert pool.promise(Liar, keep=True).value.nbytes == 0
 
 
-# -- as an argument ---------------------------------------------------------------------------------------
+# -- as an argument --------------------------------------------------------------------------------
 
 
 def test_as_an_argument_it_arrives_as_the_value_at_any_depth(pool):
     promise = pool.promise(filled, 10, keep=True)
     kept = promise.value
-    assert pool.doit(total, kept) == pool.doit(total, promise) == pool.doit(total, kept, kept) / 2 == 10
+    assert (
+        pool.doit(total, kept)
+        == pool.doit(total, promise)
+        == pool.doit(total, kept, kept) / 2
+        == 10
+    )
     assert pool.doit(deep, {"a": [(0, kept)]}) == 10
     assert pool.doit(lambda *, x: x.sum(), x=kept) == 10
     assert pool.doit(lambda: kept.sum()) == 10, "captured by a function"
@@ -191,7 +203,10 @@ def test_as_an_argument_it_arrives_as_the_value_at_any_depth(pool):
 
 
 def test_work_goes_to_the_drone_that_holds_most(pool):
-    small, large = [each.promise(filled, n, keep=True).value for each, n in zip(pool.drones, (10, 1000), strict=True)]
+    small, large = [
+        each.promise(filled, n, keep=True).value
+        for each, n in zip(pool.drones, (10, 1000), strict=True)
+    ]
     assert small.drone != large.drone
     for _ in range(5):
         assert pool.doit(here, small, large) == pool.doit(here, large) == drone_of(pool, large).pid
@@ -229,12 +244,14 @@ def test_a_chain_of_kept_results_runs_where_the_first_is(pool):
     pids = set()
     for _ in range(10):
         step = pool.promise(np.add, step, 1, keep=True)
-        pids.add(pool.doit(here, step))  # one by one: what waits for a busy drone, another may take over
+        pids.add(
+            pool.doit(here, step)
+        )  # one by one: what waits for a busy drone, another may take over
     assert len(pids) == 1
     assert (step.value.value == 11).all()
 
 
-# -- who frees it -----------------------------------------------------------------------------------------
+# -- who frees it ----------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-3")
@@ -259,7 +276,12 @@ def test_it_is_freed_everywhere(pool):
         pass
     wait_for(lambda: nothing_is_kept(pool))
     kept.release()
-    for use in (lambda: kept.value, lambda: kept.nbytes, lambda: kept.drone, lambda: pool.doit(total, kept)):
+    for use in (
+        lambda: kept.value,
+        lambda: kept.nbytes,
+        lambda: kept.drone,
+        lambda: pool.doit(total, kept),
+    ):
         with pytest.raises(ValueError, match="released"):
             use()
     assert "released" in repr(kept)
@@ -269,7 +291,11 @@ def test_a_call_under_way_has_what_it_was_given(pool, tmp_path):
     kept = pool.promise(filled, 100_000, keep=True).value
     go = str(tmp_path / "go")
     held = [each.promise(hold_until, go) for each in pool.drones]
-    later = [pool.promise(total, kept), pool.promise(lambda: kept.sum()), pool.drones[0].promise(total, kept)]
+    later = [
+        pool.promise(total, kept),
+        pool.promise(lambda: kept.sum()),
+        pool.drones[0].promise(total, kept),
+    ]
     kept.release()
     (tmp_path / "go").touch()
     assert [each.value for each in later] == [100_000] * 3
@@ -290,7 +316,7 @@ def test_work_that_is_cancelled_or_fails_keeps_nothing(pool, tmp_path):
     wait_for(lambda: nothing_is_kept(pool))
 
 
-# -- made in a drone --------------------------------------------------------------------------------------
+# -- made in a drone -------------------------------------------------------------------------------
 
 
 def test_work_may_keep_several_values_itself(pool):
@@ -304,7 +330,10 @@ def test_work_may_keep_several_values_itself(pool):
 
 def test_a_kept_value_with_handles_in_it_stays_where_it_is_and_says_so(pool):
     kept = pool.promise(parts, 10, 2, keep=True).value
-    for refused in (lambda kept: kept.value, lambda kept: [drone.doit(len, kept) for drone in pool.drones]):
+    for refused in (
+        lambda kept: kept.value,
+        lambda kept: [drone.doit(len, kept) for drone in pool.drones],
+    ):
         with pytest.raises(TypeError, match="has a handle in it"):
             refused(kept)
     assert pool.doit(len, kept) == 2
@@ -317,7 +346,9 @@ def test_a_kept_value_with_handles_in_it_stays_where_it_is_and_says_so(pool):
 def test_a_shuffle_between_drones(pool):
     rows = [pool.promise(parts, 100, 4) for _ in range(4)]
     columns = zip(*[each.value for each in rows], strict=True)
-    assert [pool.doit(total, *column) for column in columns] == [4 * sum(range(k, 100, 4)) for k in range(4)]
+    assert [pool.doit(total, *column) for column in columns] == [
+        4 * sum(range(k, 100, 4)) for k in range(4)
+    ]
     del rows, columns
     wait_for(lambda: nothing_is_kept(pool))
 
@@ -361,7 +392,7 @@ def test_a_handle_made_where_no_drone_runs_is_refused():
         Kept(3)
 
 
-# -- bad input ---------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_a_handle_of_another_pool_is_refused_with_what_and_where(pool):
@@ -398,7 +429,7 @@ def test_a_served_pool_keeps_nothing_and_says_so(pool, tmp_path):
     wait_for(lambda: nothing_is_kept(pool))
 
 
-# -- lost ----------------------------------------------------------------------------------------------------
+# -- lost ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-3")
@@ -406,10 +437,20 @@ def test_when_its_drone_dies_the_value_is_lost(pool):
     kept = pool.promise(filled, 10, keep=True).value
     holder = drone_of(pool, kept)
     holder.kill()
-    with pytest.raises(Lost, match=rf"what filled gave was lost: drone {holder.name} .*SIGKILL") as lost:
+    with pytest.raises(
+        Lost, match=rf"what filled gave was lost: drone {holder.name} .*SIGKILL"
+    ) as lost:
         _ = kept.value
-    assert isinstance(lost.value, poly.DroneDied) and lost.value.drone == holder.name and lost.value.exitcode == -9
-    assert isinstance(lost.value.__cause__, poly.DroneDied) and kept.drone is None and "lost" in repr(kept)
+    assert (
+        isinstance(lost.value, poly.DroneDied)
+        and lost.value.drone == holder.name
+        and lost.value.exitcode == -9
+    )
+    assert (
+        isinstance(lost.value.__cause__, poly.DroneDied)
+        and kept.drone is None
+        and "lost" in repr(kept)
+    )
     for use in (lambda: pool.doit(total, kept), lambda: pool.doit(lambda: kept.sum())):
         with pytest.raises(Lost):
             use()
@@ -474,7 +515,10 @@ def test_the_time_that_a_call_may_take_holds_when_it_is_computed_again_too(pool,
 
 
 def test_drones_that_end_in_order_leave_what_they_keep(pool):
-    kept, lock = pool.promise(filled, 10, keep=True).value, pool.promise(threading.Lock, keep=True).value
+    kept, lock = (
+        pool.promise(filled, 10, keep=True).value,
+        pool.promise(threading.Lock, keep=True).value,
+    )
     pool.refresh()
     assert (kept.value == 1).all() and pool.doit(total, kept) == 10
     wait_for(lambda: lock.drone is None)
@@ -487,7 +531,10 @@ def test_drones_that_end_in_order_leave_what_they_keep(pool):
 
 
 def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_arrive(pool):
-    kept, dropped = pool.promise(filled, 10, keep=True).value, pool.promise(filled, 20, keep=True).value
+    kept, dropped = (
+        pool.promise(filled, 10, keep=True).value,
+        pool.promise(filled, 20, keep=True).value,
+    )
     assert (kept.value == 1).all()  # so it is packed
     (other,) = [each for each in pool.drones if each.name != kept.drone]
     link = other._link
@@ -531,7 +578,9 @@ def test_a_drone_that_retires_ends_when_its_own_work_is_withdrawn(pool):
     refused, withdrawn = other.promise(id, lock), other.promise(abs, poly.Promise())
     pool.refresh()
     assert withdrawn.cancel()
-    assert isinstance(refused.exception(30), (TypeError, Lost))  # by then, who had the lock may have ended
+    assert isinstance(
+        refused.exception(30), (TypeError, Lost)
+    )  # by then, who had the lock may have ended
     wait_for(lambda: not other.alive)
 
 
@@ -559,7 +608,8 @@ def test_who_waits_for_a_value_as_the_pool_is_killed_is_told(tmp_path):
 
 
 def walk(pool, chance, given, steps):
-    """Makes, combines, sends on, drops and fetches handles, and kills drones. How many were lost, of how many."""
+    """Makes, combines, sends on, drops and fetches handles, and kills drones. How many were lost,
+    of how many."""
     handles = []  # promises of them, with the sums that they are to have
     checked = lost = 0
 
@@ -587,7 +637,10 @@ def walk(pool, chance, given, steps):
         elif act < 0.75:
             handles.pop(chance.randrange(len(handles)))
         elif act < 0.9:
-            check(*chance.choice(handles), chance.choice([fetched, lambda kept: given.doit(total, kept)]))
+            check(
+                *chance.choice(handles),
+                chance.choice([fetched, lambda kept: given.doit(total, kept)]),
+            )
         else:
             chance.choice(pool.drones).kill()
     for promise, expected in handles:
@@ -603,11 +656,18 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
     with poly.Pool(3, output="discard") as pool:
         with ThreadPoolExecutor(2) as threads:
             walks = [
-                threads.submit(walk, pool, random.Random(seed + n), pool.options(retries=retries), 75) for n in range(2)
+                threads.submit(
+                    walk, pool, random.Random(seed + n), pool.options(retries=retries), 75
+                )
+                for n in range(2)
             ]
-        lost, checked = (sum(counts) for counts in zip(*[each.result() for each in walks], strict=True))
+        lost, checked = (
+            sum(counts) for counts in zip(*[each.result() for each in walks], strict=True)
+        )
         del walks
-        assert checked and not (retries and lost), f"{lost} of {checked} lost, though all could be computed again"
+        assert checked and not (retries and lost), (
+            f"{lost} of {checked} lost, though all could be computed again"
+        )
         gc.collect()  # an error that a promise has holds the frames it went through, and so what is in them
         wait_for(lambda: nothing_is_kept(pool))
         arena = pool._crew.roster.engine._arena

@@ -1,4 +1,5 @@
-"""One program, two executors: the standard library's and ours. What a program sees of them is the same."""
+"""One program, two executors: the standard library's and ours. What a program sees of them is the
+same."""
 
 import asyncio
 import multiprocessing
@@ -61,7 +62,7 @@ def put_in_what_was_inherited():
     return multiprocessing.current_process().name, multiprocessing.active_children()
 
 
-# -- programs: each is given a maker of executors and a directory, and gives what it saw ------------------
+# -- programs: each is given a maker of executors and a directory, and gives what it saw -----------
 
 
 def work_after_shutdown(make, _):
@@ -80,7 +81,9 @@ def work_from_a_callback(make, _):
     seen = Future()
     with make(1) as executor:
         first = executor.submit(abs, -1)
-        first.add_done_callback(lambda f: executor.submit(pow, f.result() + 1, 3).add_done_callback(seen.set_result))
+        first.add_done_callback(
+            lambda f: executor.submit(pow, f.result() + 1, 3).add_done_callback(seen.set_result)
+        )
         return seen.result(10).result()
 
 
@@ -144,7 +147,11 @@ def cancelling(make, folder):
         behind = [executor.submit(abs, -i) for i in range(20)]
         last = behind[-1]
         seen = [last.cancel(), last.cancel(), last.cancelled(), last.done(), last.running()]
-        seen += [error_of(last.result), error_of(last.exception)] if error_of(last.result) is CancelledError else []
+        seen += (
+            [error_of(last.result), error_of(last.exception)]
+            if error_of(last.result) is CancelledError
+            else []
+        )
         append(gate, "open")
         return [*seen, first.result(), first.cancel(), [each.result() for each in behind[:-1]]]
 
@@ -202,7 +209,12 @@ def waiting_for_a_mixture(make, folder):
         seen += [done == {good}, not_done == {held, mine}]
         append(gate, "open")
         mine.set_result("mine")
-        seen.append(sorted(str(each.result()) for each in futures.as_completed([mine, held, other, good, good], 10)))
+        seen.append(
+            sorted(
+                str(each.result())
+                for each in futures.as_completed([mine, held, other, good, good], 10)
+            )
+        )
         return seen
 
 
@@ -210,7 +222,9 @@ def asyncio_runs_things_in_it(make, _):
     async def main(executor):
         loop = asyncio.get_running_loop()
         values = await asyncio.gather(*(loop.run_in_executor(executor, abs, -i) for i in range(9)))
-        error = await asyncio.gather(loop.run_in_executor(executor, divmod, 1, 0), return_exceptions=True)
+        error = await asyncio.gather(
+            loop.run_in_executor(executor, divmod, 1, 0), return_exceptions=True
+        )
         wrapped = await asyncio.wrap_future(executor.submit(abs, -5))
         return values, type(error[0]), wrapped
 
@@ -219,7 +233,8 @@ def asyncio_runs_things_in_it(make, _):
 
 
 def what_only_a_start_hands_over(make, _):
-    """Locks, queues and values of multiprocessing: to an initializer, and to nobody else. The queue is in use."""
+    """Locks, queues and values of multiprocessing: to an initializer, and to nobody else. The queue
+    is in use."""
     queue, lock, value = FORK.Queue(), FORK.Lock(), COUNT
     queue.put("in use")
     value.value = 0
@@ -227,7 +242,12 @@ def what_only_a_start_hands_over(make, _):
         with make(2, initializer=set_up, initargs=(lock, queue, value)) as executor:
             list(executor.map(use_what_was_inherited, range(10)))
             seen = [error_of(executor.submit(put, queue, 1).result)]
-        return [*seen, value.value, queue.get(timeout=10), sorted(queue.get(timeout=10) for _ in range(10))]
+        return [
+            *seen,
+            value.value,
+            queue.get(timeout=10),
+            sorted(queue.get(timeout=10) for _ in range(10)),
+        ]
     finally:
         queue.close()
         queue.join_thread()
@@ -246,7 +266,9 @@ def progress_bars(make, _):
     concurrent = pytest.importorskip("tqdm.contrib.concurrent")
     concurrent.tqdm_auto.monitor_interval = 0  # or it keeps a thread
     with open(os.devnull, "w") as nowhere:
-        return concurrent._executor_map(make, abs, range(-9, 0), max_workers=2, chunksize=2, file=nowhere)
+        return concurrent._executor_map(
+            make, abs, range(-9, 0), max_workers=2, chunksize=2, file=nowhere
+        )
 
 
 PROGRAMS = [
@@ -262,7 +284,9 @@ def the_librarys(max_workers=None, **options):
 
 
 @pytest.mark.guarantee("pool-3", "pool-4")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library forks beside its own threads
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # the library forks beside its own threads
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_sees_the_same(program, tmp_path):
     seen = {}
@@ -272,7 +296,7 @@ def test_a_program_sees_the_same(program, tmp_path):
     assert seen["ours"] == seen["library"]
 
 
-# -- the interpreter's end -------------------------------------------------------------------------------
+# -- the interpreter's end -------------------------------------------------------------------------
 
 MAKERS = {
     "library": "from concurrent.futures import ProcessPoolExecutor",
@@ -317,7 +341,8 @@ def test_what_was_submitted_is_finished_when_the_interpreter_ends(program):
 
 @pytest.mark.guarantee("pool-2")
 def test_an_error_that_ends_the_program_ends_what_was_submitted_too():
-    """Here a pool is not as the library's executor, which finishes its work, but as a ``with`` block."""
+    """Here a pool is not as the library's executor, which finishes its work, but as a ``with``
+    block."""
     done = run_script("""
         import polycephaly as poly
         from faults import hold_until
@@ -339,7 +364,7 @@ def test_work_that_was_promised_ends_with_the_program():
     assert done.returncode == 0 and not done.stderr
 
 
-# -- what the library's executor does not have, or not yet -----------------------------------------------
+# -- what the library's executor does not have, or not yet -----------------------------------------
 
 
 def test_running_work_is_cancelled_unless_told_not_to(tmp_path):

@@ -1,4 +1,5 @@
-"""What is logged in a drone reaches the controller's loggers, with the drone's name, once and in order."""
+"""What is logged in a drone reaches the controller's loggers, with the drone's name, once and in
+order."""
 
 import gc
 import json
@@ -21,7 +22,10 @@ from polycephaly.wire.chunks import LONGEST
 pytestmark = on_each_engine
 
 log = logging.getLogger("tests.drones")
-LISTEN = {"initializer": log.setLevel, "initargs": (logging.INFO,)}  # a drone that is no fork has levels of its own
+LISTEN = {
+    "initializer": log.setLevel,
+    "initargs": (logging.INFO,),
+}  # a drone that is no fork has levels of its own
 
 
 class Records(logging.Handler):
@@ -62,9 +66,19 @@ def log_an_error():
 
 @pytest.mark.guarantee("log-1")
 def test_a_record_comes_home_with_all_that_it_says(pool, records):
-    pool.doit(log.warning, "%s of %d", "one", 2, extra={"request": 7, "rows": [1, {"a": None}], "odd": {1}})
+    pool.doit(
+        log.warning,
+        "%s of %d",
+        "one",
+        2,
+        extra={"request": 7, "rows": [1, {"a": None}], "odd": {1}},
+    )
     (record,) = records.records
-    assert (record.getMessage(), record.levelno, record.levelname) == ("one of 2", logging.WARNING, "WARNING")
+    assert (record.getMessage(), record.levelno, record.levelname) == (
+        "one of 2",
+        logging.WARNING,
+        "WARNING",
+    )
     assert record.drone == record.processName == "p.0" and record.process == pool.drones[0].pid
     assert record.threadName == "MainThread" and record.name == "tests.drones"
     assert (record.request, record.rows, record.odd) == (7, [1, {"a": None}], "{1}")
@@ -73,7 +87,11 @@ def test_a_record_comes_home_with_all_that_it_says(pool, records):
 def test_an_exception_comes_home_as_text_with_the_place_of_the_call(pool, records):
     pool.doit(log_an_error)
     (record,) = records.records
-    assert (record.getMessage(), record.funcName, record.module) == ("no key", "log_an_error", "test_logging")
+    assert (record.getMessage(), record.funcName, record.module) == (
+        "no key",
+        "log_an_error",
+        "test_logging",
+    )
     told = logging.Formatter("%(message)s").format(record)
     assert "KeyError: 'k'" in told and '{}["k"]' in told and "Stack (most recent call last)" in told
 
@@ -171,7 +189,12 @@ def test_records_keep_their_order_with_what_is_printed(records):
     with poly.Pool(1, output=lambda line: told.append(line.text), **LISTEN) as pool:
         pool.doit(interleave, 3000)
     told = [each for each in told if not each.startswith("err")]
-    wanted = [f"{what} {i}" for i in range(3000) for what in ("out", "log", "again") if what != "again" or i % 3 == 0]
+    wanted = [
+        f"{what} {i}"
+        for i in range(3000)
+        for what in ("out", "log", "again")
+        if what != "again" or i % 3 == 0
+    ]
     assert told == wanted
 
 
@@ -181,11 +204,15 @@ def test_records_keep_their_order_with_what_is_printed_on_stderr(records):
     with poly.Pool(1, output=lambda line: told.append(line.text), **LISTEN) as pool:
         pool.doit(interleave, 300)
     told = [each for each in told if not each.startswith("out")]
-    assert told == [f"{w} {i}" for i in range(300) for w in ("log", "again", "err") if w == "log" or i % 3 == 0]
+    assert told == [
+        f"{w} {i}" for i in range(300) for w in ("log", "again", "err") if w == "log" or i % 3 == 0
+    ]
 
 
 @pytest.mark.guarantee("log-1")
-@pytest.mark.parametrize("end", [lambda: os._exit(3), kill_myself, segfault], ids=["os._exit", "SIGKILL", "segfault"])
+@pytest.mark.parametrize(
+    "end", [lambda: os._exit(3), kill_myself, segfault], ids=["os._exit", "SIGKILL", "segfault"]
+)
 def test_what_was_logged_last_before_a_crash_arrives_once(end, pool, records):
     def crash():
         for i in range(50):
@@ -200,7 +227,9 @@ def test_what_was_logged_last_before_a_crash_arrives_once(end, pool, records):
 
 def test_threads_green_threads_and_forks_of_a_drone(pool, records):
     def all_of_them():
-        threads = [threading.Thread(target=log.info, args=("t%d", i), name=f"thread {i}") for i in range(8)]
+        threads = [
+            threading.Thread(target=log.info, args=("t%d", i), name=f"thread {i}") for i in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -213,7 +242,9 @@ def test_threads_green_threads_and_forks_of_a_drone(pool, records):
         os.waitpid(pid, 0)
 
     pool.doit(all_of_them)
-    assert sorted(records.messages) == sorted([f"{w}{i}" for w in "tg" for i in range(8)] + ["a fork"])
+    assert sorted(records.messages) == sorted(
+        [f"{w}{i}" for w in "tg" for i in range(8)] + ["a fork"]
+    )
     assert {r.threadName for r in records.records} >= {f"thread {i}" for i in range(8)}
 
 
@@ -253,11 +284,16 @@ def test_where_nothing_is_configured_warnings_are_printed_with_the_drones_name()
         with poly.Pool(1, name="p") as pool:
             pool.doit(lambda: (log.info("no"), log.warning("yes"), logging.error("and\\nthis")))
     """)
-    assert done.stderr == "[p.0] WARNING:a.b:yes\n[p.0] ERROR:root:and\n[p.0] this\n" and done.stdout == ""
+    assert (
+        done.stderr == "[p.0] WARNING:a.b:yes\n[p.0] ERROR:root:and\n[p.0] this\n"
+        and done.stdout == ""
+    )
 
 
 def test_basic_config_in_a_drone_neither_breaks_nor_doubles_it(pool, records):
-    pool.doit("import logging; logging.basicConfig(level=1); logging.getLogger('tests.drones').info('x')")
+    pool.doit(
+        "import logging; logging.basicConfig(level=1); logging.getLogger('tests.drones').info('x')"
+    )
     assert records.messages == ["x"]
 
 
@@ -276,7 +312,12 @@ def test_a_configuration_of_its_own_takes_the_records_home_as_text(records):
     def configure():
         handlers = {"h": {"class": "logging.StreamHandler"}}
         logging.config.dictConfig(
-            {"version": 1, "disable_existing_loggers": False, "handlers": handlers, "root": {"handlers": ["h"]}}
+            {
+                "version": 1,
+                "disable_existing_loggers": False,
+                "handlers": handlers,
+                "root": {"handlers": ["h"]},
+            }
         )
         log.info("as text")
 
@@ -338,7 +379,9 @@ def test_long_and_odd_messages(pool, records):
     pool.doit(log.info, "\ud800 and \0")
     pool.doit(log.info, "x" * 5_000_000)
     assert records.messages[:2] == [long, "\ud800 and \0"]
-    assert records.messages[2].startswith("xxx") and records.messages[2].endswith("more characters)")
+    assert records.messages[2].startswith("xxx") and records.messages[2].endswith(
+        "more characters)"
+    )
 
 
 def test_a_record_that_cannot_be_told_harms_nothing(pool, records):
@@ -423,7 +466,9 @@ def starts_processes():
 
     logger = multiprocessing.get_logger()
     with ProcessPoolExecutor(1) as executor:
-        return [each.formatter._fmt for each in logger.handlers], executor.submit(pow, 2, 5).result(60)
+        return [each.formatter._fmt for each in logger.handlers], executor.submit(pow, 2, 5).result(
+            60
+        )
 
 
 @local_only(NO_FORK)

@@ -49,7 +49,7 @@ def paths(tmp_path):
     return [str(tmp_path / name) for name in ("ran", "gate", "held")]
 
 
-# -- what is called ---------------------------------------------------------------------------------------
+# -- what is called --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,7 +166,7 @@ def assert_nothing_goes_on(pool, path):
     assert len(lines(path)) == before
 
 
-# -- equal to the builtin map ------------------------------------------------------------------------------
+# -- equal to the builtin map ----------------------------------------------------------------------
 
 
 def a_value(dice, depth=2):
@@ -202,7 +202,10 @@ def values_of_one_kind(dice):
     like = dice.choice([int, float, str, bytes, bool, tuple, list, dict, Point, None])
     if like is None:
         return [None] * 400
-    found, depth = [], 2 if like in (tuple, list, dict, Point) else 0  # not to make thousands of what is not asked for
+    found, depth = (
+        [],
+        2 if like in (tuple, list, dict, Point) else 0,
+    )  # not to make thousands of what is not asked for
     while len(found) < 400:
         value = a_value(dice, depth)
         if type(value) is like:
@@ -230,7 +233,9 @@ def a_source(dice, items):
 @pytest.mark.guarantee("pool-7")
 def test_map_is_the_builtin_map_for_whatever_items_and_sources(pool, dice):
     for _ in range(25):
-        mixed = [a_value(dice) for _ in range(400)] if dice.random() < 0.5 else values_of_one_kind(dice)
+        mixed = (
+            [a_value(dice) for _ in range(400)] if dice.random() < 0.5 else values_of_one_kind(dice)
+        )
         seed, count = dice.random(), dice.choice([1, 1, 1, 2, 3])
 
         def sources(seed=seed, count=count, mixed=mixed):
@@ -441,7 +446,9 @@ def test_a_plain_input_that_breaks_does_so_in_its_place_too(pool, paths, source)
 def test_ranges_of_any_length_are_taken(pool):
     for items in (range(10**20), range(-(10**20), 10**25, 10**18), range(10**30, 0, -1)):
         results = pool.map(double, items)
-        assert list(itertools.islice(results, 2000)) == [n * 2 for n in itertools.islice(items, 2000)]
+        assert list(itertools.islice(results, 2000)) == [
+            n * 2 for n in itertools.islice(items, 2000)
+        ]
         results.close()
 
 
@@ -496,7 +503,9 @@ def test_a_drone_may_map_with_drones_of_its_own(pool):
         with poly.Pool(1) as own:
             return list(own.map(double, range(k)))
 
-    assert list(pool.map(inner, [300, 301, 302])) == [list(map(double, range(k))) for k in (300, 301, 302)]
+    assert list(pool.map(inner, [300, 301, 302])) == [
+        list(map(double, range(k))) for k in (300, 301, 302)
+    ]
 
 
 def test_a_refresh_in_the_middle_loses_nothing(pool, paths):
@@ -507,7 +516,7 @@ def test_a_refresh_in_the_middle_loses_nothing(pool, paths):
     assert set(ran(paths[0]).values()) == {1} and len(ran(paths[0])) == 6000
 
 
-# -- errors in their place ------------------------------------------------------------------------------------
+# -- errors in their place -------------------------------------------------------------------------
 
 
 class NotToBeSent(Exception):
@@ -537,7 +546,9 @@ def home_is_known(monkeypatch):
     monkeypatch.setenv("TEST_HOME", str(os.getpid()))
 
 
-@pytest.mark.parametrize("error", [ValueError(5), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize(
+    "error", [ValueError(5), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
+)
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_error_is_raised_where_it_belongs_and_ends_the_map(pool, paths, error, ordered):
     pids = {d.pid for d in pool.drones}
@@ -612,7 +623,9 @@ def test_what_cannot_come_home_is_an_error_in_its_place(pool, home_is_known, fn,
         make_known_as_short(pool, fn)
         results = pool.map(fn, range(2000))
         before = [next(results) for _ in range(700)]
-        assert before == (list(range(700)) if fn is not give_what_cannot_be_opened else [[n] for n in range(700)])
+        assert before == (
+            list(range(700)) if fn is not give_what_cannot_be_opened else [[n] for n in range(700)]
+        )
         with pytest.raises(kind, match=said) as raised:
             next(results)
         if fn is raise_with_arrays:
@@ -633,7 +646,10 @@ def test_a_result_that_does_not_unpickle_at_home_cancels_the_rest_at_once(home_i
         assert [next(results) for _ in range(50)] == [[n] for n in range(50)]
         with pytest.raises(LookupError):
             next(results)
-        assert [p.result(PATIENCE) for p in pool.everywhere(abs, -1)] == [1, 1]  # though `results` is still there
+        assert [p.result(PATIENCE) for p in pool.everywhere(abs, -1)] == [
+            1,
+            1,
+        ]  # though `results` is still there
         results.close()
 
 
@@ -642,7 +658,9 @@ class Locked:
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("bad", [Locked(), Explosive(home=False)], ids=["unpicklable", "not to be opened"])
+@pytest.mark.parametrize(
+    "bad", [Locked(), Explosive(home=False)], ids=["unpicklable", "not to be opened"]
+)
 def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_known, bad):
     with poly.Pool(2) as pool:
         make_known_as_short(pool, same)
@@ -656,7 +674,7 @@ def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_know
         assert list(pool.map(type, [1, [1]])) == [int, list]
 
 
-# -- slices are cut ------------------------------------------------------------------------------------------
+# -- slices are cut --------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("pool-8")
@@ -676,7 +694,9 @@ def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where)
 
 @pytest.mark.guarantee("pool-9")
 def test_what_is_done_of_a_slice_is_given_while_its_next_call_runs(pool, paths):
-    known = functools.partial(held_at, *paths, {400})  # the other drone runs what a slice before may give back
+    known = functools.partial(
+        held_at, *paths, {400}
+    )  # the other drone runs what a slice before may give back
     make_known_as_short(pool, known)
     results = pool.map(known, range(2000), timeout=PATIENCE)
     assert [next(results) for _ in range(400)] == list(range(400))
@@ -703,7 +723,9 @@ def test_as_many_long_calls_as_drones_but_one(paths):
     with poly.Pool(4) as pool:
         make_known_as_short(pool, known)
         results = pool.map(known, range(1500), ordered=False, timeout=PATIENCE)
-        assert sorted(next(results) for _ in range(1497)) == [n for n in range(1500) if n not in which]
+        assert sorted(next(results) for _ in range(1497)) == [
+            n for n in range(1500) if n not in which
+        ]
         append(paths[1], "open")
         assert set(results) == which
         assert ran(paths[0]) == Counter(range(1500))
@@ -762,7 +784,7 @@ def test_a_call_that_takes_long_does_not_keep_back_what_was_done_before_it(paths
         assert made[9].result(PATIENCE) == "held"
 
 
-# -- deaths --------------------------------------------------------------------------------------------------
+# -- deaths ----------------------------------------------------------------------------------------
 
 
 def test_the_death_of_one_of_the_longer_calls_is_raised_at_that_call(pool, paths):
@@ -805,7 +827,9 @@ def test_with_retries_only_the_slice_of_the_dead_is_run_again(paths):
             counts = ran(paths[0])
             again = sorted(n for n, count in counts.items() if count > 1)
             assert set(counts) == set(range(3000)) and max(counts.values()) == 2
-            assert again[-1] == 700 and again == list(range(again[0], 701))  # what had begun of one slice, no more
+            assert again[-1] == 700 and again == list(
+                range(again[0], 701)
+            )  # what had begun of one slice, no more
             os.unlink(paths[0])
 
 
@@ -861,7 +885,7 @@ def test_a_call_that_always_kills_is_tried_so_often_and_then_told(paths):
         assert max(count for n, count in ran(paths[0]).items() if n != 30) == 1
 
 
-# -- exactly once, in whatever weather ------------------------------------------------------------------------
+# -- exactly once, in whatever weather -------------------------------------------------------------
 
 
 def weather(path, i, seconds, size):
@@ -882,7 +906,13 @@ def rows_of(dice, count):
         seconds = 0.0
         if dice.random() < long:
             seconds = dice.choice([0.0001, 0.005, 0.05])
-        rows.append((i, seconds, dice.choice([0, 0, 0, 0, 3, 300, 20_000, 100_000][: dice.choice([4, 5, 8])])))
+        rows.append(
+            (
+                i,
+                seconds,
+                dice.choice([0, 0, 0, 0, 3, 300, 20_000, 100_000][: dice.choice([4, 5, 8])]),
+            )
+        )
     return rows
 
 
@@ -895,7 +925,12 @@ def test_in_any_weather_each_item_is_run_once_and_given_once(round_, dice, tmp_p
             rows = rows_of(dice, dice.choice([50, 400, 1200]))
             kwargs = {"buffersize": dice.choice([1, 3, 100])} if dice.random() < 0.25 else {}
             ordered = dice.random() < 0.6
-            results = pool.map(functools.partial(weather, path), *zip(*rows, strict=True), ordered=ordered, **kwargs)
+            results = pool.map(
+                functools.partial(weather, path),
+                *zip(*rows, strict=True),
+                ordered=ordered,
+                **kwargs,
+            )
             wanted = [forecast(*row) for row in rows]
             fate = dice.choice(["end", "end", "close", "drop"])
             stop = len(rows) if fate == "end" else dice.randrange(len(rows))
@@ -931,7 +966,9 @@ def kill_now_and_then(pool, dice, over):
 def test_though_drones_are_killed_nothing_is_lost_or_given_twice(round_, retries, dice, tmp_path):
     with poly.Pool(dice.randrange(1, 4), retries=retries, output="discard") as pool:
         over = threading.Event()
-        killer = threading.Thread(target=kill_now_and_then, args=(pool, random.Random(dice.random()), over))
+        killer = threading.Thread(
+            target=kill_now_and_then, args=(pool, random.Random(dice.random()), over)
+        )
         killer.start()
         try:
             for each in range(4):
@@ -964,7 +1001,7 @@ def test_though_drones_are_killed_nothing_is_lost_or_given_twice(round_, retries
         assert pool.promise(abs, -1).result(PATIENCE) == 1
 
 
-# -- cancelling ------------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fn", [note, weather])
@@ -996,7 +1033,9 @@ def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
 
 
 def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths):
-    known = functools.partial(held_at, *paths, {300})  # the other drone runs what a slice before may give back
+    known = functools.partial(
+        held_at, *paths, {300}
+    )  # the other drone runs what a slice before may give back
     make_known_as_short(pool, known)
     pids = {d.pid for d in pool.drones}
     results = pool.map(known, range(3000), timeout=PATIENCE)
@@ -1142,8 +1181,12 @@ def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
             assert not script.left()
 
 
-@pytest.mark.parametrize("item", [abs, lambda i: (i, bytes(20_000)), lambda i: i % 9 or bytes(20_000)])
-def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others(pool, item, monkeypatch):
+@pytest.mark.parametrize(
+    "item", [abs, lambda i: (i, bytes(20_000)), lambda i: i % 9 or bytes(20_000)]
+)
+def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others(
+    pool, item, monkeypatch
+):
     """Between its sending and its entry among those that are under way."""
     sent = []
 
@@ -1165,7 +1208,7 @@ def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others
     assert len(sent) == 10 and all(work.done() for work in sent)
 
 
-# -- large results, and consumers that take their time ---------------------------------------------------------
+# -- large results, and consumers that take their time ---------------------------------------------
 
 
 def an_array(n):
@@ -1173,7 +1216,12 @@ def an_array(n):
 
 
 def arrays_and_more(n):
-    return {"n": n, "array": numpy.full(20_000, n), "raw": array.array("d", [n]) * 10_000, "text": str(n) * 30_000}
+    return {
+        "n": n,
+        "array": numpy.full(20_000, n),
+        "raw": array.array("d", [n]) * 10_000,
+        "text": str(n) * 30_000,
+    }
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -1220,7 +1268,7 @@ def test_who_does_not_consume_keeps_large_results_from_being_made(pool, paths, o
     results.close()
 
 
-# -- calls that travel together ---------------------------------------------------------------------------------
+# -- calls that travel together --------------------------------------------------------------------
 
 
 def boom(n):
@@ -1252,12 +1300,19 @@ def test_thousands_of_mixed_calls_each_get_their_own_answer(pool, dice):
     for p, wanted, i in made:
         error = p.exception(PATIENCE)
         if wanted is ValueError:
-            assert type(error) is ValueError and error.args == (i,) and "in boom" in str(error.__cause__)
+            assert (
+                type(error) is ValueError
+                and error.args == (i,)
+                and "in boom" in str(error.__cause__)
+            )
         else:
             assert error is None and p.value == wanted and type(p.value) is type(wanted)
     for p, _, i in made:
         spans = p.spans
-        assert spans.queued <= spans.sent <= spans.started <= spans.finished <= spans.received, (i, spans)
+        assert spans.queued <= spans.sent <= spans.started <= spans.finished <= spans.received, (
+            i,
+            spans,
+        )
         assert spans.drone in {d.name for d in drones} and spans.bytes_sent >= 0
 
 
@@ -1302,7 +1357,9 @@ def test_calls_that_are_cancelled_in_the_queue_never_run_and_the_others_do(paths
         assert all(made[i].cancel() for i in gone)
         append(paths[1], "open")
         assert holder.value == "held"
-        assert [p.result(PATIENCE) for i, p in enumerate(made) if i not in gone] == sorted(set(range(3000)) - gone)
+        assert [p.result(PATIENCE) for i, p in enumerate(made) if i not in gone] == sorted(
+            set(range(3000)) - gone
+        )
         assert all(made[i].cancelled() for i in gone)
         assert ran(paths[0]) == Counter(set(range(3000)) - gone)
 
@@ -1406,7 +1463,9 @@ def test_what_died_with_calls_that_travel_together_is_that_call_alone(paths):
         made = [pool.promise(known, i) for i in range(2000)]
         lost = [i for i, p in enumerate(made) if p.exception(PATIENCE) is not None]
         assert lost == [777] and isinstance(made[777].exception(), poly.DroneDied)
-        assert [p.value for i, p in enumerate(made) if i != 777] == [i for i in range(2000) if i != 777]
+        assert [p.value for i, p in enumerate(made) if i != 777] == [
+            i for i in range(2000) if i != 777
+        ]
         assert ran(paths[0]) == Counter(range(2000))
 
 

@@ -1,4 +1,5 @@
-"""Where native threads make a fork unsafe: drones are fresh interpreters with `__main__` by value, and it is said."""
+"""Where native threads make a fork unsafe: drones are fresh interpreters with `__main__` by value,
+and it is said."""
 
 import _thread
 import ctypes
@@ -46,7 +47,7 @@ def script(text: str, before: str = NATIVE) -> str:
     return before + "\n".join(line[8:] for line in text.split("\n"))
 
 
-# -- the decision -----------------------------------------------------------------------------------------
+# -- the decision ----------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("wire-5")
@@ -119,7 +120,9 @@ def test_a_warning_that_is_made_an_error_leaves_nothing_behind():
                 print(str(error).partition(",")[0])
     """)
     done = run_script(text, python_args=("-W", "error::RuntimeWarning"))
-    assert done.stdout == "pool-1 does not fork this process\npool-2 does not fork this process\n", done.stderr
+    assert (
+        done.stdout == "pool-1 does not fork this process\npool-2 does not fork this process\n"
+    ), done.stderr
 
 
 def test_threads_of_python_are_known_for_such():
@@ -172,7 +175,12 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
 @pytest.mark.parametrize(
     "owner, name, before, after",
     [
-        ("libopenblasp-r0.so", "other", False, True),  # its handler ends it: if not, it is no such thread
+        (
+            "libopenblasp-r0.so",
+            "other",
+            False,
+            True,
+        ),  # its handler ends it: if not, it is no such thread
         ("libiomp5.so", "other", False, False),
         ("libomp.so.5", "python", False, False),
         ("_polars_runtime.abi3.so", "polars-0", True, True),
@@ -183,7 +191,10 @@ def test_what_makes_a_fork_unsafe(monkeypatch, owner, name, before, after):
     monkeypatch.setattr(native_threads, "_owner", lambda thread: (owner, 0))
     monkeypatch.setattr(native_threads, "_others", lambda: {1: name})
     monkeypatch.setattr(native_threads, "_usual_names", lambda: {"python"})
-    for check, refuses in ((native_threads.check_before_fork, before), (native_threads.check_after_fork, after)):
+    for check, refuses in (
+        (native_threads.check_before_fork, before),
+        (native_threads.check_after_fork, after),
+    ):
         if refuses:
             with pytest.raises(native_threads.UnsafeFork, match="1 of "):
                 check()
@@ -207,14 +218,26 @@ def test_the_owner_of_a_native_thread():
 
 def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch):
     """With an interpreter at a low address, the size of a stack looks like an address in it."""
-    libraries = {1: "libinner.so", 2: "libouter.so", 3: "libc.so.6", 4: native_threads._PYTHON, 5: "libstdc++.so.6"}
-    monkeypatch.setattr(native_threads, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000")
+    libraries = {
+        1: "libinner.so",
+        2: "libouter.so",
+        3: "libc.so.6",
+        4: native_threads._PYTHON,
+        5: "libstdc++.so.6",
+    }
+    monkeypatch.setattr(
+        native_threads, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000"
+    )
     monkeypatch.setattr(native_threads, "_library", libraries.get)
-    monkeypatch.setattr(native_threads, "_up_to_the_description", lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5))
+    monkeypatch.setattr(
+        native_threads,
+        "_up_to_the_description",
+        lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5),
+    )
     assert native_threads._owner(7)[0] == "libouter.so"
 
 
-# -- what fresh drones have -------------------------------------------------------------------------------
+# -- what fresh drones have ------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("wire-5")
@@ -269,8 +292,14 @@ def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
             print(pool.promise("late").exception())
     """)
     first, second = output_of(text, python_args=QUIET).splitlines()
-    assert first.startswith("NameError name 'lock' is not defined: the drones have it not, as they are no forks")
-    assert "cannot pickle '_thread.lock' object" in first and "initializer" in first and "start='fork'" in first
+    assert first.startswith(
+        "NameError name 'lock' is not defined: the drones have it not, as they are no forks"
+    )
+    assert (
+        "cannot pickle '_thread.lock' object" in first
+        and "initializer" in first
+        and "start='fork'" in first
+    )
     assert "pool.refresh() takes a new one" in second
 
 
@@ -366,7 +395,7 @@ def test_a_lock_that_only_forks_can_have_is_refused_with_the_cure():
     assert "get_context('spawn')" in "".join(refused.value.__notes__)
 
 
-# -- one fresh interpreter a drone ------------------------------------------------------------------------
+# -- one fresh interpreter a drone -----------------------------------------------------------------
 
 
 @pytest.mark.guarantee("wire-7")
@@ -413,7 +442,12 @@ def test_a_name_that_spawned_drones_cannot_have_is_told_with_a_cure_that_helps()
         "import polycephaly as poly\nx = 1\n"
         "with poly.Pool(1, start='spawn') as pool:\n    print(pool.promise('x').exception())"
     )
-    assert "python -c" in told and "push it" in told and "start='fork'" in told and "refresh" not in told
+    assert (
+        "python -c" in told
+        and "push it" in told
+        and "start='fork'" in told
+        and "refresh" not in told
+    )
     told = output_of("""
         import polycephaly as poly
         if __name__ == "__main__":
@@ -430,7 +464,9 @@ def test_a_package_that_is_run_is_no_module_to_be_imported(tmp_path):
         "import polycephaly as poly\nx = 1\n"
         "with poly.Pool(1, start='spawn') as pool:\n    print(pool.promise('x').exception())"
     )
-    done = subprocess.run([sys.executable, "-m", "package"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-m", "package"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert "python -m" in done.stdout and "push it" in done.stdout, done.stderr
 
 
@@ -457,8 +493,12 @@ def test_a_thread_that_is_about_to_end_is_waited_for_however_busy_the_machine_is
     assert thread.looks == 100_001
 
 
-@pytest.mark.parametrize(("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native_threads.LOOKS)])
-def test_a_thread_that_neither_ends_nor_tells_its_library_makes_a_fork_unsafe(monkeypatch, state, uses, looks):
+@pytest.mark.parametrize(
+    ("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native_threads.LOOKS)]
+)
+def test_a_thread_that_neither_ends_nor_tells_its_library_makes_a_fork_unsafe(
+    monkeypatch, state, uses, looks
+):
     thread = Thread(monkeypatch, state, uses)
     with pytest.raises(native_threads.UnsafeFork, match="1 of an unknown library, named python"):
         native_threads.check_after_fork()

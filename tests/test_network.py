@@ -72,7 +72,7 @@ def slow(seconds):
     return seconds
 
 
-# -- work -----------------------------------------------------------------------------------------------
+# -- work ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("remote-10")
@@ -172,7 +172,9 @@ def test_map_is_lazy_and_ends_with_its_error(remote):
 
 
 @pytest.mark.guarantee("remote-10")
-def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path, nobody_is_killed_for_being_slow):
+def test_cancelled_work_is_interrupted_and_neighbours_are_not(
+    remote, pool, tmp_path, nobody_is_killed_for_being_slow
+):
     started = str(tmp_path / "started")
     drones = {drone.pid for drone in pool.drones}
     spinning = [remote.promise(spin_for_ever, started) for _ in range(2)]
@@ -246,7 +248,7 @@ def test_more_definitions_than_the_server_keeps(remote):
     assert remote.doit(abs, -1) == 1
 
 
-# -- endings ----------------------------------------------------------------------------------------------
+# -- endings ---------------------------------------------------------------------------------------
 
 CLIENT = """
     import sys
@@ -313,13 +315,17 @@ def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
 def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
     monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
     stood = threading.Event()
-    server._post(lambda: (time.sleep(1.5), stood.set()))  # as where other code keeps the interpreter
+    server._post(
+        lambda: (time.sleep(1.5), stood.set())
+    )  # as where other code keeps the interpreter
     assert stood.wait(60)
     assert remote.doit(abs, -3) == 3
     assert server.clients == 1
 
 
-def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch, tmp_path):
+def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(
+    server, card, monkeypatch, tmp_path
+):
     monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
     remote, gate = poly.connect(card), str(tmp_path / "gate")
 
@@ -454,11 +460,15 @@ def test_a_pool_that_has_ended_refuses_its_clients_work(card):
 
 
 def test_a_full_queue_does_not_stop_the_server(card):
-    with poly.Pool(1, max_queued=1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+    with (
+        poly.Pool(1, max_queued=1) as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
         assert [p.value for p in [remote.promise(abs, -i) for i in range(500)]] == list(range(500))
 
 
-# -- who may --------------------------------------------------------------------------------------------
+# -- who may ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("remote-6")
@@ -505,7 +515,8 @@ def test_a_key_that_is_not_on_the_list_is_told_so(server):
 
 
 def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
-    """libzmq gives a connection up whose handshake has failed: what is sent by it then would wait for ever."""
+    """libzmq gives a connection up whose handshake has failed: what is sent by it then would wait
+    for ever."""
     with poly.serve(pool) as server:
         hello = messages.hello
 
@@ -541,11 +552,17 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
     monkeypatch.undo()
     monkeypatch.setattr(connection_module, "hello", lambda **who: hello)
     which = f"the client speaks protocol {version} and the server protocol {messages.PROTOCOL}"
-    older, newer = sorted([("the client", version), ("the server", messages.PROTOCOL)], key=lambda each: each[1])
+    older, newer = sorted(
+        [("the client", version), ("the server", messages.PROTOCOL)], key=lambda each: each[1]
+    )
     with pytest.raises(ConnectionError) as caught:
         poly.connect(card)
     line = str(caught.value)
-    assert which in line and f"of {older[0]} is older than that of {newer[0]}" in line and "\n" not in line
+    assert (
+        which in line
+        and f"of {older[0]} is older than that of {newer[0]}" in line
+        and "\n" not in line
+    )
     assert which in caplog.text
 
 
@@ -555,12 +572,15 @@ def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch)
     hello = messages.hello()
     monkeypatch.undo()
     monkeypatch.setattr(server_module, "hello", lambda *drones, **who: hello)
-    with pytest.raises(ConnectionError, match="the server speaks protocol 1 and this client protocol 3"):
+    with pytest.raises(
+        ConnectionError, match="the server speaks protocol 1 and this client protocol 3"
+    ):
         poly.connect(card)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "127.0.0.1:5", "tcp://", "tcp://host", "tcp://host:port", "ipc:///x", "tcp://h:99999"]
+    "wrong",
+    ["", "127.0.0.1:5", "tcp://", "tcp://host", "tcp://host:port", "ipc:///x", "tcp://h:99999"],
 )
 def test_an_address_that_is_none_is_refused(pool, wrong):
     with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
@@ -578,7 +598,9 @@ def test_a_key_that_is_none_is_refused(pool, wrong):
         poly.serve(pool, allow=[wrong])
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"address": "tcp://h:1"}', "null", '{"address": 5, "server": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"address": "tcp://h:1"}', "null", '{"address": 5, "server": 1}']
+)
 def test_a_file_that_is_no_connection_file_is_told(tmp_path, text):
     path = tmp_path / "x"
     path.write_text(text)
@@ -603,7 +625,9 @@ WAITS_FOR_NOBODY = """
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(tmp_path, mode, monkeypatch):
+def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(
+    tmp_path, mode, monkeypatch
+):
     """Whoever may write into a directory may have put them there; nobody writes into the pipe."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     pool_registry.folder(make=True)
@@ -622,7 +646,7 @@ def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(tmp
     assert pool_registry.running() == []
 
 
-# -- strangers --------------------------------------------------------------------------------------------
+# -- strangers -------------------------------------------------------------------------------------
 
 
 def note_pid(path):
@@ -641,7 +665,9 @@ def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, mon
 
     unpack = handlers.unpack_exception
 
-    def unpack_elsewhere(payload):  # client and server are both in this process: only the server is looked at
+    def unpack_elsewhere(
+        payload,
+    ):  # client and server are both in this process: only the server is looked at
         mine = threading.current_thread().name == "polycephaly-client"
         return LookupError(len(payload)) if mine else unpack(payload)
 
@@ -671,7 +697,9 @@ def ready():
 
 
 def message(*parts):
-    return b"".join(bytes([i < len(parts) - 1, len(p)]) + p for i, p in enumerate(parts) if len(p) < 256)
+    return b"".join(
+        bytes([i < len(parts) - 1, len(p)]) + p for i, p in enumerate(parts) if len(p) < 256
+    )
 
 
 def what_it_gets(server, sent):
@@ -690,7 +718,9 @@ def what_it_gets(server, sent):
 
 
 @pytest.mark.guarantee("remote-1")
-def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(server, remote, tmp_path):
+def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(
+    server, remote, tmp_path
+):
     fuse = str(tmp_path / "exploded")
     bomb = pickle.dumps(Bomb(fuse))
     definition = messages.pack_definition("x", bomb)
@@ -728,9 +758,15 @@ def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     public, secret = zmq.curve_keypair()
-    stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = server.key.encode(), public, secret
+    stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = (
+        server.key.encode(),
+        public,
+        secret,
+    )
     stranger.linger = 0
-    monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = stranger.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    )
     stranger.connect(server.address)
     with suppress(zmq.Again):  # it may have been refused by now
         stranger.send_multipart(messages.hello(), zmq.NOBLOCK)
@@ -755,21 +791,27 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
     rnd = random.Random(seed)
     good = [
         messages.hello(),
-        messages.pack_work([
-            Item(1, 0, DEFINE_CALLABLE, messages.pack_definition("x", b"not a pickle")),
-            Item(2, 1, CALL, b"nor this", 0, 0.5, 3),
-        ]),
+        messages.pack_work(
+            [
+                Item(1, 0, DEFINE_CALLABLE, messages.pack_definition("x", b"not a pickle")),
+                Item(2, 1, CALL, b"nor this", 0, 0.5, 3),
+            ]
+        ),
         messages.pack_note(messages.ASK, {"id": 1, "what": "drones"}),
         messages.pack_note(messages.ASK, {"id": 2, "what": "kill", "drone": 99}),
         messages.pack_note(messages.ASK, {"id": [], "what": {}, "drone": ""}),
         messages.hello(1, role="worker", name="far", host="x"),
-        messages.pack_note(messages.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}),
+        messages.pack_note(
+            messages.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}
+        ),
         messages.pack_note(messages.NEWS, {"drones": [{"number": ""}]}),
         messages.pack_note(messages.TELL, {"id": 1}),
         messages.pack_note(messages.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
         messages.pack_numbers(messages.SEEN, [1 << 40]),
         messages.pack_share(1, 2, [b"a pickle", bytes(100)]),
-        messages.pack_work([Item(3, 1, CALL | messages.SHARES, messages.pack_shares([1, 5], b"x"))]),
+        messages.pack_work(
+            [Item(3, 1, CALL | messages.SHARES, messages.pack_shares([1, 5], b"x"))]
+        ),
         messages.pack_numbers(messages.GIVE_UP, [1]),
         messages.pack_numbers(messages.WINDOW, [5]),
         messages.pack_numbers(messages.RETURNED, [1, 2]),
@@ -790,7 +832,9 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
             elif rnd.random() < 0.5:
                 del part[rnd.randrange(len(part) + 1) :]
             else:
-                sent.insert(rnd.randrange(len(sent) + 1), bytearray(rnd.randbytes(rnd.randrange(40))))
+                sent.insert(
+                    rnd.randrange(len(sent) + 1), bytearray(rnd.randbytes(rnd.randrange(40)))
+                )
         with suppress(zmq.Again):  # it is out already
             fool.send_multipart([bytes(part) for part in sent], zmq.NOBLOCK)
         if number % 20 == 19:
@@ -834,7 +878,9 @@ def of_a_key_holder(context, card):
 def test_the_readers_refuse_every_other_shape(reader):
     rnd = random.Random(5)
     for _ in range(20_000):
-        parts = [rnd.randbytes(rnd.choice([0, 1, 8, 9, 29, 58, 100])) for _ in range(rnd.randrange(5))]
+        parts = [
+            rnd.randbytes(rnd.choice([0, 1, 8, 9, 29, 58, 100])) for _ in range(rnd.randrange(5))
+        ]
         try:
             result = reader(parts)
             if not isinstance(result, (list, tuple, dict)):
@@ -871,7 +917,8 @@ def test_connections_do_not_cross_forks(server, card, remote):
 
 
 def test_a_client_in_a_drone_uses_its_own_pool(server, card):
-    """Connections work in drones: here one gives work to the pool that runs it, of which another drone is free."""
+    """Connections work in drones: here one gives work to the pool that runs it, of which another
+    drone is free."""
 
     def inside(card):
         with poly.connect(card) as remote:
@@ -889,5 +936,7 @@ def test_it_is_an_executor_for_asyncio(remote):
 
 
 def test_python_starts_without_it():
-    done = run_script("import sys, polycephaly; polycephaly.Pool; print('polycephaly.server' in sys.modules)")
+    done = run_script(
+        "import sys, polycephaly; polycephaly.Pool; print('polycephaly.server' in sys.modules)"
+    )
     assert done.stdout == "False\n", done.stderr

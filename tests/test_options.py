@@ -47,7 +47,9 @@ def test_time_in_the_queue_or_behind_other_work_does_not_count():
             pool.doit(abs, 1)  # known to be short: sent ahead
         before = [pool.promise(slow, 3.2), *[pool.promise(abs, 1) for _ in range(50)]]
         limited = pool.options(timeout=3)
-        promises = [limited.promise(slow, 0.01) for _ in range(50)] + [limited.promise(abs, -1) for _ in range(50)]
+        promises = [limited.promise(slow, 0.01) for _ in range(50)] + [
+            limited.promise(abs, -1) for _ in range(50)
+        ]
         assert [p.value for p in promises] == [0.01] * 50 + [1] * 50
         assert before[0].done()
 
@@ -144,7 +146,9 @@ def test_retries_of_one_promise(tmp_path):
 
 def test_options_hold_for_each_call_of_a_map(tmp_path):
     with poly.Pool(2) as pool:
-        assert list(pool.options(timeout=2).map(slow, [0.05] * 100)) == [0.05] * 100  # 2.5 s in each drone
+        assert (
+            list(pool.options(timeout=2).map(slow, [0.05] * 100)) == [0.05] * 100
+        )  # 2.5 s in each drone
         results = pool.options(timeout=2).map(slow, [0.01, 100, 0.01])
         assert next(results) == 0.01
         with pytest.raises(TimeoutError, match="more than 2 s"):
@@ -158,7 +162,9 @@ def test_options_are_added_up_and_everything_else_is_the_pools():
         assert both._terms == (3, 2) and pool._terms is None
         assert [d.pid for d in both.drones] == [d.pid for d in pool.drones]
         assert repr(both) == repr(pool)
-        assert sorted(p.value for p in both.everywhere(os.getpid)) == sorted(d.pid for d in pool.drones)
+        assert sorted(p.value for p in both.everywhere(os.getpid)) == sorted(
+            d.pid for d in pool.drones
+        )
         assert both.submit(pow, 2, 5).result() == 32
 
 

@@ -39,7 +39,8 @@ def speak():
 
 @pytest.mark.guarantee("output-1")
 def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
-    done = run_script("""
+    done = run_script(
+        """
         import sys, polycephaly as poly
         def speak():
             print("one\\ntwo")
@@ -47,7 +48,9 @@ def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
         with poly.Pool(1, engine=sys.argv[1], name="p") as pool, poly.Drone(engine=sys.argv[1], name="d") as drone:
             pool.doit(speak); drone.doit(speak)
             print("own")
-    """, poly.engine)
+    """,
+        poly.engine,
+    )
     assert done.stdout.splitlines() == ["[p.0] one", "[p.0] two", "[d] one", "[d] two", "own"]
     assert done.stderr.splitlines() == ["[p.0] three", "[d] three"]
 
@@ -195,7 +198,7 @@ def test_a_line_without_an_end_is_told_in_pieces_and_nothing_of_it_is_lost():
     assert len(pieces) > 1
 
 
-# -- chunks: records between the printed bytes ------------------------------------------------------------
+# -- chunks: records between the printed bytes -----------------------------------------------------
 
 
 def tagged(name, text, end="\n"):
@@ -219,7 +222,9 @@ def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
         ("of a program", "job 7"),
         ("after", ""),
     ]
-    assert [(line.text, line.tag) for line in lines if line.stream == "stderr"] == [("during", "job 7")]
+    assert [(line.text, line.tag) for line in lines if line.stream == "stderr"] == [
+        ("during", "job 7")
+    ]
 
 
 def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
@@ -232,14 +237,28 @@ def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
 
 def test_another_tag_ends_a_line_that_was_begun(pool, lines):
     """Or what one prints would be told to another."""
-    pool.doit("from polycephaly.drone.console import tag; print('one', end=' '); tag('x'); print('two', end='')")
+    pool.doit(
+        "from polycephaly.drone.console import tag; print('one', end=' '); tag('x'); print('two', end='')"
+    )
     pool.doit("print('three')")
     assert [(line.text, line.tag) for line in lines] == [("one ", ""), ("two", "x"), ("three", "")]
 
 
 def test_what_is_no_chunk_is_printed_as_it_is(pool, lines):
-    junk = ["\x1e", "\x1epoly:", "\x1epoly:T;open", "\x1epoly:T;a\tb\x1e", "a\x1e\x1eb", "\x1epoly:t;x\x1e"]
-    junk += ["\x1epoly:L;7 {}\x1e", '\x1epoly:L;7 [["a"],{}]\x1e', "\x1epoly:O;z\x1e", "\x1epoly:X;y\x1e"]
+    junk = [
+        "\x1e",
+        "\x1epoly:",
+        "\x1epoly:T;open",
+        "\x1epoly:T;a\tb\x1e",
+        "a\x1e\x1eb",
+        "\x1epoly:t;x\x1e",
+    ]
+    junk += [
+        "\x1epoly:L;7 {}\x1e",
+        '\x1epoly:L;7 [["a"],{}]\x1e',
+        "\x1epoly:O;z\x1e",
+        "\x1epoly:X;y\x1e",
+    ]
     pool.doit("import sys\nfor each in junk_: print(each)".replace("junk_", repr(junk)))
     assert lines.of("stdout") == junk
 
@@ -259,8 +278,12 @@ def test_a_made_up_mark_of_order_loses_nothing(lines):
 
 @pytest.mark.parametrize("name", ["x" * 129, "line\nend", "é", "\x1e"])
 def test_a_tag_is_a_short_ascii_name(pool, name):
-    error = pool.promise("from polycephaly.drone.console import tag; tag(" + ascii(name) + ")").exception()
-    assert isinstance(error, ValueError) and "a tag is at most 128 printable ASCII characters" in str(error)
+    error = pool.promise(
+        "from polycephaly.drone.console import tag; tag(" + ascii(name) + ")"
+    ).exception()
+    assert isinstance(
+        error, ValueError
+    ) and "a tag is at most 128 printable ASCII characters" in str(error)
 
 
 def sorted_out(data, cuts):
@@ -280,7 +303,18 @@ def test_chunks_come_out_whole_wherever_the_reads_fall():
     body = "".join(chr(dice.randrange(32, 127)) for _ in range(10_000))
     first, other = chunk("L", body), chunk("L", "b" * 5000)
     assert len(first) == 3 and max(map(len, first)) <= select.PIPE_BUF
-    mixed = [first[0], b"te", other[0], first[1], b"xt", other[1], b"\x1e", first[2], *chunk("T", ""), b"\xff\n"]
+    mixed = [
+        first[0],
+        b"te",
+        other[0],
+        first[1],
+        b"xt",
+        other[1],
+        b"\x1e",
+        first[2],
+        *chunk("T", ""),
+        b"\xff\n",
+    ]
     data = b"".join(mixed)
     wanted = [b"text", ("L", "b" * 5000), b"\x1e", ("L", body), ("T", ""), b"\xff\n"]
     for _ in range(200):

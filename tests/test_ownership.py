@@ -136,7 +136,9 @@ own = await asyncio.create_task(make(), name="mine")
 own.doit("1")
 """
     env = {**os.environ, "PYTHON_BASIC_REPL": "1"}
-    run = subprocess.run([sys.executable, "-m", "asyncio"], input=lines, env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "asyncio"], input=lines, env=env, capture_output=True, text=True
+    )
     assert "kept 42\n" in run.stdout, run.stderr
     assert "its owner, asyncio task 'mine', has ended" in run.stderr
 
@@ -147,7 +149,9 @@ def test_a_drone_without_references_is_released():
     pid, known = drone.pid, weakref.ref(drone)
     del drone
     gc.collect()
-    wait_for(lambda: known() is None)  # a thread that has it in hand may not have been let go on since
+    wait_for(
+        lambda: known() is None
+    )  # a thread that has it in hand may not have been let go on since
     wait_for(gone(pid))
 
 
@@ -209,7 +213,10 @@ def start_nested():
 def start_deeper(levels):
     global nested
     nested = poly.Drone()
-    return [os.getpid(), *(nested.doit(start_deeper, levels - 1) if levels else [nested.doit(os.getpid)])]
+    return [
+        os.getpid(),
+        *(nested.doit(start_deeper, levels - 1) if levels else [nested.doit(os.getpid)]),
+    ]
 
 
 @pytest.mark.guarantee("end-7")
@@ -305,5 +312,6 @@ def test_an_error_that_was_met_keeps_no_pool_alive(on_death):
             return weakref.ref(pool)
 
     pool = meet()
-    # The thread that settled the promise, and has the error for that, may not have been given the interpreter since.
+    # The thread that settled the promise, and has the error for that, may not have been given the
+    # interpreter since.
     wait_for(lambda: gc.collect() is not None and pool() is None)

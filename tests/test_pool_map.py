@@ -134,7 +134,9 @@ def test_a_slow_consumer_bounds_what_is_taken_and_held():
         results = pool.map(double, source)
         assert next(results) == 0
         before = source.taken
-        for p in [pool.promise(abs, -1) for _ in range(500)]:  # the drones have had all the time they want
+        for p in [
+            pool.promise(abs, -1) for _ in range(500)
+        ]:  # the drones have had all the time they want
             p.value  # noqa: B018
         assert source.taken == before and before < 100
         results.close()
@@ -281,7 +283,9 @@ def test_a_short_task_overtakes_long_ones(tmp_path):
     with poly.Pool(2) as pool:
         list(pool.map(double, range(2000)))
         long = pool.promise(hold_until, gate, started)
-        assert [p.result(30) for p in [pool.promise(double, i) for i in range(2000)]] == [2 * i for i in range(2000)]
+        assert [p.result(30) for p in [pool.promise(double, i) for i in range(2000)]] == [
+            2 * i for i in range(2000)
+        ]
         assert not long.done()
         append(gate, "open")
 

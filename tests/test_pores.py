@@ -1,4 +1,5 @@
-"""Pores: one owner, the same pages for all, messages to the owner, and an end that everybody hears of."""
+"""Pores: one owner, the same pages for all, messages to the owner, and an end that everybody hears
+of."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def error_of(fn, *args):
         return f"{type(error).__name__}: {error}"
 
 
-# -- the same pages --------------------------------------------------------------------------------------
+# -- the same pages --------------------------------------------------------------------------------
 
 
 def test_what_one_writes_all_see(pool):
@@ -113,7 +114,10 @@ def test_a_pore_without_a_type_is_bytes(pool):
 
 def test_however_it_arrives_it_is_the_same_one(pool):
     with poly.Pore(10) as pore:
-        assert pool.doit(lambda p, nested: p is pore is nested[0]["pore"], pore, [{"pore": pore}]) is True
+        assert (
+            pool.doit(lambda p, nested: p is pore is nested[0]["pore"], pore, [{"pore": pore}])
+            is True
+        )
         assert pool.doit(lambda: pore) is pore
         assert pickle.loads(pickle.dumps(pore)) is pore
 
@@ -143,7 +147,7 @@ def put_and_tell(pore):
     return pore.tell(pore.name)
 
 
-# -- messages --------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def test_what_travels_as_an_argument_can_be_told(pool):
@@ -157,13 +161,21 @@ def test_what_travels_as_an_argument_can_be_told(pool):
 
 def test_the_owner_is_told_who_wrote_how_much_and_where(pool):
     with poly.Pore(100) as pore:
-        pool.doit(lambda: pore.write(10, b"abc") and pore.write(20, np.arange(3, dtype="i4")) and pore.tell({"a": 1}))
+        pool.doit(
+            lambda: (
+                pore.write(10, b"abc")
+                and pore.write(20, np.arange(3, dtype="i4"))
+                and pore.tell({"a": 1})
+            )
+        )
         first, second, third = (pore.get(30) for _ in range(3))
         assert first == Message(first.sender, "wrote", None, 10, 3)
         assert second[1:] == ("wrote", None, 20, 12)
         assert third[1:] == ("told", {"a": 1}, 0, 0)
         assert first.sender in {drone.name for drone in pool.drones}
-        assert bytes(pore.memory[10:13]) == b"abc" and bytes(pore.memory[20:32]) == bytes(np.arange(3, dtype="i4"))
+        assert bytes(pore.memory[10:13]) == b"abc" and bytes(pore.memory[20:32]) == bytes(
+            np.arange(3, dtype="i4")
+        )
 
 
 @pytest.mark.guarantee("graph-5")
@@ -266,7 +278,10 @@ def test_a_driver_that_is_cancelled_wherever_it_is_has_no_message_in_hand():
 
 def test_plain_get_does_not_stop_the_green_threads():
     async def main():
-        with poly.Pore(1) as pore, pytest.raises(RuntimeError, match=r"use `await pore\.receive\(\)`"):
+        with (
+            poly.Pore(1) as pore,
+            pytest.raises(RuntimeError, match=r"use `await pore\.receive\(\)`"),
+        ):
             pore.get()
 
     run(main)
@@ -281,7 +296,10 @@ def test_threads_that_begin_to_use_it_together_share_one_connection():
             threads = [green.spawn(tell_together, pore, together) for _ in range(8)]
             for each in threads:
                 each.result(30)
-            assert owner.doit("[pore.get().value for _ in range(8)], len(pore._desk.members)") == ([1] * 8, 1)
+            assert owner.doit("[pore.get().value for _ in range(8)], len(pore._desk.members)") == (
+                [1] * 8,
+                1,
+            )
 
 
 def tell_together(pore, together):
@@ -291,7 +309,9 @@ def tell_together(pore, together):
 
 def test_a_wait_has_a_limit():
     with poly.Pore(1, name="quiet") as pore:
-        with pytest.raises(TimeoutError, match=r"nothing was told to the pore 'quiet' within 0\.01 s"):
+        with pytest.raises(
+            TimeoutError, match=r"nothing was told to the pore 'quiet' within 0\.01 s"
+        ):
             pore.get(0.01)
         assert not pore._desk.waiting
 
@@ -314,7 +334,7 @@ def _raise():
     raise ValueError("not here")
 
 
-# -- credit ----------------------------------------------------------------------------------------------
+# -- credit ----------------------------------------------------------------------------------------
 
 
 def test_who_tells_waits_for_room_or_is_told_that_there_is_none():
@@ -331,7 +351,9 @@ def test_green_code_does_not_wait_where_it_would_stop_all():
     async def main():
         with poly.Pore(1, name="slow") as pore:
             told = tell_until_full(pore)
-            with pytest.raises(RuntimeError, match=r"no room .* pore 'slow'.*await green\.call\(pore\.tell"):
+            with pytest.raises(
+                RuntimeError, match=r"no room .* pore 'slow'.*await green\.call\(pore\.tell"
+            ):
                 pore.tell("in a step")
             teller = green.spawn(tell_in_call, pore)
             values = [(await pore.receive()).value for _ in range(told + 1)]
@@ -345,9 +367,13 @@ async def tell_in_call(pore):
     return await green.call(pore.tell, "in a call")
 
 
-def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(pool, nobody_is_killed_for_being_slow):
+def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(
+    pool, nobody_is_killed_for_being_slow
+):
     with poly.Pore(1) as pore:
-        blocked = [pool.promise(tell_large, pore) for _ in range(2)]  # there is no room for all of these
+        blocked = [
+            pool.promise(tell_large, pore) for _ in range(2)
+        ]  # there is no room for all of these
         while not pore._desk.stopped:
             os.sched_yield()
         assert all(each.cancel() for each in blocked)
@@ -363,7 +389,7 @@ def tell_large(pore):
         pore.tell("x" * (MOST - 100))
 
 
-# -- closing ---------------------------------------------------------------------------------------------
+# -- closing ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-5")
@@ -372,10 +398,17 @@ def test_what_was_told_before_the_close_is_received_and_then_no_more(pool):
     pool.doit(tell_all, pore, range(300))
     pore.close()
     assert [message.value for message in pore] == list(range(300))
-    with pytest.raises(poly.PoreClosed, match=rf"pore 'short' is closed: its owner, process {os.getpid()} \(MainP"):
+    with pytest.raises(
+        poly.PoreClosed, match=rf"pore 'short' is closed: its owner, process {os.getpid()} \(MainP"
+    ):
         pore.get()
     assert pore.closed and "closed" in repr(pore)
-    for use in (lambda: pore.memory, lambda: pore.array, lambda: pore.tell(1), lambda: pore.write(0, b"x")):
+    for use in (
+        lambda: pore.memory,
+        lambda: pore.array,
+        lambda: pore.tell(1),
+        lambda: pore.write(0, b"x"),
+    ):
         with pytest.raises(poly.PoreClosed):
             use()
     pore.close()
@@ -393,7 +426,9 @@ def test_a_holder_is_told_at_its_next_operation_what_and_whose_it_was(pool):
         each.result()
     pore.close()
     list(pore)  # until it is
-    said = pool.everywhere(lambda: [error_of(getattr, pore, "array"), error_of(pore.tell, 1), pore.closed])
+    said = pool.everywhere(
+        lambda: [error_of(getattr, pore, "array"), error_of(pore.tell, 1), pore.closed]
+    )
     text = f"PoreClosed: the pore 'prices' is closed: its owner, process {os.getpid()} (MainProcess), has closed it"
     assert [each.value for each in said] == [[text, text, True]] * 2
 
@@ -403,9 +438,15 @@ def test_one_that_its_owner_has_let_go_of_says_what_would_have_kept_it(pool):
     pore = drone.doit(lambda: poly.Pore(4, name="returned"))
     drone.doit(until_no_pore_is_here)
     for _ in range(2):
-        with pytest.raises(poly.PoreClosed, match="kept no reference to it: it lives while its owner keeps it") as told:
+        with pytest.raises(
+            poly.PoreClosed, match="kept no reference to it: it lives while its owner keeps it"
+        ) as told:
             pore.tell(1)
-        assert (told.value.pore, told.value.owner, told.value.ended) == ("returned", drone.pid, False)
+        assert (told.value.pore, told.value.owner, told.value.ended) == (
+            "returned",
+            drone.pid,
+            False,
+        )
 
 
 def test_mapped_after_the_close_it_says_what_and_whose_it_was():
@@ -414,9 +455,15 @@ def test_mapped_after_the_close_it_says_what_and_whose_it_was():
     list(pore)
     with poly.Drone() as drone:
         promise = drone.promise(lambda: pore.memory[0])
-        with pytest.raises(poly.PoreClosed, match=r"the pore 'gone' is closed: its owner, process \d+") as caught:
+        with pytest.raises(
+            poly.PoreClosed, match=r"the pore 'gone' is closed: its owner, process \d+"
+        ) as caught:
             promise.result()
-    assert (caught.value.pore, caught.value.owner, caught.value.ended) == ("gone", os.getpid(), False)
+    assert (caught.value.pore, caught.value.owner, caught.value.ended) == (
+        "gone",
+        os.getpid(),
+        False,
+    )
 
 
 def test_who_waits_in_the_owner_is_told_of_the_close():
@@ -433,7 +480,10 @@ def test_who_waits_in_the_owner_is_told_of_the_close():
 def test_who_waits_for_room_is_told_of_the_close(pool):
     pore = poly.Pore(1)
     waits = [pool.promise(tell_for_ever, pore) for _ in range(2)]
-    while not pore._desk.stopped or sum(each.name is not None for each in list(pore._desk.members.values())) < 2:
+    while (
+        not pore._desk.stopped
+        or sum(each.name is not None for each in list(pore._desk.members.values())) < 2
+    ):
         time.sleep(0.001)  # they have been let in
     pore.close()
     assert [str(each.exception(30)) for each in waits] == [str(pore._home.closed(ended=False))] * 2
@@ -489,7 +539,7 @@ def hold_again():
     return error_of(hold, held[0])
 
 
-# -- deaths ----------------------------------------------------------------------------------------------
+# -- deaths ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("graph-6")
@@ -512,7 +562,12 @@ def test_the_owners_end_is_told_to_all_who_hold_it(how):
             owner.release()
         text = f"the pore 'table' is closed: its owner, process {pid} (owner), has ended"
         assert str(waits.exception(30)) == text
-        for use in (lambda: pore.array, lambda: pore.tell(1), lambda: pore.write(0, b"x"), lambda: pore.memory):
+        for use in (
+            lambda: pore.array,
+            lambda: pore.tell(1),
+            lambda: pore.write(0, b"x"),
+            lambda: pore.memory,
+        ):
             with pytest.raises(poly.PoreClosed) as caught:
                 use()
             assert str(caught.value) == text and caught.value.ended
@@ -544,7 +599,7 @@ def tell_and_die(pore):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- forks -----------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------
 
 
 def test_a_drone_forked_from_the_owner_is_a_holder():
@@ -553,7 +608,9 @@ def test_a_drone_forked_from_the_owner_is_a_holder():
         with poly.Drone() as drone:
             assert drone.doit(use_inherited, pore) == [4, 5, True]
             said = drone.doit(error_of, pore.get)
-            assert said.startswith(f"RuntimeError: `get` is for the owner of the pore 'forked', process {os.getpid()}")
+            assert said.startswith(
+                f"RuntimeError: `get` is for the owner of the pore 'forked', process {os.getpid()}"
+            )
             drone.doit(pore.close)
         assert pore.get(30).value == "from the child"
         assert pore.array[1] == 5 and not pore.closed
@@ -584,7 +641,8 @@ def tell_from_below():
 
 @contextmanager
 def told_by_a_forks_child(pore, use, fail):
-    """What `use` gives in a forked child, who tells it. After the block the pore is closed, and `fail` fails there."""
+    """What `use` gives in a forked child, who tells it. After the block the pore is closed, and
+    `fail` fails there."""
     come, go = os.pipe()
     child = os.fork()
     if not child:
@@ -616,7 +674,7 @@ def test_a_plain_forks_child_neither_closes_it_nor_keeps_it_open():
         assert pore.array[0] == 3
 
 
-# -- open files --------------------------------------------------------------------------------------------
+# -- open files ------------------------------------------------------------------------------------
 
 
 def read_at(pore, offset, size):
@@ -700,7 +758,10 @@ def test_a_holder_has_no_more_descriptors_than_it_needs(pool, tmp_path):
     drone = pool.drones[0]
     before = drone.doit(open_files)
     with open(tmp_path / "file", "wb") as file, poly.Pore(file=file) as pore:
-        assert drone.doit(use_and_drop, pore) == (3, True)  # the connection, the owner's pidfd, the file
+        assert drone.doit(use_and_drop, pore) == (
+            3,
+            True,
+        )  # the connection, the owner's pidfd, the file
         assert drone.doit(open_files) == before
 
 
@@ -708,7 +769,9 @@ def test_a_forked_child_is_brought_the_file_anew(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     with open(tmp_path / "file", "rb") as file, poly.Pore(file=file) as pore, poly.Drone() as drone:
         assert drone.doit(read_at, pore, 0, 7)[0] == b"content"
-        assert drone.doit(lambda: poly.doit(read_at, pore, 3, 4)[0]) == b"tent"  # a drone of a holder's
+        assert (
+            drone.doit(lambda: poly.doit(read_at, pore, 3, 4)[0]) == b"tent"
+        )  # a drone of a holder's
         with told_by_a_forks_child(pore, lambda: read_at(pore, 0, 7)[0], pore.fileno) as told:
             assert told == read_at(pore, 0, 7)[0] == b"content"
 
@@ -754,7 +817,11 @@ def test_when_the_owner_has_closed_it_its_socket_is_closed():
 
 
 def test_a_file_has_no_memory_and_memory_no_file(tmp_path):
-    with open(tmp_path / "file", "wb") as file, poly.Pore(file=file, name="log") as pore, poly.Pore(8, name="m") as m:
+    with (
+        open(tmp_path / "file", "wb") as file,
+        poly.Pore(file=file, name="log") as pore,
+        poly.Pore(8, name="m") as m,
+    ):
         for use in (lambda: pore.memory, lambda: pore.array, lambda: pore.write(0, b"x")):
             with pytest.raises(TypeError, match="the pore 'log' is an open file: it has a `fileno"):
                 use()
@@ -774,7 +841,9 @@ def test_what_is_no_file_is_told(tmp_path):
         with pytest.raises(TypeError, match=f"not {no_file!r}"):
             poly.Pore(file=no_file)
     for number in (-1, 9999, 1 << 40):
-        with pytest.raises(ValueError, match=f"{number} is no open file: there is no descriptor {number}"):
+        with pytest.raises(
+            ValueError, match=f"{number} is no open file: there is no descriptor {number}"
+        ):
             poly.Pore(file=number)
 
 
@@ -838,11 +907,13 @@ INTERRUPTED = """
 def test_an_interrupt_at_any_moment_leaves_every_pore_usable():
     seed = random.randrange(1 << 32)
     print("seed", seed)
-    done = run_script(INTERRUPTED, str(seed))  # on stderr are those that came in a finalizer, where nothing is raised
+    done = run_script(
+        INTERRUPTED, str(seed)
+    )  # on stderr are those that came in a finalizer, where nothing is raised
     assert done.stdout == "whole", done.stderr
 
 
-# -- who may -----------------------------------------------------------------------------------------------
+# -- who may ---------------------------------------------------------------------------------------
 
 
 def connect(pore, hello):
@@ -866,7 +937,9 @@ def test_who_does_not_know_the_secret_is_not_let_in_and_nothing_of_his_is_opened
         assert pore.get().value == "good"
 
 
-@pytest.mark.parametrize("frame", [HEAD.pack(9, 0, 0), HEAD.pack(TOLD, MOST + 1, 0), os.urandom(1000)])
+@pytest.mark.parametrize(
+    "frame", [HEAD.pack(9, 0, 0), HEAD.pack(TOLD, MOST + 1, 0), os.urandom(1000)]
+)
 def test_a_malformed_frame_is_dropped_and_harms_nobody_else(frame, caplog):
     with poly.Pore(8) as pore, connect(pore, pore._home.secret + b"odd one") as end:
         _, fds, _, _ = socket.recv_fds(end, 1, 1)
@@ -883,7 +956,11 @@ def test_a_malformed_frame_is_dropped_and_harms_nobody_else(frame, caplog):
 
 def test_a_pore_does_not_go_to_a_served_pool(pool, tmp_path):
     card = tmp_path / "pool.json"
-    with poly.Pore(8, name="here") as pore, poly.serve(pool, file=card), poly.connect(card) as remote:
+    with (
+        poly.Pore(8, name="here") as pore,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
         promise = remote.promise(len, [pore])
         with pytest.raises(TypeError, match="the pore 'here' is for images of this machine"):
             promise.result()
@@ -893,7 +970,9 @@ def test_a_pore_of_another_machine_says_so():
     with poly.Pore(8, name="far") as pore:
         elsewhere = poly.Pore.__new__(poly.Pore)
         elsewhere._set(replace(pore._home, address="none", machine="another"), (8,), None, 8)
-        with pytest.raises(RuntimeError, match="the pore 'far' is on another machine, in MainProcess"):
+        with pytest.raises(
+            RuntimeError, match="the pore 'far' is on another machine, in MainProcess"
+        ):
             elsewhere.tell(1)
 
 
@@ -907,7 +986,12 @@ def test_a_pore_of_another_machine_says_so():
         ("10", None, TypeError, "not '10'"),
         (True, None, TypeError, "not True"),
         (1.5, None, TypeError, "not 1.5"),
-        ((1 << 20, 1 << 30), "i8", MemoryError, "a pore of 9,007,199,254,740,992 bytes is more than half of this mach"),
+        (
+            (1 << 20, 1 << 30),
+            "i8",
+            MemoryError,
+            "a pore of 9,007,199,254,740,992 bytes is more than half of this mach",
+        ),
         (3, object, TypeError, "a pore cannot hold object"),
         (3, "no such type", TypeError, "no such type"),
     ],
@@ -996,7 +1080,10 @@ def test_who_has_no_descriptor_left_itself_is_told_and_may_try_again(free):
     with poly.Drone() as drone, poly.Pore(1, name="mine") as pore:
         drone.doit(int)
         told = drone.doit(tell_with_no_descriptor_left_but, free, pore)
-        assert told == "Too many open files" or "no file descriptor is left for the pore 'mine'" in told
+        assert (
+            told == "Too many open files"
+            or "no file descriptor is left for the pore 'mine'" in told
+        )
         drone.doit(pore.tell, "now")
         assert pore.get(30).value == "now"
 
@@ -1012,7 +1099,7 @@ def test_what_is_not_inside_or_too_large_is_told():
             poly.Pore(8, name=5)
 
 
-# -- all at once -------------------------------------------------------------------------------------------
+# -- all at once -----------------------------------------------------------------------------------
 
 
 def count_up(pore, cell, start):
@@ -1046,9 +1133,13 @@ def test_writers_killed_at_random_lose_no_more_than_what_they_were_about_to_tell
             cell = dice.randrange(3)
             os.kill(drones[cell].pid, signal.SIGKILL)
             assert isinstance(counting[cell].exception(30), poly.DroneDied)
-            while drones[cell].name in [member.name for member in list(pore._desk.members.values())]:
+            while drones[cell].name in [
+                member.name for member in list(pore._desk.members.values())
+            ]:
                 hear()  # the others go on telling
-            came = pore._desk.came  # with all that the dead one has told; the others may never let it be empty
+            came = (
+                pore._desk.came
+            )  # with all that the dead one has told; the others may never let it be empty
             while pore._desk.taken < came:
                 hear()
             for _ in range(len(pore._desk._frames)):
@@ -1100,7 +1191,9 @@ def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
             owner.doit("import polycephaly as poly; pore = poly.Pore(3, 'i8')")
             pore = owner["pore"]
             if dice.random() < 0.5:
-                owner.promise("for message in pore: pass")  # else nobody receives, and all will wait for room
+                owner.promise(
+                    "for message in pore: pass"
+                )  # else nobody receives, and all will wait for room
             counting = [writers.promise(count_up, pore, cell, 0) for cell in range(2)]
             here = threading.Thread(target=error_of, args=(count_up, pore, 2, 0))
             here.start()

@@ -35,7 +35,8 @@ def rejected(error):
 
 
 def race_threads(*acts, rounds=ROUNDS, make=Promise):
-    """Calls ``act(round, promise)`` of all `acts` at once, round by round, each in its own thread."""
+    """Calls ``act(round, promise)`` of all `acts` at once, round by round, each in its own
+    thread."""
     promises = [make() for _ in range(rounds)]
     gates = [threading.Barrier(len(acts)) for _ in range(0, rounds, 10)]
     failures = []
@@ -561,7 +562,9 @@ def test_settling_after_the_loop_was_closed_is_harmless():
 
 
 @pytest.mark.guarantee("promise-6")
-def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock(tmp_path):
+def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and_no_deadlock(
+    tmp_path,
+):
     said = []
     over = threading.Event()
     gate = tmp_path / "gate"
@@ -583,7 +586,8 @@ def test_a_callback_that_waits_for_work_in_the_settling_thread_gets_an_error_and
 
 @pytest.mark.guarantee("promise-6")
 def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_way():
-    """Cyclic garbage is collected in whatever allocates next: also in what sends work and reads answers."""
+    """Cyclic garbage is collected in whatever allocates next: also in what sends work and reads
+    answers."""
     said, submitted = [], []
 
     class Owner:
@@ -616,7 +620,8 @@ def test_a_finalizer_may_submit_anywhere_and_wait_only_where_it_is_not_in_the_wa
 
 
 def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_stays_whole():
-    """On CPython 3.11 such a promise brought the interpreter down; in a process of its own, therefore."""
+    """On CPython 3.11 such a promise brought the interpreter down; in a process of its own,
+    therefore."""
     told = output_of("""
         import gc
         from polycephaly import Promise
@@ -647,8 +652,10 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
     """)
     assert told == "True\n"
 
+
 def test_a_finalizer_may_wait_while_its_thread_drives():
-    """A trace function stands for it: it is called in the middle of what waits, in the same thread."""
+    """A trace function stands for it: it is called in the middle of what waits, in the same
+    thread."""
     heard = []
 
     def trace(frame, event, _):
@@ -713,7 +720,8 @@ def test_waits_that_time_out_and_lost_races_leave_nothing_on_the_promise():
 
 
 def test_callbacks_that_add_callbacks_are_all_called(caplog):
-    """However many: each is called at once, as the library does it, and not within all that are left."""
+    """However many: each is called at once, as the library does it, and not within all that are
+    left."""
     p, called = Promise(), []
 
     def add_one(settled):
@@ -764,7 +772,13 @@ class Two(ValueError):
 
 
 def test_another_is_like_it_or_itself():
-    for error in (NoSuchThing("/x"), Slotted("so"), Two(1, 2), KeyError("k"), OSError(2, "no", "/y")):
+    for error in (
+        NoSuchThing("/x"),
+        Slotted("so"),
+        Two(1, 2),
+        KeyError("k"),
+        OSError(2, "no", "/y"),
+    ):
         twin = another(error)
         assert type(twin) is type(error) and str(twin) == str(error) and repr(twin) == repr(error)
         for name in ("errno", "filename", "why", "one"):

@@ -1,4 +1,5 @@
-"""A promise given as an argument is resolved first; its work runs when the last of its inputs is there."""
+"""A promise given as an argument is resolved first; its work runs when the last of its inputs is
+there."""
 
 import operator
 import os
@@ -37,7 +38,9 @@ def test_chains_and_trees_of_promises_are_computed(pool):
     assert p.value == 50
     level = [pool.promise(abs, -i) for i in range(64)]
     while len(level) > 1:
-        level = [pool.promise(operator.add, a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+        level = [
+            pool.promise(operator.add, a, b) for a, b in zip(level[::2], level[1::2], strict=True)
+        ]
     assert level[0].value == sum(range(64))
 
 
@@ -120,7 +123,9 @@ def test_promises_of_other_pools_and_drones_are_inputs_too(pool):
     with poly.Drone() as drone:
         assert pool.promise(abs, drone.promise("-4")).value == 4
         assert drone.promise(abs, pool.promise(operator.neg, 3)).value == 3
-        assert pool.promise(max, poly.gather(pool.promise(abs, 1), drone.promise(abs, 9))).value == 9
+        assert (
+            pool.promise(max, poly.gather(pool.promise(abs, 1), drone.promise(abs, 9))).value == 9
+        )
 
 
 def test_an_inputs_value_that_does_not_pickle_rejects_and_says_so(pool):
@@ -166,7 +171,10 @@ def test_many_inputs_settled_by_many_threads_run_the_work_once(pool, tmp_path):
 def test_two_inputs_settled_at_the_same_moment_run_the_work_once(pool, tmp_path):
     count = 300
     firsts, seconds = ([poly.Promise() for _ in range(count)] for _ in range(2))
-    calls = [pool.promise(noted_sum, str(tmp_path / "ran"), *each) for each in zip(firsts, seconds, strict=True)]
+    calls = [
+        pool.promise(noted_sum, str(tmp_path / "ran"), *each)
+        for each in zip(firsts, seconds, strict=True)
+    ]
     gate = threading.Barrier(2)
 
     def settle(promises):

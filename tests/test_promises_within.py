@@ -1,4 +1,5 @@
-"""A promise anywhere in the lists, tuples and dicts of a call's arguments is waited for, and arrives as its value."""
+"""A promise anywhere in the lists, tuples and dicts of a call's arguments is waited for, and
+arrives as its value."""
 
 import concurrent.futures
 import operator
@@ -26,7 +27,10 @@ def test_promises_at_any_depth_arrive_as_values(pool):
     a, b, c = pool.promise(pow, 2, 3), pool.promise(str.upper, "b"), Promise()
     p = pool.promise(echo, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})
     c.set_result(None)
-    assert p.value == (([8, ("B", {"c": [None, 1], "a": 8})], 7, None), {"key": {"deep": ([[[None]]],)}})
+    assert p.value == (
+        ([8, ("B", {"c": [None, 1], "a": 8})], 7, None),
+        {"key": {"deep": ([[[None]]],)}},
+    )
 
 
 def test_what_is_far_too_deep_is_refused_at_once(pool):
@@ -93,7 +97,10 @@ def test_drones_and_served_pools_take_them_too(pool, tmp_path):
     late = Promise()
     with poly.Drone() as drone:
         there = drone.promise(sum, [late, pool.promise(abs, -1)])
-        with poly.serve(pool, file=tmp_path / "card.json"), poly.connect(tmp_path / "card.json") as remote:
+        with (
+            poly.serve(pool, file=tmp_path / "card.json"),
+            poly.connect(tmp_path / "card.json") as remote,
+        ):
             mine = remote.promise(echo, [late, {"x": remote.promise(abs, -5)}], late)
             late.set_result(10)
             assert mine.value == (([10, {"x": 5}], 10), {})
@@ -102,7 +109,9 @@ def test_drones_and_served_pools_take_them_too(pool, tmp_path):
 
 def test_large_values_go_through_shared_memory_as_ever(pool):
     big = pool.promise(bytes, 1 << 20)
-    assert pool.promise(lambda parts: sum(map(len, parts)), [big, b"x" * (1 << 18), big]).value == (2 << 20) + (1 << 18)
+    assert pool.promise(lambda parts: sum(map(len, parts)), [big, b"x" * (1 << 18), big]).value == (
+        2 << 20
+    ) + (1 << 18)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,9 @@ def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(poo
     for made, others in ((make(Promise()), []), (make(settled), []), (make(settled), [Promise()])):
         error = pool.promise(echo, made, *others).exception(30)
         assert isinstance(error, TypeError), what
-        assert "a set, a key, an object" in str(error) and "lists, tuples and values of dicts" in str(error)
+        assert "a set, a key, an object" in str(
+            error
+        ) and "lists, tuples and values of dicts" in str(error)
         assert "argument 0" in str(error.__notes__)
 
 
@@ -155,7 +166,9 @@ def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(poo
 
 def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
     error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(30)
-    assert isinstance(error, TypeError) and any(note.endswith("argument 1, a list") for note in error.__notes__)
+    assert isinstance(error, TypeError) and any(
+        note.endswith("argument 1, a list") for note in error.__notes__
+    )
 
 
 def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
@@ -166,7 +179,7 @@ def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
     assert pool.doit(abs, -1) == 1
 
 
-# -- a path that falls ----------------------------------------------------------------------------------------
+# -- a path that falls -----------------------------------------------------------------------------
 
 
 def test_a_long_path_is_rejected_with_the_error_and_one_note_that_names_the_first(pool):

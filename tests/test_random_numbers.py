@@ -1,4 +1,5 @@
-"""Each drone draws random numbers of its own, though it is a copy: with `random` and NumPy's global functions."""
+"""Each drone draws random numbers of its own, though it is a copy: with `random` and NumPy's global
+functions."""
 
 import random
 import threading
@@ -9,7 +10,9 @@ from scripts import output_of
 import polycephaly as poly
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
-pytest.importorskip("numpy.random")  # it is loaded lazily; here the drones are to have it from the image
+pytest.importorskip(
+    "numpy.random"
+)  # it is loaded lazily; here the drones are to have it from the image
 
 
 def draw(_=None):
@@ -47,7 +50,13 @@ def test_drones_replacements_and_fresh_drones_draw_numbers_of_their_own(seeded):
 @pytest.mark.guarantee("work-3")
 def test_drones_of_drones_do_too(seeded):
     with poly.Pool(2) as pool:
-        assert differ([each.value for work in (draw, draw_below, draw_below) for each in pool.everywhere(work)])
+        assert differ(
+            [
+                each.value
+                for work in (draw, draw_below, draw_below)
+                for each in pool.everywhere(work)
+            ]
+        )
 
 
 def test_forks_of_a_spawned_image_do_too():

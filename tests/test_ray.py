@@ -1,4 +1,5 @@
-"""What only an engine on a cluster has: its ends, its errors, its placement, values that pass the controller by."""
+"""What only an engine on a cluster has: its ends, its errors, its placement, values that pass the
+controller by."""
 
 import math
 import os
@@ -40,7 +41,7 @@ def test_every_known_difference_is_in_the_documentation():
     assert [each for each in DIFFERENCES if each not in page] == []
 
 
-# -- where there is no Ray, or none that answers ----------------------------------------------------------
+# -- where there is no Ray, or none that answers ---------------------------------------------------
 
 
 def test_without_ray_one_line_names_the_extra():
@@ -53,7 +54,9 @@ def test_without_ray_one_line_names_the_extra():
         except ImportError as error:
             print(error)
     """)
-    assert "pip install 'polycephaly[ray]'" in done.stdout and done.stdout.count("\n") == 1, done.stderr
+    assert "pip install 'polycephaly[ray]'" in done.stdout and done.stdout.count("\n") == 1, (
+        done.stderr
+    )
 
 
 def test_an_engine_that_there_is_not_is_named():
@@ -140,7 +143,15 @@ def test_what_no_node_has_is_said_at_once_with_what_there_is():
 
 @pytest.mark.parametrize(
     "wanted, fits",
-    [("a", True), ("b", False), ("!a", False), ("!b", True), ("in(a, b)", True), ("in(b)", False), ("!in(b,c)", True)],
+    [
+        ("a", True),
+        ("b", False),
+        ("!a", False),
+        ("!b", True),
+        ("in(a, b)", True),
+        ("in(b)", False),
+        ("!in(b,c)", True),
+    ],
 )
 def test_labels_are_matched_as_ray_does_it(wanted, fits):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
@@ -201,7 +212,7 @@ def test_ray_client_is_refused_with_the_cure():
         poly.Pool(1, engine="ray", address="ray://head:10001")
 
 
-# -- placement --------------------------------------------------------------------------------------------
+# -- placement -------------------------------------------------------------------------------------
 
 
 @on_ray
@@ -210,7 +221,9 @@ def test_drones_take_what_they_are_said_to_take():
 
     with poly.Pool(2, num_cpus=1.5) as pool:
         assert len({p.value for p in pool.everywhere(os.getpid)}) == 2
-        wait_for(lambda: ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0) >= 3)
+        wait_for(
+            lambda: ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0) >= 3
+        )
 
 
 @on_ray
@@ -227,7 +240,6 @@ class Other:
 @on_ray
 def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypatch, caplog):
     import ray
-
 
     monkeypatch.setattr(tuning, "start_report_seconds", 0.2)
     other = ray.remote(num_cpus=1)(Other)
@@ -290,7 +302,9 @@ def test_a_placement_group_without_room_is_said_at_once():
     anywhere, second = (PlacementGroupSchedulingStrategy(group, index) for index in (-1, 1))
     with poly.Pool(1, num_cpus=1, scheduling_strategy=anywhere) as pool:
         assert pool.doit("1 + 1") == 2
-    with pytest.raises(ValueError, match=r"2 drones of 1 CPU each.* placement group, which has: 1 CPU; 0\.5 CPU"):
+    with pytest.raises(
+        ValueError, match=r"2 drones of 1 CPU each.* placement group, which has: 1 CPU; 0\.5 CPU"
+    ):
         poly.Pool(2, num_cpus=1, scheduling_strategy=anywhere)
     with pytest.raises(ValueError, match=r"no drone of 1 CPU fits .* bundle .*: 0\.5 CPU$"):
         poly.Drone(num_cpus=1, scheduling_strategy=second)
@@ -304,7 +318,8 @@ def test_a_placement_group_without_room_is_said_at_once():
 
 @on_ray
 @pytest.mark.parametrize(
-    "wrong", [{"resources": {"disk": "a lot"}}, {"num_gpus": -1}, {"num_cpus": True}, {"memory": math.nan}]
+    "wrong",
+    [{"resources": {"disk": "a lot"}}, {"num_gpus": -1}, {"num_cpus": True}, {"memory": math.nan}],
 )
 def test_amounts_that_are_none_are_named(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.* is a number from 0 on, not"):
@@ -321,7 +336,9 @@ def test_processors_and_devices_may_stand_among_resources():
         assert drone.doit(assigned)["CPU"] == 1
     with pytest.raises(ValueError, match="no drone of 1,000 GPU fits into a node"):
         poly.Pool(1, resources={"GPU": 1000})
-    with pytest.raises(ValueError, match=r"num_cpus=2 and resources=\{'CPU': 1\} are the same thing"):
+    with pytest.raises(
+        ValueError, match=r"num_cpus=2 and resources=\{'CPU': 1\} are the same thing"
+    ):
         poly.Pool(1, resources={"CPU": 1}, num_cpus=2)
 
 
@@ -330,7 +347,12 @@ def test_a_device_among_resources_is_a_device_to_ray():
     from polycephaly.engines.ray.cluster import _as_ray_wants
 
     given = {"resources": {"GPU": 1, "disk": 2, "memory": 5}, "num_cpus": 3}
-    assert _as_ray_wants(given) == {"resources": {"disk": 2}, "num_gpus": 1, "memory": 5, "num_cpus": 3}
+    assert _as_ray_wants(given) == {
+        "resources": {"disk": 2},
+        "num_gpus": 1,
+        "memory": 5,
+        "num_cpus": 3,
+    }
     assert _as_ray_wants({"num_cpus": 3}) == {"num_cpus": 3}
 
 
@@ -344,7 +366,7 @@ def test_a_death_has_rays_own_error_for_its_cause():
     assert isinstance(died.__cause__, RayActorError)
 
 
-# -- values that pass the controller by -------------------------------------------------------------------
+# -- values that pass the controller by ------------------------------------------------------------
 
 
 @on_ray
@@ -367,7 +389,9 @@ def test_a_promise_as_an_argument_does_not_pass_through_the_controller(pool):
     made = one.promise(make, NUMBERS)
     taken = other.promise(len, made)
     assert taken.value == NUMBERS
-    assert made.exception() is None and made._lies and not made._opened  # nobody has looked at it here
+    assert (
+        made.exception() is None and made._lies and not made._opened
+    )  # nobody has looked at it here
     assert len(made.value) == NUMBERS
 
 
@@ -375,7 +399,10 @@ def test_a_promise_as_an_argument_does_not_pass_through_the_controller(pool):
 def test_large_arrays_arrive_read_only_and_a_copy_can_be_written_into(pool):
     np = pytest.importorskip("numpy", reason="numpy is not installed")
     array = np.zeros(500_000)
-    assert pool.doit(lambda a: (a.flags.writeable, a.copy().flags.writeable), array) == (False, True)
+    assert pool.doit(lambda a: (a.flags.writeable, a.copy().flags.writeable), array) == (
+        False,
+        True,
+    )
     assert not pool.doit(np.zeros, 500_000).flags.writeable
     assert array.flags.writeable
 
@@ -383,11 +410,13 @@ def test_large_arrays_arrive_read_only_and_a_copy_can_be_written_into(pool):
 @on_ray
 def test_large_results_of_a_map_are_each_their_own(pool):
     for _ in range(3):
-        assert [len(each) for each in pool.map(make, range(1_500_000, 1_500_024))] == [*range(1_500_000, 1_500_024)]
+        assert [len(each) for each in pool.map(make, range(1_500_000, 1_500_024))] == [
+            *range(1_500_000, 1_500_024)
+        ]
         assert len(next(pool.map(make, [NUMBERS]))) == NUMBERS
 
 
-# -- ends -------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 OWNER = """
     import os, signal, subprocess, sys, time
@@ -448,7 +477,8 @@ def test_the_death_of_a_drone_that_only_waits_for_what_it_overlaps_is_noticed(tm
 
 
 def drone_with_a_page(diary, lives):
-    """A forked child that has begun work 7; it ends, or waits to be killed. Its pid, and its folder."""
+    """A forked child that has begun work 7; it ends, or waits to be killed. Its pid, and its
+    folder."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -547,12 +577,17 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
         assert printed.has_more() and (printed.read(10), printed.read(10)) == (b"y", b"")
     end = 15 << 20
     assert diary._rest(str(tmp_path), diary.OUT, 5) == b"x" * diary.MOST  # not what is in a hole
-    assert diary._rest(str(tmp_path), diary.OUT, end) == b"y" and diary._rest(str(tmp_path), diary.OUT, end + 1) == b""
+    assert (
+        diary._rest(str(tmp_path), diary.OUT, end) == b"y"
+        and diary._rest(str(tmp_path), diary.OUT, end + 1) == b""
+    )
     printed._file.close()
 
 
 @pytest.mark.guarantee("cluster-2")
-def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(tmp_path, monkeypatch):
+def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.engines.ray import exit_record as diary
 
@@ -567,7 +602,9 @@ def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it
 
 
 @pytest.mark.guarantee("cluster-2")
-def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(tmp_path, monkeypatch):
+def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.engines.ray import exit_record as diary
 
@@ -689,7 +726,7 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
     assert done.stdout.splitlines()[-2:] == ["OutOfDiskError", "3 0.0"], done.stdout + done.stderr
 
 
-# -- the loss of a node -----------------------------------------------------------------------------------
+# -- the loss of a node ----------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("cluster-2")
@@ -727,7 +764,9 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
         str(tmp_path / "ran"),
         timeout=100,
     )
-    assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.guarantee("cluster-3")
@@ -809,4 +848,6 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
     """,
         timeout=150,
     )
-    assert done.stdout.splitlines()[-1:] == ["True [('sequential', ()), ('II', ())]"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1:] == ["True [('sequential', ()), ('II', ())]"], (
+        done.stdout + done.stderr
+    )

@@ -25,5 +25,7 @@ def test_the_five_names_are_there() -> None:
 
 @pytest.mark.parametrize("what", ["polycephaly demo securities", "pytest"])
 def test_each_command_starts_from_nothing_and_is_one_line(what: str) -> None:
-    commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ") and what in line]
+    commands = [
+        line for line in README.splitlines() if line.startswith("python3 -m venv ") and what in line
+    ]
     assert len(commands) == 1

@@ -15,7 +15,8 @@ pytestmark = on_each_engine
 @pytest.mark.guarantee("work-1", "work-21")
 def test_drones_are_of_the_snapshot_until_refreshed():
     assert (
-        output_of("""
+        output_of(
+            """
         import sys
         import polycephaly as poly
         table = [1]
@@ -26,7 +27,9 @@ def test_drones_are_of_the_snapshot_until_refreshed():
             pool.refresh()
             print(pool.doit("table"), pool.doit("late"))
             print([p.value for p in pool.everywhere("table")])
-    """, poly.engine)
+    """,
+            poly.engine,
+        )
         == "[1]\n[1, 2] late\n[[1, 2], [1, 2]]\n"
     )
 

@@ -1,4 +1,5 @@
-"""Drones of another process work for a served pool; each call runs once, or its client is told that it may not have."""
+"""Drones of another process work for a served pool; each call runs once, or its client is told that
+it may not have."""
 
 import itertools
 import os
@@ -64,26 +65,32 @@ def warm_up(remote):
     assert sum(remote.map(abs, range(2000))) == sum(range(2000))
 
 
-# -- work ------------------------------------------------------------------------------------------------------
+# -- work ------------------------------------------------------------------------------------------
 
 
 def test_clients_calls_run_on_drones_of_both(remote, joined, far, server, tmp_path):
     gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
     both = [remote.promise(hold_until, gate, started) for _ in range(2)]
     wait_for(lambda: len(lines(started)) == 2)  # at the same time, with one drone each
-    assert set(lines(started)) == {str(drone.pid) for pool in (far, server._pool) for drone in pool.drones}
+    assert set(lines(started)) == {
+        str(drone.pid) for pool in (far, server._pool) for drone in pool.drones
+    }
     append(gate, "open")
     assert [p.result(SOON) for p in both] == ["held", "held"]
     assert sorted(remote.map(abs, range(3000), ordered=False)) == list(range(3000))
     large = os.urandom(300_000)
-    assert [p.result(SOON) for p in [remote.promise(len, large) for _ in range(20)]] == [300_000] * 20
+    assert [p.result(SOON) for p in [remote.promise(len, large) for _ in range(20)]] == [
+        300_000
+    ] * 20
 
 
 def test_errors_and_deaths_on_the_far_side_come_home(remote, joined, far):
     drone = remote.drones[-1]
     assert (drone.pid, drone.host) == (far.drones[0].pid, socket.gethostname())
     assert isinstance(drone.promise(divmod, 1, 0).exception(SOON), ZeroDivisionError)
-    with pytest.raises(poly.DroneDied, match=r"far\.0 .* ended with exit status 3 while running _exit"):
+    with pytest.raises(
+        poly.DroneDied, match=r"far\.0 .* ended with exit status 3 while running _exit"
+    ):
         drone.promise(os._exit, 3).result(SOON)
     assert not drone.alive
     with pytest.raises(TimeoutError, match=r"more than 0\.2 s on far"):
@@ -143,7 +150,7 @@ def test_cancelled_calls_are_withdrawn_from_afar(remote, joined, far, server, tm
     wait_for(lambda: not far._crew.pending() and not server._pool._crew.pending())
 
 
-# -- leaving -----------------------------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("remote-11")
@@ -181,7 +188,9 @@ def test_who_leaves_at_once_has_what_it_runs_rejected(remote, joined, tmp_path):
     joined.leave(now=True)
     wait_for(lambda: any(p.done() for p in promises))
     died = next(p for p in promises if p.done())
-    with pytest.raises(poly.DroneDied, match=r"worker far on .* was lost with block_for_ever, .*: it has left"):
+    with pytest.raises(
+        poly.DroneDied, match=r"worker far on .* was lost with block_for_ever, .*: it has left"
+    ):
         died.result()
     for each in promises:
         each.cancel()
@@ -190,7 +199,9 @@ def test_who_leaves_at_once_has_what_it_runs_rejected(remote, joined, tmp_path):
 def test_a_pool_that_ends_leaves(remote, joined, far, tmp_path):
     warm_up(remote)
     far.shutdown()
-    assert [p.result(SOON) for p in [remote.promise(abs, -i) for i in range(100)]] == list(range(100))
+    assert [p.result(SOON) for p in [remote.promise(abs, -i) for i in range(100)]] == list(
+        range(100)
+    )
 
 
 @pytest.mark.slow
@@ -236,7 +247,9 @@ WORKER = """
 
 @pytest.mark.guarantee("remote-11")
 @pytest.mark.parametrize("retries", [0, 1])
-def test_of_a_killed_workers_calls_each_has_run_once_or_is_reported(retries, remote, server, card, tmp_path):
+def test_of_a_killed_workers_calls_each_has_run_once_or_is_reported(
+    retries, remote, server, card, tmp_path
+):
     gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
     with Script(WORKER, card) as script:
         script.read_until("up")
@@ -262,7 +275,9 @@ def test_of_a_killed_workers_calls_each_has_run_once_or_is_reported(retries, rem
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_worker_that_is_told_to_end_gives_back_and_finishes(number, remote, server, card, tmp_path):
+def test_a_worker_that_is_told_to_end_gives_back_and_finishes(
+    number, remote, server, card, tmp_path
+):
     gate, ran = str(tmp_path / "gate"), str(tmp_path / "ran")
     with Script(WORKER, card) as script:
         script.read_until("up")
@@ -315,6 +330,13 @@ def test_a_clients_timeline_has_the_joined_drones(remote, joined):
     for drone in remote.drones:
         assert drone.doit(abs, -1) == 1
     # Who does not tell in time is left out: on a machine that others use too, that may be any host.
-    wait_for(lambda: {span.drone for span in remote.timeline.spans if span.name == "abs"} == {"lab.0", "far.0"})
+    wait_for(
+        lambda: (
+            {span.drone for span in remote.timeline.spans if span.name == "abs"}
+            == {"lab.0", "far.0"}
+        )
+    )
     timeline = remote.timeline
-    assert all(span.queued <= span.started <= span.finished <= span.received for span in timeline.spans)
+    assert all(
+        span.queued <= span.started <= span.finished <= span.received for span in timeline.spans
+    )

@@ -1,4 +1,5 @@
-"""Pools by name: one living server for each, found by everybody of this user, and by nobody after its end."""
+"""Pools by name: one living server for each, found by everybody of this user, and by nobody after
+its end."""
 
 import os
 import signal
@@ -70,7 +71,9 @@ def test_a_pool_that_has_a_name_here_is_found_by_its_address_too(pool):
             assert remote.doit("6 * 7") == 42
         with poly.Pool(2) as more, join(more, server.card.address) as joined:
             assert joined.name == "lab"
-    with pytest.raises(ValueError, match=r"no pool of yours runs here at tcp://127\.0\.0\.1:1, .*server_key="):
+    with pytest.raises(
+        ValueError, match=r"no pool of yours runs here at tcp://127\.0\.0\.1:1, .*server_key="
+    ):
         poly.connect("tcp://127.0.0.1:1")
     with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
         poly.connect("tcp://lab")
@@ -80,7 +83,9 @@ def test_an_unknown_name_is_told_with_those_that_run(pool, tmp_path, monkeypatch
     with pytest.raises(ConnectionError, match=r"^no pool named 'x' is running; running: none$"):
         poly.connect("x")
     with poly.serve(pool, name="b"), poly.serve(pool, name="a.1"):
-        with pytest.raises(ConnectionError, match=r"^no pool named 'x' is running; running: a\.1, b$"):
+        with pytest.raises(
+            ConnectionError, match=r"^no pool named 'x' is running; running: a\.1, b$"
+        ):
             poly.connect("x")
         monkeypatch.chdir(tmp_path)
         (tmp_path / "pool.json").write_text("")
@@ -100,7 +105,9 @@ def test_a_name_that_is_none_is_refused(pool, wrong):
 def test_a_second_start_is_refused_while_the_first_lives(pool):
     with Script(SERVER) as script:
         script.read_until("up")
-        with pytest.raises(FileExistsError, match=f"'lab' is running already, as process {script.process.pid}"):
+        with pytest.raises(
+            FileExistsError, match=f"'lab' is running already, as process {script.process.pid}"
+        ):
             poly.serve(pool, name="lab")
         with poly.connect("lab") as remote:  # the first is not disturbed
             assert remote.status()["pid"] == script.process.pid
@@ -147,7 +154,9 @@ def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
 def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
     dead = subprocess.Popen(["true"])
     dead.wait()
-    living, left = (pool_registry.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid))
+    living, left = (
+        pool_registry.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid)
+    )
     living.touch()
     left.touch()
     pool_registry.running()
@@ -200,7 +209,10 @@ def test_of_those_that_start_at_once_under_one_name_one_wins():
             said = [racer.stdout.readline().strip() for racer in racers]
             assert sorted(said) == ["lost", "lost", "won"], (turn, said)
             winner = racers[said.index("won")]
-            assert next(card.pid for card in pool_registry.running() if card.name == name) == winner.pid
+            assert (
+                next(card.pid for card in pool_registry.running() if card.name == name)
+                == winner.pid
+            )
             if turn < 45:  # or each turn would read all those before it
                 pool_registry.path_of(name).unlink()
     finally:
@@ -215,7 +227,9 @@ def test_the_directory_is_ours_alone_or_refused(runtime):
     assert not pool_registry.folder().exists()  # who looks for a pool makes nothing
     place = pool_registry.folder(make=True)
     place.chmod(0o770)
-    with pytest.raises(PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"):
+    with pytest.raises(
+        PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"
+    ):
         pool_registry.running()
     place.rmdir()
     place.symlink_to(tempfile.gettempdir())
@@ -223,10 +237,14 @@ def test_the_directory_is_ours_alone_or_refused(runtime):
         poly.connect("lab")
 
 
-def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_serves(monkeypatch, tmp_path):
+def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_serves(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     if os.path.isdir(f"/run/user/{os.getuid()}"):
-        assert pool_registry.folder(make=True) == pool_registry.Path(f"/run/user/{os.getuid()}/polycephaly")
+        assert pool_registry.folder(make=True) == pool_registry.Path(
+            f"/run/user/{os.getuid()}/polycephaly"
+        )
         return
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert pool_registry.folder(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
@@ -249,7 +267,9 @@ def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
     card = a_card("lab")
     pool_registry.claim(card)
     os.chown(pool_registry.path_of("lab"), 12345, 12345)
-    with pytest.raises(PermissionError, match="must be yours and of mode 0600, not 0600 of user 12345"):
+    with pytest.raises(
+        PermissionError, match="must be yours and of mode 0600, not 0600 of user 12345"
+    ):
         poly.connect("lab")
     with pytest.raises(PermissionError, match="user 12345"):
         poly.serve(pool, name="lab")

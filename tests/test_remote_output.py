@@ -41,7 +41,10 @@ def said(lines):
 
 def test_each_client_gets_what_its_own_work_prints(server, pool, card, owners):
     mine, its = [], []
-    with poly.connect(card, output=mine.append) as one, poly.connect(card, output=its.append) as two:
+    with (
+        poly.connect(card, output=mine.append) as one,
+        poly.connect(card, output=its.append) as two,
+    ):
         for i in range(20):
             one.doit("import sys; print('mine'); print('my trouble', file=sys.stderr)")
             assert len(mine) == 2 * (i + 1)  # before its promise settles
@@ -57,7 +60,9 @@ def test_each_client_gets_what_its_own_work_prints(server, pool, card, owners):
 def test_what_other_programs_print_comes_too(server, card):
     lines = []
     with poly.connect(card, output=lines.append) as remote:
-        remote.doit("import subprocess as s, os; s.run(['echo', 'from a program']); os.write(1, b'by descriptor\\n')")
+        remote.doit(
+            "import subprocess as s, os; s.run(['echo', 'from a program']); os.write(1, b'by descriptor\\n')"
+        )
         assert said(lines) == [("stdout", "from a program"), ("stdout", "by descriptor")]
 
 
@@ -117,7 +122,9 @@ def test_an_output_callable_that_fails_disturbs_nothing(server, card, caplog):
     assert "the output callable of lab failed" in caplog.text
 
 
-def test_a_client_that_does_not_read_is_left_out_of_some_and_told_how_many(server, card, tmp_path, monkeypatch):
+def test_a_client_that_does_not_read_is_left_out_of_some_and_told_how_many(
+    server, card, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tuning, "unseen_bytes", 10_000)
     gate, blocked, lines = threading.Event(), threading.Event(), []
 
@@ -150,7 +157,10 @@ def test_lines_of_joined_drones_come_too_and_only_to_their_client(server, pool, 
     far_owners, mine, its = [], [], []
     with poly.Pool(1, name="far", output=far_owners.append) as far, join(far, card):
         wait_for(lambda: len(server.status()["drones"]) == 2)
-        with poly.connect(card, output=mine.append) as one, poly.connect(card, output=its.append) as two:
+        with (
+            poly.connect(card, output=mine.append) as one,
+            poly.connect(card, output=its.append) as two,
+        ):
             for _ in range(5):
                 for promise in one.everywhere("print('mine')"):
                     promise.result(SOON)
@@ -158,7 +168,9 @@ def test_lines_of_joined_drones_come_too_and_only_to_their_client(server, pool, 
                 far.doit(print, "owner's")
             wait_for(lambda: len(mine) == 10 and len(its) == 5)
             assert {line.drone for line in mine} == {"lab.0", "far.0"}
-            assert {line.text for line in mine} == {"mine"} and {line.text for line in its} == {"its"}
+            assert {line.text for line in mine} == {"mine"} and {line.text for line in its} == {
+                "its"
+            }
         wait_for(lambda: len(far_owners) == 5)
     assert not owners and {line.text for line in far_owners} == {"owner's"}
 

@@ -41,7 +41,7 @@ def nap(path):
     time.sleep(1000)
 
 
-# -- single drones ------------------------------------------------------------------------------------------
+# -- single drones ---------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("remote-10")
@@ -122,23 +122,32 @@ def test_results_come_in_order_or_as_they_come(remote, tmp_path):
         list(remote.map(time.sleep, [1000], ordered=False, timeout=0.1))
 
 
-# -- what it is doing ------------------------------------------------------------------------------------------
+# -- what it is doing ------------------------------------------------------------------------------
 
 
 def test_status_tells_what_runs(remote, pool, tmp_path):
     started = str(tmp_path / "started")
     assert remote.doit(abs, -1) == 1
     running = [remote.promise(nap, started), remote.promise("import time; time.sleep(1000)")]
-    wait_for(lambda: sum(p.running() for p in _works(pool)) == 2)  # only then have both drones begun
+    wait_for(
+        lambda: sum(p.running() for p in _works(pool)) == 2
+    )  # only then have both drones begun
     behind = remote.promise(abs, -1)
     wait_for(lambda: remote.status()["queued"] == 1)
     status = remote.status()
-    assert status["name"] == "lab" and status["pid"] == os.getpid() and status["host"] == socket.gethostname()
+    assert (
+        status["name"] == "lab"
+        and status["pid"] == os.getpid()
+        and status["host"] == socket.gethostname()
+    )
     assert status["version"] == poly.__version__ and status["clients"] == 1 and status["width"] == 1
     assert status["tasks_done"] == 1 and sum(each["tasks_done"] for each in status["drones"]) == 1
     assert time.time() - 1000 < status["started"] <= time.time()
     assert [each["state"] for each in status["drones"]] == ["busy", "busy"]
-    assert {each["running"] for each in status["drones"]} == {"nap", "code 'import time; time.sleep(1000)'"}
+    assert {each["running"] for each in status["drones"]} == {
+        "nap",
+        "code 'import time; time.sleep(1000)'",
+    }
     assert all(each["memory"] > 100_000 and each["seconds"] >= 0 for each in status["drones"])
     assert [each["pid"] for each in status["drones"]] == [drone.pid for drone in pool.drones]
     for promise in running:
@@ -164,18 +173,29 @@ def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
 
 @pytest.mark.guarantee("death-11")
 def test_in_what_a_drone_waits_is_told(card):
-    with poly.Pool(1, report_waiting=0.3) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+    with (
+        poly.Pool(1, report_waiting=0.3) as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
         (drone,) = remote.drones
         promise = remote.promise(time.sleep, 1000)
         waiting = wait_for(lambda: drone.waiting)
-        assert (waiting.task, waiting.system_call) == ("sleep", "clock_nanosleep") and waiting == pool.drones[0].waiting
+        assert (waiting.task, waiting.system_call) == (
+            "sleep",
+            "clock_nanosleep",
+        ) and waiting == pool.drones[0].waiting
         (told,) = remote.status()["drones"]
-        assert told["waiting"]["task"] == "sleep" and told["waiting"]["seconds"] >= 0.3 and told["state"] == "busy"
+        assert (
+            told["waiting"]["task"] == "sleep"
+            and told["waiting"]["seconds"] >= 0.3
+            and told["state"] == "busy"
+        )
         promise.cancel()
         wait_for(lambda: drone.waiting is None and remote.status()["drones"][0]["waiting"] is None)
 
 
-# -- its end ---------------------------------------------------------------------------------------------------
+# -- its end ---------------------------------------------------------------------------------------
 
 
 def test_who_may_stop_it_asks_its_owner(pool, card):
@@ -246,7 +266,11 @@ CLIENT = """
 def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
     """Also what waited for single drones; the others' work, on the same drones, is done."""
     started = str(tmp_path / "started")
-    with poly.serve(pool, file=card) as server, poly.connect(card) as other, Script(CLIENT, card, started) as script:
+    with (
+        poly.serve(pool, file=card) as server,
+        poly.connect(card) as other,
+        Script(CLIENT, card, started) as script,
+    ):
         script.read_until("up")
         wait_for(lambda: len(lines(started)) == 2)
         behind = [drone.promise(os.getpid) for drone in other.drones]
@@ -274,14 +298,16 @@ def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):
         asked = threading.Event()
         with poly.serve(pool, file=card, on_stop=lambda now, asked=asked: asked.set()) as server:
             remote = poly.connect(card)
-            closer = threading.Thread(target=lambda server=server, asked=asked: (asked.wait(), server.close()))
+            closer = threading.Thread(
+                target=lambda server=server, asked=asked: (asked.wait(), server.close())
+            )
             closer.start()
             remote.stop()
             closer.join()
             remote.shutdown()
 
 
-# -- streams of calls, asyncio, and what it has done ------------------------------------------------------------
+# -- streams of calls, asyncio, and what it has done -----------------------------------------------
 
 
 def fail_at_seven(n):
@@ -359,12 +385,15 @@ def test_its_timeline_is_that_of_the_pool(remote, pool, tmp_path):
     wait_for(lambda: len(remote.timeline.spans) == len(pool.timeline.spans))
     timeline = remote.timeline
     assert timeline.drones == pool.timeline.drones
-    assert sum(sums.calls for (_, name), sums in timeline.sums().items() if name == "fail_at_seven") == 5
+    assert (
+        sum(sums.calls for (_, name), sums in timeline.sums().items() if name == "fail_at_seven")
+        == 5
+    )
     assert "fail_at_seven" in str(timeline)
     timeline.save(tmp_path / "run.json")
 
 
-# -- what it keeps of clients that have left ------------------------------------------------------------------
+# -- what it keeps of clients that have left -------------------------------------------------------
 
 
 def opened():
@@ -380,7 +409,12 @@ def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
                 functions = [functools.partial(len, b"x" * n) for n in range(20)]
                 assert [remote.promise(each).value for each in functions] == [*range(20)]
                 del functions
-        wait_for(lambda: gc.collect() is not None and not pool._crew.book._entries.keys() - {id(opened), id(abs)})
+        wait_for(
+            lambda: (
+                gc.collect() is not None
+                and not pool._crew.book._entries.keys() - {id(opened), id(abs)}
+            )
+        )
         wait_for(lambda: max(p.value for p in pool.everywhere(opened)) <= 2)
 
 

@@ -1,4 +1,5 @@
-"""Values that a client gives to a served pool once: in its shared memory, for as long as the client has the handle."""
+"""Values that a client gives to a served pool once: in its shared memory, for as long as the client
+has the handle."""
 
 import gc
 import os
@@ -61,7 +62,9 @@ def test_a_shared_array_arrives_as_the_value_and_is_each_calls_own(remote, serve
     with remote.share(table) as shared:
         assert shared.nbytes > table.nbytes
         assert [remote.doit(spoil, shared, 5) for _ in range(4)] == [5.0] * 4
-        assert remote.doit(lambda pair, *, again: pair["a"][1] is again, {"a": (1, shared)}, again=shared)
+        assert remote.doit(
+            lambda pair, *, again: pair["a"][1] is again, {"a": (1, shared)}, again=shared
+        )
         assert [p.value for p in remote.everywhere(len, shared)] == [1_000_000] * 2
         assert list(remote.map(lambda a, i: a[i], [shared] * 50, range(50))) == list(range(50))
         assert (shared.value == table).all()
@@ -117,7 +120,9 @@ def test_a_handle_goes_nowhere_else(remote, card):
             lambda: remote.doit(lambda: shared),
             lambda: poly.doit(len, shared),
         ):
-            with pytest.raises(TypeError, match="goes to that pool's calls only, and among their arguments"):
+            with pytest.raises(
+                TypeError, match="goes to that pool's calls only, and among their arguments"
+            ):
                 use()
         assert remote.doit(len, shared) == 1
 

@@ -1,4 +1,5 @@
-"""Large values: they arrive as they were sent, nobody sees what others write, and their memory comes back."""
+"""Large values: they arrive as they were sent, nobody sees what others write, and their memory
+comes back."""
 
 import array
 import contextlib
@@ -37,7 +38,7 @@ LONG = 30.0  # seconds: what takes longer does not come
 CHARACTERS = "w" if sys.version_info >= (3, 13) else "u"
 
 
-# -- what is sent, and when it is the same ------------------------------------------------------------
+# -- what is sent, and when it is the same ---------------------------------------------------------
 
 
 class Frame:
@@ -59,7 +60,11 @@ class Frame:
         return self.rebuilt, (bytearray(self.content), self.name)
 
     def __eq__(self, other):
-        return type(other) is Frame and other.name == self.name and bytes(other.content) == bytes(self.content)
+        return (
+            type(other) is Frame
+            and other.name == self.name
+            and bytes(other.content) == bytes(self.content)
+        )
 
     __hash__ = None
 
@@ -98,7 +103,11 @@ def my_array(size):
 def numbers(size, dtype=np.float64, seed=1):
     dtype = np.dtype(dtype)
     many = -(-size // dtype.itemsize)
-    return np.frombuffer(random.Random(seed).randbytes(many * dtype.itemsize), np.uint8).view(dtype).copy()
+    return (
+        np.frombuffer(random.Random(seed).randbytes(many * dtype.itemsize), np.uint8)
+        .view(dtype)
+        .copy()
+    )
 
 
 def square(size, order="C"):
@@ -170,7 +179,9 @@ ARRAYS = {
     "memory-mapped, every third": lambda n: mapped(3 * n)[::3],
     "fortran": lambda n: square(n, "F"),
     "transposed": lambda n: square(n).T,
-    "three axes, turned": lambda n: np.arange(4 * 5 * (n // 160 + 1)).reshape(4, 5, -1).transpose(2, 0, 1),
+    "three axes, turned": lambda n: (
+        np.arange(4 * 5 * (n // 160 + 1)).reshape(4, 5, -1).transpose(2, 0, 1)
+    ),
     "every third": lambda n: numbers(3 * n)[::3],
     "backwards": lambda n: numbers(n)[::-1],
     "negative strides": lambda n: square(n)[::-1, ::-1],
@@ -203,7 +214,9 @@ OTHERS = {
     "memoryview of bytes": lambda n: memoryview(numbers(n, np.uint8).tobytes()),
     "read-only memoryview": lambda n: memoryview(bytearray(numbers(n, np.uint8))).toreadonly(),
     "cast memoryview": lambda n: memoryview(bytearray(numbers(n, np.int32).tobytes())).cast("i"),
-    "two axes": lambda n: memoryview(bytearray(numbers(16 * (n // 16 + 1)))).cast("d", (2, n // 16 + 1)),
+    "two axes": lambda n: memoryview(bytearray(numbers(16 * (n // 16 + 1)))).cast(
+        "d", (2, n // 16 + 1)
+    ),
     "memoryview of fortran": lambda n: memoryview(square(n, "F")),
     "memoryview backwards": lambda n: memoryview(bytearray(numbers(n, np.uint8)))[::-1],
     "memoryview in steps": lambda n: memoryview(numbers(3 * n))[::3],
@@ -215,7 +228,13 @@ OTHERS = {
     "own class": lambda n: Frame(numbers(n, np.uint8)),
     "own classes": lambda n: [Frame(numbers(n, np.uint8, seed), str(seed)) for seed in range(3)],
     "BytesIO": lambda n: io.BytesIO(numbers(n, np.uint8).tobytes()),
-    "plain things": lambda n: [decimal.Decimal("1.5"), datetime.date(2026, 1, 1), {1, 2}, range(n), None],
+    "plain things": lambda n: [
+        decimal.Decimal("1.5"),
+        datetime.date(2026, 1, 1),
+        {1, 2},
+        range(n),
+        None,
+    ],
 }
 
 CASES = ARRAYS | OTHERS
@@ -251,7 +270,9 @@ def array_differs(got, sent):
     if isinstance(sent, np.ma.MaskedArray):
         if got.fill_value != sent.fill_value:
             return "another fill value"
-        return differs(np.array(got.mask), np.array(sent.mask)) or differs(np.array(got.data), np.array(sent.data))
+        return differs(np.array(got.mask), np.array(sent.mask)) or differs(
+            np.array(got.data), np.array(sent.data)
+        )
     if isinstance(sent, MyArray) and got.unit != sent.unit:
         return "another unit"
     if sent.dtype.hasobject:
@@ -283,7 +304,7 @@ def is_full(it, value):
     return bool((np.asarray(it) == value).all())
 
 
-# -- pools --------------------------------------------------------------------------------------------
+# -- pools -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -300,7 +321,9 @@ def way(request):
     """A pool with room in shared memory, and one with none at all."""
     if request.param == "shared memory":
         with poly.Pool(1) as pool:
-            pool.doit(echo, 1 << 3_000_000)  # a large int goes through the socket: it is open before any census
+            pool.doit(
+                echo, 1 << 3_000_000
+            )  # a large int goes through the socket: it is open before any census
             yield pool
             assert not arena_of(pool)._warned
     else:
@@ -337,7 +360,7 @@ def nothing_is_used(pool):
     wait_for(lambda: used(pool) == 0, LONG)
 
 
-# -- equal to what was sent ---------------------------------------------------------------------------
+# -- equal to what was sent ------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("work-13")
@@ -355,7 +378,9 @@ def test_it_arrives_equal_to_what_was_sent(way, name, size):
         assert its_flags == flags(got) == flags(pickle.loads(pickle.dumps(sent, 5)))
 
 
-AROUND = [size + d for size in (32 << 10, 48 << 10, MARK, 256 << 10, 1 << 20, 4 << 20) for d in (-1, 0, 1)]
+AROUND = [
+    size + d for size in (32 << 10, 48 << 10, MARK, 256 << 10, 1 << 20, 4 << 20) for d in (-1, 0, 1)
+]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, np.array], ids=["bytes", "bytearray", "array"])
@@ -440,7 +465,9 @@ def test_a_memoryview_that_cannot_be_rebuilt_is_an_error_that_says_so(way):
 def test_one_array_twice_in_an_argument_is_one_array(way):
     for size in (400, 300_000):
         a = full(1, size)
-        same = way.doit(lambda x, y, z: (x[0] is x[1], x[0] is z["k"], y is x[0]), [a, a], a, z={"k": a})
+        same = way.doit(
+            lambda x, y, z: (x[0] is x[1], x[0] is z["k"], y is x[0]), [a, a], a, z={"k": a}
+        )
         assert same == (True, True, True)
         got = way.doit(lambda: [it := full(2, 300_000), it, {"it": it}])
         assert got[0] is got[1] is got[2]["it"]
@@ -471,7 +498,9 @@ def test_captured_by_a_function_as_a_default_in_a_partial_and_by_keyword(way):
         assert not differs(way.doit(captured(a), 3), a * 3)
         assert not differs(way.doit(lambda it=a: it), a)
         assert not differs(way.doit(functools.partial(echo, a)), a)
-        assert not differs(way.doit(functools.partial(take, a, k=a), 1, z=a[::2]), ((a, 1), {"k": a, "z": a[::2]}))
+        assert not differs(
+            way.doit(functools.partial(take, a, k=a), 1, z=a[::2]), ((a, 1), {"k": a, "z": a[::2]})
+        )
         assert not differs(way.doit(Experiment("e", a, b"").values.tolist), a.tolist())
 
 
@@ -487,7 +516,9 @@ def test_by_way_of_promises_that_are_arguments(way):
     a = numbers(300_000, np.int32)
     first = way.promise(echo, a)
     assert not differs(way.doit(take, first, 1, k=first), ((a, 1), {"k": a}))
-    assert not differs(way.doit(take, first, way.promise(make, "nested", 300_000))[0][1], make("nested", 300_000))
+    assert not differs(
+        way.doit(take, first, way.promise(make, "nested", 300_000))[0][1], make("nested", 300_000)
+    )
 
 
 def test_items_and_results_of_map(way):
@@ -600,7 +631,7 @@ def test_a_spawned_image_shares_as_well():
     """) == "200000.0 200000.0 100000.0 100000.0\nTrue\n"  # fmt: skip
 
 
-# -- what is written ----------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 KEPT = {}
 
@@ -729,7 +760,7 @@ def test_there_and_back_and_there_again():
             assert is_full(a, i + 1) and is_full(previous, i)
 
 
-# -- given back ---------------------------------------------------------------------------------------
+# -- given back ------------------------------------------------------------------------------------
 
 
 def test_memory_is_given_back_when_nobody_looks_any_more(impatient):
@@ -864,7 +895,9 @@ def test_an_array_outlives_the_pool():
     part = a[5:10]
     del a
     with poly.Pool(1) as other:
-        assert not differs(other.doit(echo, part), np.full(5, 5.0)) and is_full(other.doit(echo, b), 2)
+        assert not differs(other.doit(echo, part), np.full(5, 5.0)) and is_full(
+            other.doit(echo, b), 2
+        )
     gc.collect()
     assert arena._open
     del b
@@ -923,7 +956,9 @@ def test_an_array_outlives_refresh(impatient):
             pool.refresh()
             for _ in range(10):
                 pool.doit(full, 100 + i)
-            assert is_full(a, 1) and pool.doit(is_full, shared, 2) and is_full(pool.doit(echo, a), 1)
+            assert (
+                is_full(a, 1) and pool.doit(is_full, shared, 2) and is_full(pool.doit(echo, a), 1)
+            )
 
 
 def test_arguments_of_a_drone_that_dies_are_free_and_those_of_others_not(pool, impatient):
@@ -982,7 +1017,10 @@ def who_has(inode):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
                     target = f"/proc/{pid}/fd/{fd}"
-                    if "polycephaly-arena" in os.readlink(target) and str(os.stat(target).st_ino) == inode:
+                    if (
+                        "polycephaly-arena" in os.readlink(target)
+                        and str(os.stat(target).st_ino) == inode
+                    ):
                         found.add(int(pid))
             with open(f"/proc/{pid}/maps") as maps:
                 if any("polycephaly-arena" in line and line.split()[4] == inode for line in maps):
@@ -1000,7 +1038,7 @@ def test_programs_that_are_started_do_not_inherit_it():
             assert b"polycephaly-arena" not in said
 
 
-# -- share --------------------------------------------------------------------------------------------
+# -- share -----------------------------------------------------------------------------------------
 
 
 def of_value(handle):
@@ -1059,7 +1097,11 @@ def test_what_is_written_into_a_shared_value_nobody_else_sees():
         mine = shared.value
         mine[:] = 7
         assert one.doit(keep_and_fill, "b", shared, 6) == 1
-        assert one.doit(kept_is_full, "a", 9) and two.doit(kept_is_full, "a", 8) and one.doit(kept_is_full, "b", 6)
+        assert (
+            one.doit(kept_is_full, "a", 9)
+            and two.doit(kept_is_full, "a", 8)
+            and one.doit(kept_is_full, "b", 6)
+        )
         assert pool.doit(lambda items: float(items[0].value.max()), [shared]) == 1
 
 
@@ -1209,7 +1251,7 @@ def test_what_cannot_be_pickled_cannot_be_shared(pool):
         pool.share([full(1), threading.Lock()])
 
 
-# -- no room ------------------------------------------------------------------------------------------
+# -- no room ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -1223,7 +1265,10 @@ def said():
 @pytest.mark.guarantee("work-16")
 @pytest.mark.parametrize("ceiling", [0, 300_000])
 def test_without_room_all_of_it_arrives_through_sockets_with_one_warning(ceiling):
-    sent = {name: make(name, 400_000) for name in ("float64", "structured", "bytes", "nested", "own class", "str")}
+    sent = {
+        name: make(name, 400_000)
+        for name in ("float64", "structured", "bytes", "nested", "own class", "str")
+    }
     with said() as warned, pool_with_ceiling(ceiling, 2) as pool:
         for each in sent.values():
             assert not differs(pool.doit(echo, each), each)
@@ -1349,7 +1394,7 @@ def test_a_limit_of_the_kernels_own_for_the_size_of_files():
     assert done.stderr.count("RuntimeWarning") == 1
 
 
-# -- many ---------------------------------------------------------------------------------------------
+# -- many ------------------------------------------------------------------------------------------
 
 
 def descriptors_of(pid):
@@ -1379,7 +1424,9 @@ def test_thousands_of_arrays_at_once_hold_no_descriptors():
 
 @pytest.mark.slow
 def test_thousands_of_arrays_in_one_argument_and_one_result():
-    sent = [np.full(MARK // 8, float(i)) for i in range(3000)]  # a waybill that is too large for the lane
+    sent = [
+        np.full(MARK // 8, float(i)) for i in range(3000)
+    ]  # a waybill that is too large for the lane
     with poly.Pool(1) as pool:
         before = descriptors_of("self")
         assert pool.doit(keep_all, sent) == 2999 * 1500
@@ -1413,7 +1460,9 @@ def test_many_threads_at_once():
         rng = random.Random(seed)
         try:
             for i in range(25):
-                sent = numbers(rng.choice((100, 70_000, 300_000, 1_500_000)), np.int64, seed * 1000 + i)
+                sent = numbers(
+                    rng.choice((100, 70_000, 300_000, 1_500_000)), np.int64, seed * 1000 + i
+                )
                 got = pool.promise(echo, sent)
                 other = pool.promise(full, seed)
                 if differs(got.result(LONG), sent) or not is_full(other.result(LONG), seed):
@@ -1467,7 +1516,7 @@ def test_drones_of_drones():
         assert is_full(pool.doit(nested_sum, got)[0], 4)
 
 
-# -- forks --------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------
 
 HELD = {}
 
@@ -1493,7 +1542,8 @@ def fill_held(name, value):
 
 @contextlib.contextmanager
 def forked(child):
-    """A child that runs `child(wait)`, where `wait()` waits for the end of the block; it has to be true."""
+    """A child that runs `child(wait)`, where `wait()` waits for the end of the block; it has to be
+    true."""
     r, w = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -1552,7 +1602,9 @@ def test_a_forked_child_that_writes_and_drops_and_ends_takes_nothing_from_its_pa
         def child(wait):
             nonlocal lost, shared
             mine[0][:] = 100
-            there = is_full(mine[0], 100) and all(is_full(each, i) for i, each in enumerate(mine) if i)
+            there = is_full(mine[0], 100) and all(
+                is_full(each, i) for i, each in enumerate(mine) if i
+            )
             mine.clear()
             shared.release()
             lost = shared = None
@@ -1669,20 +1721,23 @@ def test_a_handle_of_its_image_that_a_drone_sends_back_stays_whole(held, end, im
         assert is_full(shared.value, 5) and pool.doit(is_full, shared, 5)
 
 
-# -- a soak -------------------------------------------------------------------------------------------
+# -- a soak ----------------------------------------------------------------------------------------
 
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "1"))
 SOAK_SECONDS = 3.0
 
 
 def what_is_used(pool):
-    """For the message: pages with memory by region, what this image looks at, and what it has lent."""
+    """For the message: pages with memory by region, what this image looks at, and what it has
+    lent."""
     arena, at, regions = arena_of(pool), 0, {}
     with contextlib.suppress(OSError):
         while True:
             start = os.lseek(arena.fd, at, os.SEEK_DATA)
             at = os.lseek(arena.fd, start, os.SEEK_HOLE)
-            regions.setdefault(start // arena_module.SPAN, []).append((start % arena_module.SPAN, at - start))
+            regions.setdefault(start // arena_module.SPAN, []).append(
+                (start % arena_module.SPAN, at - start)
+            )
     lent = [(link.number, link.state, len(link.ledger.lent)) for link in pool._crew.links]
     return {"used": arena.used(), "regions": regions, "keeps": arena._keeps, "lent": lent}
 
@@ -1709,7 +1764,9 @@ def test_while_drones_are_killed_all_that_arrives_is_what_was_sent(turn, impatie
             elif kind == 1:
                 under_way.append((pool.promise(full, value, size), value, size))
             elif kind == 2:
-                under_way.append((pool.promise(lambda it, k: it["a"][0] + k, {"a": (a,)}, 0), value, size))
+                under_way.append(
+                    (pool.promise(lambda it, k: it["a"][0] + k, {"a": (a,)}, 0), value, size)
+                )
             elif kind == 3:
                 under_way.append((pool.promise(add_up_to, shared, value - 77), value, 300_000))
             else:

@@ -1,4 +1,5 @@
-"""`start="spawn"`: a fresh interpreter that imports the main module, as the standard library's does."""
+"""`start="spawn"`: a fresh interpreter that imports the main module, as the standard library's
+does."""
 
 import os
 import sys
@@ -106,7 +107,9 @@ if __name__ == "__main__":
     (folder / "other.py").write_text("y = 2")
     (folder / "part.py").write_text(code.format("."))
     (folder / "__main__.py").write_text(code.format(""))
-    done = run([sys.executable, *way.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run(
+        [sys.executable, *way.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == f"(1, 2, {'package' if way[0] == '-' else ''!r})\n", done.stderr
 
 

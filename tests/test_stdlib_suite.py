@@ -1,9 +1,8 @@
 """CPython's own tests of its executors and futures, run against `Pool` and `Promise`.
 
-They come with the interpreter (3.13; others may not have them) and are taken from there: nothing of them is here but
-the names of those that do not hold, with the reason. These are run too, and must fail. What takes long by CPython's own
-word (its resource "walltime") is not run.
-"""
+They come with the interpreter (3.13; others may not have them) and are taken from there: nothing of
+them is here but the names of those that do not hold, with the reason. These are run too, and must
+fail. What takes long by CPython's own word (its resource "walltime") is not run."""
 
 import contextlib
 import os
@@ -18,9 +17,13 @@ import stand_in
 
 import polycephaly as poly
 
-support = pytest.importorskip("test.support", reason="this interpreter came without CPython's tests")
+support = pytest.importorskip(
+    "test.support", reason="this interpreter came without CPython's tests"
+)
 with mock.patch.object(support, "use_resources", []):
-    util = pytest.importorskip("test.test_concurrent_futures.util", reason="it came without those of executors")
+    util = pytest.importorskip(
+        "test.test_concurrent_futures.util", reason="it came without those of executors"
+    )
     from test.support import script_helper
     from test.test_concurrent_futures import (
         test_as_completed,
@@ -33,10 +36,15 @@ with mock.patch.object(support, "use_resources", []):
     )
 
 LIMIT_WITH_FORK = (
-    "a forked drone may have a limit of tasks as well, so nothing is refused, and no context chosen for it"
+    "a forked drone may have a limit of tasks as well, so nothing is refused, "
+    "and no context chosen for it"
 )
-THAT_ONE = "what cannot be unpickled rejects that one promise, with the real error; the pool is not broken"
-PRIVATE_QUEUE = "asks for the queue between the executor's thread and its processes, which a pool has not"
+THAT_ONE = (
+    "what cannot be unpickled rejects that one promise, with the real error; the pool is not broken"
+)
+PRIVATE_QUEUE = (
+    "asks for the queue between the executor's thread and its processes, which a pool has not"
+)
 ITS_NAME = "a promise's repr, here in an error's text, says `Promise`"
 
 DIFFERENT = {
@@ -112,8 +120,11 @@ class OfPromises(test_future.FutureTests):
             "EXCEPTION_FUTURE": promise_in(util.FINISHED, exception=OSError()),
             "SUCCESSFUL_FUTURE": promise_in(util.FINISHED, result=42),
         }
-        self.enterContext(mock.patch.multiple(test_future, Future=poly.Promise, create_future=promise_in, **ours))
-        # Where pytest listens to the log, the handler of last resort, which writes to stderr, is not asked.
+        self.enterContext(
+            mock.patch.multiple(test_future, Future=poly.Promise, create_future=promise_in, **ours)
+        )
+        # Where pytest listens to the log, the handler of last resort, which writes to stderr, is
+        # not asked.
         self.enterContext(mock.patch("logging.root.handlers", []))
 
 
@@ -127,7 +138,8 @@ def that_differs(test, why):
 
 
 def case(name, tests, *bases):
-    """A test case of `tests`, with those that differ marked, and without those that are left out."""
+    """A test case of `tests`, with those that differ marked, and without those that are left
+    out."""
     names = unittest.TestLoader().getTestCaseNames(tests)
     namespace = {"__module__": __name__, "__test__": True}
     for test in names:
@@ -154,13 +166,16 @@ for which, tests in BOTH_WAYS.items():
     globals()[f"Fork{which}"] = case(f"Fork{which}", tests, Fork, util.BaseTestCase)
     globals()[f"Spawn{which}"] = case(f"Spawn{which}", tests, Spawn, util.BaseTestCase)
 for which, tests in FORKED.items():
-    globals()[f"Fork{which}"] = pytest.mark.guarantee("pool-3")(case(f"Fork{which}", tests, Fork, util.BaseTestCase))
+    globals()[f"Fork{which}"] = pytest.mark.guarantee("pool-3")(
+        case(f"Fork{which}", tests, Fork, util.BaseTestCase)
+    )
 PromiseFuture = pytest.mark.guarantee("pool-3")(case("PromiseFuture", OfPromises))
 
 
 @pytest.fixture(autouse=True)
 def ours_in_their_place(monkeypatch):
-    """Also where these tests name the library's executor: in this process, and in scripts that they run."""
+    """Also where these tests name the library's executor: in this process, and in scripts that they
+    run."""
     here = os.path.dirname(os.path.abspath(__file__))
     where = f"import multiprocessing, sys; sys.path[:0] = [{here!r}, {os.path.dirname(here)!r}]\n"
 
@@ -170,11 +185,13 @@ def ours_in_their_place(monkeypatch):
         return script_helper.assert_python_ok(*options, where + script)
 
     library = types.SimpleNamespace(**vars(futures))
-    # Not the same as `executor_type`: where they are the same, a test knows that the library's own would hang.
+    # Not the same as `executor_type`: where they are the same, a test knows that the library's own
+    # would hang.
     library.ProcessPoolExecutor = type("ProcessPoolExecutor", (stand_in.ProcessPoolExecutor,), {})
     monkeypatch.setattr(test_shutdown, "assert_python_ok", run_script)
     monkeypatch.setattr(test_shutdown, "futures", library)
-    # It waits for threads that end with a test's own objects. Our census looks at threads when these are gone.
+    # It waits for threads that end with a test's own objects. Our census looks at threads when
+    # these are gone.
     monkeypatch.setattr(util.threading_helper, "threading_cleanup", lambda *_: None)
 
 

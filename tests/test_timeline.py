@@ -1,4 +1,5 @@
-"""Timelines hold what drones and green threads did: all of it, with true times, for little, and after the end."""
+"""Timelines hold what drones and green threads did: all of it, with true times, for little, and
+after the end."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def of_work(timeline):
     return [span for span in timeline.spans if not span.thread]
 
 
-# -- what drones did ----------------------------------------------------------------------------------
+# -- what drones did -------------------------------------------------------------------------------
 
 
 def test_a_call_has_the_times_that_its_promise_has_and_how_it_ended():
@@ -136,7 +137,6 @@ def test_bytes_that_are_only_referred_to_are_not_counted():
         assert pool.doit(len, bytes(size)) == size
         sent = [span.bytes_sent for span in pool.timeline.spans if span.name == "len"]
     assert len(sent) == 8 and max(sent[:7]) < 1000 and size < sent[7] < size + 1000
-
 
 
 def test_what_failed_was_cancelled_ran_out_of_time_or_died_is_marked_so(tmp_path):
@@ -256,7 +256,7 @@ def test_overlapped_coroutines_lie_in_lanes(tmp_path):
         assert all(one.finished <= other.started for one, other in pairwise(lane))
 
 
-# -- what green threads did -----------------------------------------------------------------------------
+# -- what green threads did ------------------------------------------------------------------------
 
 
 def mapped(width):
@@ -283,7 +283,10 @@ def test_green_threads_of_a_drone_come_home_with_its_result():
     assert all(work.started <= span.started < span.finished <= work.finished for span in items)
     lives = {span.thread: span for span in timeline.spans if span.whole}
     for item in items:
-        assert lives[item.thread].started <= item.started and item.finished <= lives[item.thread].finished
+        assert (
+            lives[item.thread].started <= item.started
+            and item.finished <= lives[item.thread].finished
+        )
 
 
 def test_what_waits_and_what_computes_are_told_apart():
@@ -307,9 +310,14 @@ def test_this_images_green_threads_have_a_timeline():
     green.run(main)
     green.spawn(nap, 0.01, name="native").result()
     green.map(item, [71, 72], width=1)
-    spans = [span for span in green.timeline().spans if span.started >= began]  # others have a `main`, too
+    spans = [
+        span for span in green.timeline().spans if span.started >= began
+    ]  # others have a `main`, too
     of_main = [span for span in spans if span.thread.startswith("main #")]
-    assert [(span.name, span.note) for span in of_main if not span.whole] == [("nap", "0.05"), ("nap", "0.01")]
+    assert [(span.name, span.note) for span in of_main if not span.whole] == [
+        ("nap", "0.05"),
+        ("nap", "0.01"),
+    ]
     assert [span.whole for span in of_main] == [False, False, True]
     assert [span.name for span in spans if span.thread.startswith("native")] == ["nap", "native"]
     assert {span.note for span in spans} >= {"71", "72"}
@@ -328,7 +336,9 @@ def test_a_green_thread_that_lives_is_shown_and_an_error_is_marked():
 
     began = time.monotonic()
     spans = [span for span in green.run(main).spans if span.started >= began]
-    assert [span.status for span in spans if span.thread.startswith("is seen while it waits")] == ["running"]
+    assert [span.status for span in spans if span.thread.startswith("is seen while it waits")] == [
+        "running"
+    ]
     assert [span.status for span in spans if span.name == "divide"] == ["error"]
 
 
@@ -422,7 +432,7 @@ def test_times_that_cannot_be_are_held_against_what_is_known():
     assert "nan" not in str(timeline)
 
 
-# -- how it is written ------------------------------------------------------------------------------------
+# -- how it is written -----------------------------------------------------------------------------
 
 
 def made_up(name="f", drone="d", start=1.0, end=2.0, **more):
@@ -431,7 +441,11 @@ def made_up(name="f", drone="d", start=1.0, end=2.0, **more):
 
 def test_the_text_has_a_row_for_each_drone_a_table_and_the_bottleneck():
     timeline = poly.Timeline(
-        [made_up("load", "one"), made_up("parse", "two", 1.0, 1.25), made_up("page", "one", 1.1, 1.9, thread="t #1")]
+        [
+            made_up("load", "one"),
+            made_up("parse", "two", 1.0, 1.25),
+            made_up("page", "one", 1.1, 1.9, thread="t #1"),
+        ]
     )
     lines = timeline.text(100).splitlines()
     assert lines[0] == "Timeline: 1.3 s, 2 drones, 2 calls"
@@ -449,7 +463,11 @@ def test_the_text_has_a_row_for_each_drone_a_table_and_the_bottleneck():
 def test_the_text_keeps_its_width_whatever_names_are_like():
     names = ["long" * 50, "a\nb\x1b[31m\tc", "name of a thread that is quite long #17"]
     timeline = poly.Timeline(
-        [made_up(names[0], names[1]), made_up(names[1], names[0], 1.5, 3.0), made_up(drone=names[0], thread=names[2])]
+        [
+            made_up(names[0], names[1]),
+            made_up(names[1], names[0], 1.5, 3.0),
+            made_up(drone=names[0], thread=names[2]),
+        ]
     )
     for width in (60, 80, 133):
         text = timeline.text(width)
@@ -465,7 +483,10 @@ def test_nothing_done_is_no_error(tmp_path):
     for suffix in ("html", "svg", "png", "json"):
         empty.save(tmp_path / f"empty.{suffix}")
     with poly.Pool(2) as pool:
-        assert "0 calls" in repr(pool.timeline) or repr(pool.timeline) == "<Timeline of 2 drones, 0 spans>"
+        assert (
+            "0 calls" in repr(pool.timeline)
+            or repr(pool.timeline) == "<Timeline of 2 drones, 0 spans>"
+        )
         pool.timeline.save(tmp_path / "idle.svg")
 
 
@@ -492,7 +513,10 @@ def test_a_png_without_pillow_names_the_cure(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert ran.stdout == "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)\n", ran.stderr
+    assert (
+        ran.stdout
+        == "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)\n"
+    ), ran.stderr
     assert os.listdir(tmp_path) == ["run.svg"]
 
 
@@ -503,7 +527,11 @@ def test_pictures_show_every_row_and_escape_names(tmp_path):
 
     nasty = "</title><script>alert(1)</script>&\x00"
     timeline = poly.Timeline(
-        [made_up(nasty, "<b>"), made_up("g", "two", cpu=0.25), made_up("h", "two", 3.0, 4.0, status="died")]
+        [
+            made_up(nasty, "<b>"),
+            made_up("g", "two", cpu=0.25),
+            made_up("h", "two", 3.0, 4.0, status="died"),
+        ]
     )
     timeline.save(tmp_path / "run.svg", title="a <title>")
     root = ElementTree.parse(tmp_path / "run.svg").getroot()
@@ -526,14 +554,19 @@ def test_the_trace_keeps_the_rules_of_its_format(tmp_path):
     trace = json.loads((tmp_path / "run.json").read_text())
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "s", "f", "C"}
-    assert all(isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"] for event in events)
+    assert all(
+        isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"]
+        for event in events
+    )
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     slices = [event for event in events if event["ph"] == "X"]
     assert {(event["pid"], event["tid"]) for event in slices} <= named
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in slices)
     for track in named:  # slices of one thread lie one after the other, or one in the other
         open_until = []
-        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: (e["ts"], -e["dur"])):
+        for event in sorted(
+            (e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: (e["ts"], -e["dur"])
+        ):
             if track[0] == 0:  # moments of the controller, drawn a microsecond long
                 continue
             while open_until and open_until[-1] <= event["ts"] + 0.01:
@@ -543,7 +576,9 @@ def test_the_trace_keeps_the_rules_of_its_format(tmp_path):
             open_until.append(end)
     ends = Counter((event["ph"], event["id"]) for event in events if event["ph"] in "sf")
     assert set(ends.values()) == {1}
-    assert {number for ph, number in ends if ph == "s"} == {number for ph, number in ends if ph == "f"}
+    assert {number for ph, number in ends if ph == "s"} == {
+        number for ph, number in ends if ph == "f"
+    }
     work = [event for event in slices if event["cat"] == "work"]
     assert sum(event["args"]["calls"] for event in work) == 1002
     assert [event["args"]["status"] for event in work if event["name"] == "fail"] == ["error"]
@@ -561,7 +596,10 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
     assert {number: set(span.needed) for number, span in spans.items()} == {
         first.number: set(), second.number: {first.number}, last.number: {first.number, second.number},
     }  # fmt: skip
-    assert unpack_timeline(json.loads(json.dumps(pack_timeline(pool.timeline)))).spans == pool.timeline.spans
+    assert (
+        unpack_timeline(json.loads(json.dumps(pack_timeline(pool.timeline)))).spans
+        == pool.timeline.spans
+    )
     events = json.loads(json_of(pool.timeline, ""))["traceEvents"]
     arrows = [(event["ph"], event["id"]) for event in events if event.get("cat") == "flow"]
     pairs = [(first, second), (first, last), (second, last)]

@@ -1,4 +1,5 @@
-"""The page of a timeline in a real browser: it zooms, tells what is under the pointer, and runs no code of names.
+"""The page of a timeline in a real browser: it zooms, tells what is under the pointer, and runs no
+code of names.
 
 Needs playwright, and Debian's chromium; without them these tests are skipped.
 """
@@ -13,7 +14,12 @@ import pytest
 
 import polycephaly as poly
 from polycephaly.demos.securities import report
-from polycephaly.demos.securities.experiments import FUND_THREADS, Experiment, ExperimentOutcome, drones_and_threads
+from polycephaly.demos.securities.experiments import (
+    FUND_THREADS,
+    Experiment,
+    ExperimentOutcome,
+    drones_and_threads,
+)
 from polycephaly.demos.securities.source import loopback
 from polycephaly.timeline import Span, files
 
@@ -34,12 +40,18 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     complaints: list[str] = []
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch_persistent_context(
-            tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1200, "height": 800}
+            tmp_path / "profile",
+            executable_path=CHROMIUM,
+            args=FLAGS,
+            viewport={"width": 1200, "height": 800},
         )
         page = browser.new_page()
         page.on("console", lambda said: complaints.append(f"{said.type}: {said.text}"))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda asked: complaints.append(asked.url) if asked.url.startswith("http") else None)
+        page.on(
+            "request",
+            lambda asked: complaints.append(asked.url) if asked.url.startswith("http") else None,
+        )
 
         def open_page(path: Path) -> Any:
             page.goto(path.as_uri())
@@ -57,7 +69,10 @@ def combined_run(path: Path) -> poly.Timeline:
     rows = {name: len(rows) for name, rows in lists.items()}
     outcomes = [
         ExperimentOutcome(Experiment(name, drones, threads, drones_and_threads), seconds, rows, ())
-        for name, drones, threads, seconds in (("sequential", 0, 1, 2.0), ("combined", 5, FUND_THREADS, 0.25))
+        for name, drones, threads, seconds in (
+            ("sequential", 0, 1, 2.0),
+            ("combined", 5, FUND_THREADS, 0.25),
+        )
     ]
     files.write(timelines[0], path, "Five lists of securities", report.bars(outcomes))
     return timelines[0]
@@ -85,7 +100,9 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
     assert page.locator("#table tr").count() == 2 + len(legend)
 
     chart = page.locator("#chart").bounding_box()
-    rows = page.evaluate("rows.map(row => [row.drone, row.thread !== '', row.top + AXIS + row.height / 2])")
+    rows = page.evaluate(
+        "rows.map(row => [row.drone, row.thread !== '', row.top + AXIS + row.height / 2])"
+    )
     assert sum(thread for _, thread, _ in rows) == FUND_THREADS
     [height] = [top for drone, thread, top in rows if drone == "funds" and not thread]
     funds = "[...Array(count).keys()].find(i => data.names[spans.name[i]].name === 'load_funds')"
@@ -101,7 +118,9 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
         page.mouse.wheel(0, -200)
     page.wait_for_function("view.to - view.from < data.length / 5")
     narrow = seen(page)
-    assert whole[0] < narrow[0] < moment < narrow[1] < whole[1]  # what was under the pointer still is
+    assert (
+        whole[0] < narrow[0] < moment < narrow[1] < whole[1]
+    )  # what was under the pointer still is
 
     thread = next(top for drone, thread, top in rows if thread)
     [item] = page.evaluate(
@@ -110,7 +129,9 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
     )
     assert item.startswith("Site.load_letter('")
     page.mouse.move(chart["x"] + chart["width"] * 0.6, chart["y"] + thread)
-    page.wait_for_function("item => document.querySelector('#tip').innerText.startsWith(item)", arg=item)
+    page.wait_for_function(
+        "item => document.querySelector('#tip').innerText.startsWith(item)", arg=item
+    )
     told = page.locator("#tip").inner_text()
     assert "green thread" in told
 
@@ -147,7 +168,15 @@ def test_names_are_shown_and_never_run(tmp_path, opened):
 
 def test_of_a_hundred_thousand_spans_only_what_can_be_seen_is_drawn(tmp_path, opened):
     spans = [
-        Span(f"f{n % 7}", f"d{n % 4}", n / 1000, n / 1000 + 0.003, n / 1000, n / 1000, n / 1000 + 0.0031)
+        Span(
+            f"f{n % 7}",
+            f"d{n % 4}",
+            n / 1000,
+            n / 1000 + 0.003,
+            n / 1000,
+            n / 1000,
+            n / 1000 + 0.0031,
+        )
         for n in range(100_000)
     ]
     poly.Timeline(spans).save(tmp_path / "large.html")
@@ -155,6 +184,8 @@ def test_of_a_hundred_thousand_spans_only_what_can_be_seen_is_drawn(tmp_path, op
     drawn = "(() => { let n = 0; const fill = pen.fillRect; pen.fillRect = (...box) => { n++; fill.apply(pen, box); };"
     drawn += " draw(); pen.fillRect = fill; return n; })()"
     assert page.evaluate("count") == 100_000
-    assert 1000 < page.evaluate(drawn) < 4 * 4 * 1200  # four rows, not more than some boxes for each pixel of them
+    assert (
+        1000 < page.evaluate(drawn) < 4 * 4 * 1200
+    )  # four rows, not more than some boxes for each pixel of them
     page.evaluate("show(5e7, 5e7 + 50000)")
     assert 50 < page.evaluate(drawn) < 400

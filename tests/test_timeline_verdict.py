@@ -1,4 +1,5 @@
-"""The bottleneck of a run is named by its numbers: on made-up runs of each kind, and on real ones."""
+"""The bottleneck of a run is named by its numbers: on made-up runs of each kind, and on real
+ones."""
 
 from __future__ import annotations
 
@@ -15,13 +16,20 @@ CORES = len(os.sched_getaffinity(0))
 LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"
 
 
-def work(drone, start, end, name="load", queued=0.0, calls=1, bytes_sent=10, cpu=None, on_the_way=0.001):
+def work(
+    drone, start, end, name="load", queued=0.0, calls=1, bytes_sent=10, cpu=None, on_the_way=0.001
+):
     sent = max(queued, start - on_the_way)
-    return Span(name, drone, start, end, queued, sent, end + on_the_way, "done", calls, bytes_sent, cpu=cpu)
+    return Span(
+        name, drone, start, end, queued, sent, end + on_the_way, "done", calls, bytes_sent, cpu=cpu
+    )
 
 
 def one_long(cpu=None):
-    return [work("a", 0.0, 9.7, "load_funds", cpu=cpu), *(work(name, 0.0, 2.0, cpu=cpu) for name in "bcd")]
+    return [
+        work("a", 0.0, 9.7, "load_funds", cpu=cpu),
+        *(work(name, 0.0, 2.0, cpu=cpu) for name in "bcd"),
+    ]
 
 
 def full(drones, cpu=None):
@@ -107,14 +115,18 @@ def test_what_is_not_held_any_more_counts_too():
     from polycephaly.timeline.record import Aggregated
 
     timeline = poly.Timeline(full(1))
-    timeline.add_record(Aggregated({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), [])
+    timeline.add_record(
+        Aggregated({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), []
+    )
     found = figures(timeline)
     assert found.calls == 1030 and found.seconds == pytest.approx(103, abs=0.1)
     assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_real_run_with_one_long_call_names_it(tmp_path):
-    def long_one(begun):  # most of the run, however slow the start of the drones and the short calls
+    def long_one(
+        begun,
+    ):  # most of the run, however slow the start of the drones and the short calls
         while not (tmp_path / "the others are done").exists():
             time.sleep(0.01)
         time.sleep(0.4 + 5 * (time.monotonic() - begun))

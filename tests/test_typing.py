@@ -1,4 +1,5 @@
-"""The types that users see: a program that uses the whole public interface is clean under `mypy --strict`, and runs."""
+"""The types that users see: a program that uses the whole public interface is clean under `mypy
+--strict`, and runs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path, PROGRAM],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
-    assert (found.returncode, found.stdout) == (0, "Success: no issues found in 1 source file\n"), found.stdout
+    assert (found.returncode, found.stdout) == (0, "Success: no issues found in 1 source file\n"), (
+        found.stdout
+    )
 
 
 def test_it_runs(tmp_path: Path) -> None:

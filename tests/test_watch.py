@@ -1,4 +1,5 @@
-"""The watch: a drone without a sign of life is told apart from a busy one; who holds too much memory is replaced."""
+"""The watch: a drone without a sign of life is told apart from a busy one; who holds too much
+memory is replaced."""
 
 import contextlib
 import ctypes
@@ -91,8 +92,9 @@ def hold(mib, started=None, seconds=0.0):
 kept = []
 
 
-# What a drone holds beside what it keeps: pages of this image that it has written into, by counting references if by
-# nothing else, which may be 15 MiB after some hundred tests. So there is room for that between 90 and 100 %.
+# What a drone holds beside what it keeps: pages of this image that it has written into, by counting
+# references if by nothing else, which may be 15 MiB after some hundred tests. So there is room for
+# that between 90 and 100 %.
 ROOMY, NEARLY = 400 * MIB, 365
 
 
@@ -105,11 +107,12 @@ def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if "does not respond" in r.getMessage()]
 
 
-# -- who is alive -------------------------------------------------------------------------------------
+# -- who is alive ----------------------------------------------------------------------------------
 
 
 def pulses_of(drone, times):
-    """Feels for a pulse as the watch does, `times` times; gives how often there was one. The first time there is."""
+    """Feels for a pulse as the watch does, `times` times; gives how often there was one. The first
+    time there is."""
     patient = health._Patient(time.monotonic())
     felt = 0
     for _ in range(times):
@@ -122,7 +125,14 @@ def pulses_of(drone, times):
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(
     "work",
-    [sleep, spin, wait_in_a_program, sleep_in_green, compute_holding_the_gil, compute_in_another_thread],
+    [
+        sleep,
+        spin,
+        wait_in_a_program,
+        sleep_in_green,
+        compute_holding_the_gil,
+        compute_in_another_thread,
+    ],
 )
 def test_one_that_sleeps_computes_or_waits_has_a_pulse(work, width):
     """Also C code that keeps the interpreter, as long as it computes."""
@@ -244,9 +254,17 @@ def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, starte
 
 @pytest.mark.parametrize(
     "ran, waited, computes",
-    [(0.02, 0.97, True), (0.02, 0.5, False), (0.5, 0.0, True), (0.008, 0.0, False), (0.0, 1.0, False)],
+    [
+        (0.02, 0.97, True),
+        (0.02, 0.5, False),
+        (0.5, 0.0, True),
+        (0.008, 0.0, False),
+        (0.0, 1.0, False),
+    ],
 )
-def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_thread(ran, waited, computes):
+def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_thread(
+    ran, waited, computes
+):
     patient = health._Patient(10.0)
     assert patient.quiet_for(10.0, "beat", {"7": (1.0, 2.0)}) == 0
     assert (patient.quiet_for(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)}) == 0) == computes
@@ -257,7 +275,9 @@ def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on
     with poly.Pool(1, hang_timeout=2) as pool:
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
         behind = [pool.promise(abs, -i) for i in range(5)]
-        with pytest.raises(poly.DroneDied, match=r"not respond for [\d.]+ s: it holds.*while running sleep_holding"):
+        with pytest.raises(
+            poly.DroneDied, match=r"not respond for [\d.]+ s: it holds.*while running sleep_holding"
+        ):
             hung.result(30)
         assert [p.value for p in behind] == list(range(5))
         stopped = pool.promise(spin_for_ever, started)
@@ -275,7 +295,9 @@ def test_with_retries_the_work_of_a_hung_drone_is_run_again(quick, tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP)
         return len(lines(path))
 
-    with poly.Pool(1, hang_timeout=0.5, retries=9) as pool:  # on a busy machine another one may not respond as well
+    with poly.Pool(
+        1, hang_timeout=0.5, retries=9
+    ) as pool:  # on a busy machine another one may not respond as well
         assert pool.doit(hang_once, str(tmp_path / "n")) >= 2
 
 
@@ -309,7 +331,9 @@ def zygote_is_let_go_on_soon(quick, monkeypatch):
 
 
 @pytest.mark.guarantee("death-10")
-def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(zygote_is_let_go_on_soon, caplog):
+def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(
+    zygote_is_let_go_on_soon, caplog
+):
     with poly.Pool(2) as pool:
         other = pool.drones[0].promise(sleep, 3)
         os.kill(pool._crew.roster.engine._launcher.pid, signal.SIGSTOP)
@@ -372,7 +396,7 @@ def test_a_hang_timeout_that_makes_no_sense_is_refused(wrong):
         poly.Drone(hang_timeout=wrong)
 
 
-# -- who waits ----------------------------------------------------------------------------------------
+# -- who waits -------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("death-11")
@@ -385,13 +409,19 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
 
     wait = health._WaitingDrone(0.0)
     assert wait.seconds(0.0, ("started 1", {}), others(0.0)) == 0.0
-    assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [0.0]  # first seen now
+    assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [
+        0.0
+    ]  # first seen now
     assert wait.seconds(60.0, ("started 1", {}), others(0.0)) == 30.0
     assert wait.seconds(61.0, ("started 2", {}), others(0.0)) == 0.0
     assert len(asked) == 2  # not while it works itself
     assert wait.seconds(100.0, ("started 2", {}), others(0.0)) == 39.0
-    assert wait.seconds(101.0, ("started 2", {}), others(0.1)) == 0.0  # a program of its did something
-    assert wait.seconds(1e6, ("started 2", {}), others(0.1)) == 1e6 - 101.0  # also where nobody looked for long
+    assert (
+        wait.seconds(101.0, ("started 2", {}), others(0.1)) == 0.0
+    )  # a program of its did something
+    assert (
+        wait.seconds(1e6, ("started 2", {}), others(0.1)) == 1e6 - 101.0
+    )  # also where nobody looked for long
 
 
 def test_a_thread_that_looks_up_is_none_that_computes():
@@ -399,7 +429,9 @@ def test_a_thread_that_looks_up_is_none_that_computes():
     steps = "steps 7"
     for second in range(1, 61):
         waited = wait.seconds(second, (steps, {"main": (second * 0.01, 0.0)}), dict)
-    assert waited == 58  # the first look sees a new step, the second for the first time what the drone has started
+    assert (
+        waited == 58
+    )  # the first look sees a new step, the second for the first time what the drone has started
     assert wait.seconds(61.0, (steps, {"main": (0.6 + 30.0, 0.0)}), dict) == 0.0
     assert wait.seconds(62.0, ("steps 8", {"main": (0.6 + 30.0, 0.0)}), dict) == 0.0
 
@@ -436,7 +468,8 @@ async def wait_in_a_coroutine():
 
 
 def located(drone):
-    """In what `drone` waits, once its ear has said where: on a slow machine the wait may be told before."""
+    """In what `drone` waits, once its ear has said where: on a slow machine the wait may be told
+    before."""
     waiting = drone.waiting
     return waiting if waiting is not None and waiting.line else None
 
@@ -469,9 +502,15 @@ def test_a_wait_is_told_with_its_task_its_line_and_its_system_call(work, call, c
         promised = pool.promise(work)
         waiting = wait_for(lambda: located(drone))
         assert (waiting.task, waiting.item, waiting.system_call) == (work.__name__, None, call)
-        assert (waiting.file, waiting.line, waiting.function) == (__file__, line_here(work), work.__name__)
+        assert (waiting.file, waiting.line, waiting.function) == (
+            __file__,
+            line_here(work),
+            work.__name__,
+        )
         assert began - 1 < waiting.since < time.time() and waiting.seconds >= 0.3
-        assert f"{work.__name__} has waited for " in str(waiting) and f":{line_here(work)} in " in str(waiting)
+        assert f"{work.__name__} has waited for " in str(
+            waiting
+        ) and f":{line_here(work)} in " in str(waiting)
         assert drone.unresponsive is None and not promised.done()
         drone.kill()
         assert isinstance(promised.exception(), poly.DroneDied)
@@ -499,7 +538,11 @@ def test_of_one_that_keeps_its_interpreter_the_system_call_is_told(started):
         (drone,) = pool.drones
         promised = pool.promise(wait_holding_the_gil, started)
         waiting = wait_for(lambda: drone.waiting)
-        assert (waiting.task, waiting.where, waiting.system_call) == ("wait_holding_the_gil", None, "openat")
+        assert (waiting.task, waiting.where, waiting.system_call) == (
+            "wait_holding_the_gil",
+            None,
+            "openat",
+        )
         open(started, "w").close()
         promised.result()
 
@@ -519,7 +562,9 @@ def test_of_a_map_the_item_is_told(first, started, caplog):
     with poly.Pool(1, report_waiting=0.3) as pool:
         (drone,) = pool.drones
         found = []
-        reading = threading.Thread(target=lambda: found.extend(pool.map(call, [-1] * first + list(range(5)))))
+        reading = threading.Thread(
+            target=lambda: found.extend(pool.map(call, [-1] * first + list(range(5))))
+        )
         reading.start()
         waiting = wait_for(lambda: drone.waiting)
         assert waiting.item == first + 3 and f", item {first + 3} has waited" in waits_of(caplog)[0]
@@ -570,7 +615,9 @@ def test_a_drone_whose_thread_or_program_computes_does_not_wait():
         assert all(isinstance(p.exception(), poly.DroneDied) for p in works)
 
 
-@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError), (True, TypeError)]
+)
 def test_a_report_waiting_that_makes_no_sense_is_refused(wrong, error):
     for kind in (poly.Pool, poly.Drone):
         with pytest.raises(error, match="report_waiting"):
@@ -590,12 +637,19 @@ def test_a_pipeline_with_more_stages_than_drones_is_told_as_a_deadlock(caplog):
     with poly.Pool(2, report_waiting=0.3) as pool:
         channels = [green.Channel() for _ in range(6)]
         stages = [
-            pool.promise(stage, before.receiver(), after.sender()) for before, after in itertools.pairwise(channels)
+            pool.promise(stage, before.receiver(), after.sender())
+            for before, after in itertools.pairwise(channels)
         ]
         feeding = threading.Thread(target=feed, args=(channels[0].sender(),))
         feeding.start()
-        wait_for(lambda: any("that is a deadlock" in record.getMessage() for record in caplog.records))
-        (told,) = (each.getMessage() for each in caplog.records if "that is a deadlock" in each.getMessage())
+        wait_for(
+            lambda: any("that is a deadlock" in record.getMessage() for record in caplog.records)
+        )
+        (told,) = (
+            each.getMessage()
+            for each in caplog.records
+            if "that is a deadlock" in each.getMessage()
+        )
         assert f"all drones of {pool.name} wait (2)" in told and "(3, first of all stage)" in told
         assert "takes a Pool of 5 drones" in told
         assert {drone.waiting.task for drone in pool.drones} == {"stage"}
@@ -614,7 +668,7 @@ def feed(out):
             out.put(number)
 
 
-# -- memory -------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("death-12")
@@ -622,7 +676,10 @@ def test_who_holds_too_much_is_killed_and_the_rest_is_done(started):
     with poly.Pool(2, max_memory=150 * MIB) as pool:
         large = pool.promise(hold, 300, started, 1000)
         others = [pool.promise(sleep, 0.01) for _ in range(100)]
-        with pytest.raises(poly.DroneDied, match=r"held \d+ MiB, more than max_memory=157,286,400 bytes.*running hold"):
+        with pytest.raises(
+            poly.DroneDied,
+            match=r"held \d+ MiB, more than max_memory=157,286,400 bytes.*running hold",
+        ):
             large.result(30)
         assert [p.value for p in others] == ["slept"] * 100
         assert pool.doit(hold, 10) == 10 * MIB
@@ -664,7 +721,8 @@ def test_the_main_images_own_memory_does_not_count():
 
 @pytest.mark.slow
 def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
-    """Between 90 and 100 %, and without any work: each would be replaced by one that is as large."""
+    """Between 90 and 100 %, and without any work: each would be replaced by one that is as
+    large."""
     pool = poly.Pool(1, max_memory=ROOMY, initializer=keep, initargs=(NEARLY,))
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
         wait_for(lambda: pool._crew.refusal, 50)
@@ -672,9 +730,12 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
 
 
 def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
-    """Its memory goes bit by bit, and a look may come in between: the drones before it were too large all the same."""
+    """Its memory goes bit by bit, and a look may come in between: the drones before it were too
+    large all the same."""
     roster = SimpleNamespace(too_large_so_far=1)
-    crew = SimpleNamespace(plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster)
+    crew = SimpleNamespace(
+        plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster
+    )
     dying = SimpleNamespace(verdict="it held too much", memory=lambda enough: 0, state=State.READY)
     health.HealthMonitor(crew)._look_at_memory(dying, 100)
     assert roster.too_large_so_far == 1
@@ -694,7 +755,9 @@ def test_a_limit_that_no_drone_keeps_is_one_clear_error():
         until_it_breaks(pool)
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (1000, ValueError), (-5, ValueError), (1.5e9, TypeError)])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(0, ValueError), (1000, ValueError), (-5, ValueError), (1.5e9, TypeError)]
+)
 def test_a_memory_limit_that_makes_no_sense_is_refused(wrong, kind):
     with pytest.raises(kind, match="max_memory"):
         poly.Pool(1, max_memory=wrong)

@@ -1,4 +1,5 @@
-"""The watch: what it decides by the clock and by what it is told, in a time that the tests move (in_time.py).
+"""The watch: what it decides by the clock and by what it is told, in a time that the tests move
+(in_time.py).
 
 What the kernel and a drone's page tell of a real one is shown by test_watch.py.
 """
@@ -18,7 +19,11 @@ from polycephaly.pool.supervisor import START_TRIES
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP, Malformed
 
-LOOK, QUIET, STOPPED = tuning.health_check_seconds, tuning.stalled_seconds, tuning.stopped_zygote_seconds
+LOOK, QUIET, STOPPED = (
+    tuning.health_check_seconds,
+    tuning.stalled_seconds,
+    tuning.stopped_zygote_seconds,
+)
 FIRST = LOOK  # when the first pulse of what is begun at 0 is felt
 LIMIT = 1000 << 20
 A_MOMENT = 1e-6
@@ -72,7 +77,7 @@ def times_of_looks(every, until):
     return about(*(every * step for step in range(1, int(until / every) + 1)))
 
 
-# -- when it looks ------------------------------------------------------------------------------------
+# -- when it looks ---------------------------------------------------------------------------------
 
 
 def test_no_timer_runs_while_there_is_nothing_to_look_at(hub):
@@ -143,7 +148,7 @@ def test_a_bug_in_a_look_breaks_its_crew(hub):
         crew.submit(sleep, (1,), {})
 
 
-# -- signs of life ------------------------------------------------------------------------------------
+# -- signs of life ---------------------------------------------------------------------------------
 
 
 def test_one_without_a_pulse_is_told_once_when_it_was_quiet_for_so_long(hub, caplog):
@@ -154,7 +159,9 @@ def test_one_without_a_pulse_is_told_once_when_it_was_quiet_for_so_long(hub, cap
     hub.pass_(2 * A_MOMENT)
     assert link.unresponsive == WHY
     hub.pass_(HOUR)
-    assert told(caplog) == [f"drone pool.0 (pid {link.pid}) does not respond: {WHY}; it was running sleep"]
+    assert told(caplog) == [
+        f"drone pool.0 (pid {link.pid}) does not respond: {WHY}; it was running sleep"
+    ]
 
 
 def test_of_several_tasks_the_warning_names_the_one_that_was_begun_last(hub, monkeypatch, caplog):
@@ -312,7 +319,10 @@ def test_only_with_hang_timeout_it_is_killed_and_after_that(hang, hub):
     if hang is None:
         assert not link.kills
     else:
-        assert link.kills == about(FIRST + 3.0) and link.verdict == f"it did not respond for 3.0 s: {WHY}"
+        assert (
+            link.kills == about(FIRST + 3.0)
+            and link.verdict == f"it did not respond for 3.0 s: {WHY}"
+        )
 
 
 def test_with_a_short_hang_timeout_it_is_told_and_killed_at_one_look(hub, caplog):
@@ -342,7 +352,7 @@ def test_one_whose_start_hangs_is_killed_too(hub, zygote):
     assert len(link.kills) == 1
 
 
-# -- this process itself does not run -----------------------------------------------------------------
+# -- this process itself does not run --------------------------------------------------------------
 
 
 def test_a_standstill_of_this_process_is_not_held_against_drones(hub, caplog):
@@ -392,11 +402,12 @@ def test_a_look_that_is_late_on_a_busy_machine_is_no_standstill(hub, caplog):
     assert told(caplog)
 
 
-# -- threads ------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def compute(hub, link, seconds, ran, waited=0.0):
-    """As long as `seconds`, a thread of it runs and waits for a processor such a part of the time."""
+    """As long as `seconds`, a thread of it runs and waits for a processor such a part of the
+    time."""
     link.quiet = True
     for _ in range(int(seconds / LOOK)):
         before = link.threads.get("7", (5.0, 5.0))
@@ -419,7 +430,9 @@ def compute(hub, link, seconds, ran, waited=0.0):
         (0.0, 1.5, False),
     ],
 )
-def test_a_thread_that_computes_is_a_sign_of_life_and_one_that_looks_up_is_none(ran, waited, lives, hub):
+def test_a_thread_that_computes_is_a_sign_of_life_and_one_that_looks_up_is_none(
+    ran, waited, lives, hub
+):
     link, _ = busy(hub)
     compute(hub, link, 10 * QUIET, ran, waited)
     assert (link.unresponsive is None) == lives
@@ -449,7 +462,7 @@ def test_a_new_thread_that_computes_is_a_sign_of_life(hub):
     assert link.unresponsive
 
 
-# -- zygotes ------------------------------------------------------------------------------------------
+# -- zygotes ---------------------------------------------------------------------------------------
 
 
 def test_who_is_being_started_is_awaited_by_its_zygote(hub, zygote, caplog):
@@ -539,7 +552,7 @@ def test_a_zygote_is_looked_at_where_it_has_to_tell_of_an_end(why, hub, zygote, 
     assert any("the zygote" in each for each in told(caplog))
 
 
-# -- memory -------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def worked(hub, **plan):
@@ -560,7 +573,10 @@ def test_who_holds_more_than_its_limit_is_killed(idle, on_death, hub):
     assert not link.kills
     hub.pass_(10)
     assert link.kills == about(LOOK_AT_MEMORY)
-    assert link.verdict == "it and what it had started held 1,000 MiB, more than max_memory=1,048,576,000 bytes"
+    assert (
+        link.verdict
+        == "it and what it had started held 1,000 MiB, more than max_memory=1,048,576,000 bytes"
+    )
 
 
 def test_one_that_is_being_started_is_killed_too_if_it_holds_too_much(hub):
@@ -580,11 +596,15 @@ def test_who_comes_near_its_limit_is_replaced(held, hub, caplog):
     hub.pass_(LOOK_AT_MEMORY + A_MOMENT)
     assert not link.kills and link.state is State.STOPPING
     (new,) = [each for each in link.crew.links if each is not link]
-    assert told(caplog, logging.INFO) == [f"drone {link.name} is replaced: it holds {held >> 20:,} MiB"]
+    assert told(caplog, logging.INFO) == [
+        f"drone {link.name} is replaced: it holds {held >> 20:,} MiB"
+    ]
     assert new.name == link.name and new.state is State.STARTING
     hub.pass_(2)
     assert not link.kills and len(caplog.records) == 1
-    assert [timer.go_off for *_, timer in hub.timers.heap].count(link.crew.watch._look) == 1  # though two asked for one
+    assert [timer.go_off for *_, timer in hub.timers.heap].count(
+        link.crew.watch._look
+    ) == 1  # though two asked for one
 
 
 def test_who_comes_near_while_it_works_is_replaced_after_its_work(hub):
@@ -655,9 +675,14 @@ def test_a_limit_that_no_drone_keeps_breaks_the_pool(hub):
     crew = crew_of(hub, 1, ready=False, max_memory=LIMIT)
     for _ in range(START_TRIES):
         assert crew.refusal is None
-        assert "before it had done anything, of max_memory=1,048,576,000 bytes" in too_large(hub, crew).verdict
+        assert (
+            "before it had done anything, of max_memory=1,048,576,000 bytes"
+            in too_large(hub, crew).verdict
+        )
     assert isinstance(crew.refusal, BrokenProcessPool)
-    assert str(crew.refusal).startswith("no drone of pool fits: it and what it had started held 1,000 MiB before")
+    assert str(crew.refusal).startswith(
+        "no drone of pool fits: it and what it had started held 1,000 MiB before"
+    )
 
 
 def test_one_that_keeps_the_limit_shows_that_it_can_be_kept(hub):
@@ -684,13 +709,14 @@ def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be
     assert crew.roster.too_large_so_far == 1
 
 
-# -- waits --------------------------------------------------------------------------------------------
+# -- waits -----------------------------------------------------------------------------------------
 
 PLACE = ["file.py", 17, "sleep"]
 
 
 def waiting(hub, **plan):
-    """One that runs something and does nothing, as far as the kernel tells; since the first look."""
+    """One that runs something and does nothing, as far as the kernel tells; since the first
+    look."""
     link, work = busy(hub, report_waiting=60.0, **plan)
     link.did = "started 1"
     hub.pass_(FIRST)
@@ -714,7 +740,10 @@ def test_a_wait_is_told_by_the_look_after_its_place_was_asked_for(hub, caplog):
     hub.pass_(HOUR)
     assert link.got(FRAMES) == [request]
     (said,) = told(caplog)
-    assert said.startswith(f"drone pool.0 (pid {link.pid}): sleep has waited for ") and "file.py:17" in said
+    assert (
+        said.startswith(f"drone pool.0 (pid {link.pid}): sleep has waited for ")
+        and "file.py:17" in said
+    )
     assert link.waiting.since == pytest.approx(time.time() - 60.5, abs=30)  # and no hour
     assert not link.kills and link.unresponsive is None
 
@@ -841,7 +870,9 @@ def test_an_answer_that_tells_no_places_is_malformed(places, hub):
         link.tells_frames(1, places)
 
 
-@pytest.mark.parametrize("place", [None, "file.py", ["file.py", 17], ["file.py", "17", "sleep"], [17, 17, "sleep"]])
+@pytest.mark.parametrize(
+    "place", [None, "file.py", ["file.py", 17], ["file.py", "17", "sleep"], [17, 17, "sleep"]]
+)
 def test_a_place_that_is_none_is_left_out(place, hub):
     link, work = waiting(hub)
     hub.pass_(70)
@@ -857,7 +888,9 @@ def test_of_several_tasks_the_one_is_told_that_was_begun_last(hub, monkeypatch):
     monkeypatch.setattr(link, "started", lambda: works[1].number)
     hub.pass_(70)
     assert link.told_waiting[0] == works[1].number
-    link.tells_frames(link.got(FRAMES)[0], {str(work.number): ["f", work.number, "x"] for work in works})
+    link.tells_frames(
+        link.got(FRAMES)[0], {str(work.number): ["f", work.number, "x"] for work in works}
+    )
     assert link.waiting.line == works[1].number
 
 
@@ -891,7 +924,7 @@ def test_one_whose_start_waits_is_told_without_a_task(hub, caplog):
     assert link.told_waiting is None
 
 
-# -- all of them wait ---------------------------------------------------------------------------------
+# -- all of them wait ------------------------------------------------------------------------------
 
 
 def all_wait(hub, size=2):

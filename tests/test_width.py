@@ -65,9 +65,13 @@ def test_a_drone_overlaps_as_many_as_its_width(tmp_path):
 
 def test_a_lone_drone_has_a_width_too(tmp_path):
     with poly.Drone(width=4) as drone:
-        assert len({p.value for p in [drone.promise(meet, str(tmp_path), 4) for _ in range(4)]}) == 1
+        assert (
+            len({p.value for p in [drone.promise(meet, str(tmp_path), 4) for _ in range(4)]}) == 1
+        )
     with poly.Drone() as drone:
-        assert [p.value for p in [drone.promise(count_those_beside_me, 0.005) for _ in range(4)]] == [1] * 4
+        assert [
+            p.value for p in [drone.promise(count_those_beside_me, 0.005) for _ in range(4)]
+        ] == [1] * 4
     with pytest.raises(ValueError, match="width must be at least 1, not 0"):
         poly.Drone(width=0)
 
@@ -75,7 +79,9 @@ def test_a_lone_drone_has_a_width_too(tmp_path):
 @pytest.mark.guarantee("green-20")
 def test_never_more_than_its_width(tmp_path):
     with poly.Pool(1, width=3) as pool:
-        assert max(pool.map(count_those_beside_me, [0.02] * 12, [str(tmp_path)] * 12, [3] * 12)) == 3
+        assert (
+            max(pool.map(count_those_beside_me, [0.02] * 12, [str(tmp_path)] * 12, [3] * 12)) == 3
+        )
 
 
 def test_all_drones_are_used(tmp_path):
@@ -105,7 +111,9 @@ def test_plain_work_and_code_strings_go_along_in_the_same_pool():
 
 def test_large_results_come_home():
     with poly.Pool(1, width=3) as pool:
-        assert [len(p.value) for p in [pool.promise(echo, bytes(3_000_000)) for _ in range(4)]] == [3_000_000] * 4
+        assert [len(p.value) for p in [pool.promise(echo, bytes(3_000_000)) for _ in range(4)]] == [
+            3_000_000
+        ] * 4
 
 
 def test_what_does_not_pickle_rejects_only_itself():
@@ -232,7 +240,9 @@ def test_a_foreign_call_in_one_does_not_stop_the_others(tmp_path):
         assert (released.value, held.value) == (None, "held")
 
 
-@pytest.mark.parametrize("width, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    "width, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+)
 def test_a_width_that_makes_no_sense_is_refused(width, error):
     with pytest.raises(error, match="width"):
         poly.Pool(1, width=width)

@@ -1,4 +1,5 @@
-"""The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing run."""
+"""The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing
+run."""
 
 import gc
 import glob
@@ -39,7 +40,10 @@ from polycephaly.wire.messages import (
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
-payloads = st.one_of(st.binary(max_size=100), st.sampled_from([LARGE_FROM - 1, LARGE_FROM, LARGE_FROM + 1]).map(bytes))
+payloads = st.one_of(
+    st.binary(max_size=100),
+    st.sampled_from([LARGE_FROM - 1, LARGE_FROM, LARGE_FROM + 1]).map(bytes),
+)
 items = st.lists(st.tuples(u64, st.integers(1, 6), u32, payloads), max_size=20)
 times = st.floats(allow_nan=False)
 outcomes = st.lists(
@@ -100,7 +104,9 @@ def test_garbage_raises_malformed_and_nothing_else(message):
 
 
 @settings(at_any_pace, max_examples=300)
-@given(st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False))
+@given(
+    st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False)
+)
 @pytest.mark.slow
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
@@ -206,9 +212,13 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
             stranger.connect(f"ipc://{home_of_the_hub()}/hub")
             stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
             for number in range(2000):
-                stranger.send_multipart(pack_outcomes([pack_outcome(number, VALUE, 0.0, 0.0, bomb, b"")]))
+                stranger.send_multipart(
+                    pack_outcomes([pack_outcome(number, VALUE, 0.0, 0.0, bomb, b"")])
+                )
             for _ in range(200):
-                stranger.send_multipart([dice.randbytes(dice.randrange(60)) for _ in range(dice.randrange(1, 5))])
+                stranger.send_multipart(
+                    [dice.randbytes(dice.randrange(60)) for _ in range(dice.randrange(1, 5))]
+                )
             assert pool.doit(abs, -2) == 2
             assert not stranger.poll(50), "the stranger was answered"
             stranger.close()
@@ -226,7 +236,9 @@ def say_nonsense(by):
     with drone.socket_turn:
         for _ in range(200):
             if by == "bulk":
-                bulk.send_multipart([dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))])
+                bulk.send_multipart(
+                    [dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))]
+                )
             elif by == "lane":
                 try:
                     drone._lane._end.send(dice.randbytes(dice.randrange(1, 50)))
@@ -234,7 +246,10 @@ def say_nonsense(by):
                     break
             else:
                 bulk.send_multipart(
-                    [RESULTS + dice.randbytes(29 * dice.randrange(4)), dice.randbytes(dice.randrange(9))]
+                    [
+                        RESULTS + dice.randbytes(29 * dice.randrange(4)),
+                        dice.randbytes(dice.randrange(9)),
+                    ]
                 )
     return by
 

@@ -9,9 +9,9 @@
     pytest              unit, process, and what shows a guarantee
     pytest -m ""        all
 
-What a test uses is looked up in the code of its function, of the functions of `tests/` that it names, and of its
-fixtures. What a test starts under other names (the demo's servers, say) is not found so: its file is in `MARKED`.
-"""
+What a test uses is looked up in the code of its function, of the functions of `tests/` that it
+names, and of its fixtures. What a test starts under other names (the demo's servers, say) is not
+found so: its file is in `MARKED`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,17 @@ import scripts
 HERE = str(Path(__file__).parent)
 FRESH = frozenset({subprocess, subprocess.run, subprocess.Popen, subprocess.check_output, scripts})
 """Who uses one of these starts a fresh interpreter, or another program."""
-DRONES = ("Pool", "Drone", "promise", "doit", "serve", "connect", "Parallel", "Process", "ProcessPoolExecutor")
+DRONES = (
+    "Pool",
+    "Drone",
+    "promise",
+    "doit",
+    "serve",
+    "connect",
+    "Parallel",
+    "Process",
+    "ProcessPoolExecutor",
+)
 MARKED = {
     "test_demo_experiments": "process",
     "test_demo_real_files": "process",
@@ -49,7 +59,11 @@ PACKAGES = ("polycephaly", "joblib", "multiprocessing", "concurrent")
 def tier_of(test: pytest.Function) -> str:
     if test.module.__name__ in MARKED:
         return MARKED[test.module.__name__]
-    fixtures = [definition.func for known in test._fixtureinfo.name2fixturedefs.values() for definition in known]
+    fixtures = [
+        definition.func
+        for known in test._fixtureinfo.name2fixturedefs.values()
+        for definition in known
+    ]
     fixtures = [each for each in fixtures if each.__name__ != "nothing_is_left" and _is_ours(each)]
     return _tier_of(test.function, *fixtures)
 
@@ -119,17 +133,20 @@ def _starts_drones(value: Any, name: str) -> bool:
     if name:
         package = getattr(value, "__name__", "polycephaly").partition(".")[0]
         return (package in PACKAGES and name in DRONES) or (value is os and "fork" in name)
-    return getattr(value, "__name__", None) in DRONES and str(getattr(value, "__module__", "")).startswith(PACKAGES)
+    return getattr(value, "__name__", None) in DRONES and str(
+        getattr(value, "__module__", "")
+    ).startswith(PACKAGES)
 
 
-# -- a unit test starts no process --------------------------------------------------------------------------
+# -- a unit test starts no process -----------------------------------------------------------------
 
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "subprocess.Popen", "os.system")
 started: list[str] = []
 
 
 def watch_starts() -> None:
-    """From now on, note each process that this one starts. For good: an audit hook cannot be taken away."""
+    """From now on, note each process that this one starts. For good: an audit hook cannot be taken
+    away."""
 
     def note(event: str, args: tuple[Any, ...]) -> None:
         if event in _STARTS:

@@ -4,9 +4,9 @@
     list, ps, top, doit, stop, logs, join ──> reach: the pool of that name ──> ask it, and show the answer (tables)
     bench, demo ──> a pool of their own
 
-Each subcommand is a module of this package that imports what it runs when it runs: `--help` is quick. Exit statuses: 0
-done; 1 it failed, and one line says why (or the traceback of your own code); 2 the command line is wrong; 130 Ctrl-C.
-"""
+Each subcommand is a module of this package that imports what it runs when it runs: `--help` is
+quick. Exit statuses: 0 done; 1 it failed, and one line says why (or the traceback of your own
+code); 2 the command line is wrong; 130 Ctrl-C."""
 
 from __future__ import annotations
 

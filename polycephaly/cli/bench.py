@@ -1,4 +1,5 @@
-"""`polycephaly bench`: what tasks cost on this machine, here and in the pools that one may have instead.
+"""`polycephaly bench`: what tasks cost on this machine, here and in the pools that one may have
+instead.
 
     for each run: each contender in turn, in a fresh process ──> its figures ──> ratios to ours, of the same run
 
@@ -32,7 +33,12 @@ ROWS = (
     ("map", "map, µs an item"),
     ("array", "100 MB array, ms"),
 )
-COLUMNS = (Column("MEASUREMENT"), Column("POOL"), Column("COST", right=True), Column("TIMES OURS", right=True))
+COLUMNS = (
+    Column("MEASUREMENT"),
+    Column("POOL"),
+    Column("COST", right=True),
+    Column("TIMES OURS", right=True),
+)
 
 Run = dict[str, dict[str, float]]
 """Figures of one run, by contender and measurement."""
@@ -52,13 +58,24 @@ is, an array that is sent to a worker, which reads a number of each page.
 """
 )
 @click.option(
-    "--runs", type=click.IntRange(1), help="How often each is measured.  [default: what 15 s allow, at most 5]"
+    "--runs",
+    type=click.IntRange(1),
+    help="How often each is measured.  [default: what 15 s allow, at most 5]",
 )
-@click.option("-n", "--workers", type=click.IntRange(1), help=f"[default: usable cores, at most {MOST_WORKERS}]")
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(1),
+    help=f"[default: usable cores, at most {MOST_WORKERS}]",
+)
 @click.option("--quick", is_flag=True, help="Tiny sizes: does it run at all?")
-@click.option("--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run.")
+@click.option(
+    "--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run."
+)
 @click.pass_context
-def bench(ctx: click.Context, runs: int | None, workers: int | None, quick: bool, in_json: bool) -> None:
+def bench(
+    ctx: click.Context, runs: int | None, workers: int | None, quick: bool, in_json: bool
+) -> None:
     """Compare Pool with the alternatives, here.
 
     They are the standard library's multiprocessing.Pool and ProcessPoolExecutor, and loky.
@@ -73,7 +90,9 @@ def bench(ctx: click.Context, runs: int | None, workers: int | None, quick: bool
     failed: dict[str, str] = {}
     taken: list[Run] = []
     began = monotonic()
-    with click.progressbar(length=(runs or MOST_RUNS) * len(names), file=sys.stderr, label="measuring") as progress:
+    with click.progressbar(
+        length=(runs or MOST_RUNS) * len(names), file=sys.stderr, label="measuring"
+    ) as progress:
         for turn in range(runs or MOST_RUNS):
             if runs is None and taken and monotonic() - began > ENOUGH:
                 break
@@ -87,7 +106,12 @@ def bench(ctx: click.Context, runs: int | None, workers: int | None, quick: bool
                 progress.update(1)
             taken.append(run)
 
-    about = {"python": platform.python_version(), "kernel": platform.release(), "cores": cores, "workers": workers}
+    about = {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": cores,
+        "workers": workers,
+    }
     if in_json:
         as_json({"machine": about, "runs": taken, "failed": failed})
     else:
@@ -112,7 +136,11 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
         subprocess.Popen(
-            command(name, workers, sizes), stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+            command(name, workers, sizes),
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
         ) as process,
     ):
         try:
@@ -124,7 +152,9 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:
             said.seek(0)
-            raise RuntimeError(said.read().strip().rpartition("\n")[2] or f"exit status {process.returncode}")
+            raise RuntimeError(
+                said.read().strip().rpartition("\n")[2] or f"exit status {process.returncode}"
+            )
     found: dict[str, float] = json.loads(answer)
     return found
 
@@ -154,4 +184,6 @@ def _spread(figures: list[float]) -> str:
 
 
 def _number(figure: float) -> str:
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
+    return (
+        f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
+    )

@@ -1,4 +1,5 @@
-"""`polycephaly completion`: what a shell needs to complete commands, options and the names of running pools."""
+"""`polycephaly completion`: what a shell needs to complete commands, options and the names of
+running pools."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
         │ reads <──────────── pipe: what it says, its status ────────────┘  open until it is up, or has failed
         └──> prints that, and ends with that status
 
-All forks come first, while this process is one thread that has loaded nothing but the command line: ZeroMQ, threads and
-the drones' zygote begin in the daemon. It keeps its directory and umask, which are those of the drones' work as well;
-what it writes of its own it makes with mode 0600. If whoever waits is gone before it is up, it ends.
-"""
+All forks come first, while this process is one thread that has loaded nothing but the command line:
+ZeroMQ, threads and the drones' zygote begin in the daemon. It keeps its directory and umask, which
+are those of the drones' work as well; what it writes of its own it makes with mode 0600. If whoever
+waits is gone before it is up, it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def detached(serve: Callable[[Tell], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it was closed before we began
             stream.flush()
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # the pipe is not to get the number of a closed one
+    while (
+        fd := os.open(os.devnull, os.O_RDWR)
+    ) < 3:  # the pipe is not to get the number of a closed one
         pass
     os.close(fd)
     reading, writing = os.pipe()
@@ -63,7 +65,10 @@ def detached(serve: Callable[[Tell], int]) -> int:
     with open(reading) as answer:
         said = answer.readline()
     if not said:
-        print("Error: the pool's process ended before it was up; its log may tell why", file=sys.stderr)
+        print(
+            "Error: the pool's process ended before it was up; its log may tell why",
+            file=sys.stderr,
+        )
         return 1
     text, status = json.loads(said)
     print(text, file=sys.stderr if status else sys.stdout)
@@ -78,7 +83,9 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # they become the log; nothing may wait there when it forks
+            stream.reconfigure(
+                line_buffering=True
+            )  # they become the log; nothing may wait there when it forks
 
     from ..runtime import parent_death
 

@@ -62,8 +62,15 @@ def demo() -> None:
 
 
 @demo.command(epilog=EXAMPLES)
-@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Serve the files in DIR.")
-@click.option("--live", is_flag=True, is_eager=True, help="Load from nasdaqtrader.com instead of the loopback.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), metavar="DIR", help="Serve the files in DIR."
+)
+@click.option(
+    "--live",
+    is_flag=True,
+    is_eager=True,
+    help="Load from nasdaqtrader.com instead of the loopback.",
+)
 @click.option(
     "--latency",
     type=float,
@@ -90,7 +97,11 @@ def demo() -> None:
     is_eager=True,
     help="What runs the drones; with ray, work that a lost node ran is run again.  [default: local]",
 )
-@click.option("--address", metavar="ADDRESS", help="With --engine ray: of the cluster.  [default: one started here]")
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="With --engine ray: of the cluster.  [default: one started here]",
+)
 @click.option(
     "--json",
     "json_file",
@@ -120,15 +131,16 @@ def securities(
 ) -> None:
     """Load five lists of securities, with one head and with many, and compare the times.
 
-    NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page by page,
-    all over HTTP. By default a server on the loopback serves generated files and waits before each answer, as
-    a distant one would.
+    NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page
+    by page, all over HTTP. By default a server on the loopback serves generated files and waits
+    before each answer, as a distant one would.
 
-    The exit status is 0 when all experiments loaded the same lists, and 1 when they did not or a source
-    failed.
-    """
+    The exit status is 0 when all experiments loaded the same lists, and 1 when they did not or a
+    source failed."""
     if live and (data is not None or latency is not None):
-        raise click.UsageError("--live loads from the real site: it goes with neither --data nor --latency.")
+        raise click.UsageError(
+            "--live loads from the real site: it goes with neither --data nor --latency."
+        )
     if address is not None and engine != "ray":
         raise click.UsageError("--address is that of a Ray cluster: it goes with --engine ray.")
     for file, option in ((json_file, "--json"), (plot_file, "--plot")):

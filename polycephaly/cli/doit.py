@@ -1,10 +1,10 @@
-"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are the command's.
+"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are
+the command's.
 
     pool ── lines, and a None for each piece of work that is done ──> queue ──> this thread ──> stdout, stderr
 
-The connection's thread only puts lines into the queue: a reader that makes us wait (`| less`) must not make the
-server think that we are gone.
-"""
+The connection's thread only puts lines into the queue: a reader that makes us wait (`| less`) must
+not make the server think that we are gone."""
 
 from __future__ import annotations
 
@@ -38,19 +38,33 @@ Exit status: 0; 1 after an error; n after sys.exit(n) in the code; 130 after Ctr
 @click.command(epilog=EXAMPLES)
 @click.argument("name", shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
-@click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run this file.")
+@click.option(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Run this file.",
+)
 @click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt it after so long.")
 @click.option("-e", "--everywhere", is_flag=True, help="Once in each drone.")
-@click.option("--json", "in_json", is_flag=True, help="One JSON object of value, output and error; a list with -e.")
+@click.option(
+    "--json",
+    "in_json",
+    is_flag=True,
+    help="One JSON object of value, output and error; a list with -e.",
+)
 def doit(
-    name: str, code: tuple[str, ...], file: Path | None, timeout: float | None, everywhere: bool, in_json: bool
+    name: str,
+    code: tuple[str, ...],
+    file: Path | None,
+    timeout: float | None,
+    everywhere: bool,
+    in_json: bool,
 ) -> None:
     """Run CODE, or a file, in a drone of pool NAME.
 
-    It runs in the drone's __main__, and what it defines stays there. With several drones, whichever is free is taken.
-    What it prints comes here, line by line. The value of a last expression is printed as Python's prompt does, unless
-    it is a file's. ARGS become sys.argv[1:].
-    """
+    It runs in the drone's __main__, and what it defines stays there. With several drones, whichever
+    is free is taken. What it prints comes here, line by line. The value of a last expression is
+    printed as Python's prompt does, unless it is a file's. ARGS become sys.argv[1:]."""
     from queue import SimpleQueue
 
     from ..drone.program import Program
@@ -70,7 +84,10 @@ def doit(
         drones = pool.drones if everywhere else []
         names = [drone.name for drone in drones] if everywhere else [""]
         doers: list[TaskTarget] = [*drones] if everywhere else [pool]
-        promises = [(each if timeout is None else each.options(timeout=timeout)).promise(program) for each in doers]
+        promises = [
+            (each if timeout is None else each.options(timeout=timeout)).promise(program)
+            for each in doers
+        ]
         for promise in promises:
             promise.add_done_callback(lambda _: lines.put(None))
         for _ in promises:
@@ -101,8 +118,11 @@ class Outcome:
         try:
             self.value = promise.result()
         except SystemExit as end:
-            # As the interpreter takes it: nothing is 0, a number itself, anything else is printed, and 1.
-            self.status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
+            # As the interpreter takes it: nothing is 0, a number itself, anything else is printed,
+            # and 1.
+            self.status = (
+                0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
+            )
             self.said = "" if end.code is None or isinstance(end.code, int) else str(end.code)
         except BaseException as error:
             self.error = error
@@ -125,13 +145,18 @@ class Outcome:
         }
         error = None
         if self.error is not None:
-            error = {"type": type(self.error).__name__, "message": str(self.error), "traceback": self.said}
+            error = {
+                "type": type(self.error).__name__,
+                "message": str(self.error),
+                "traceback": self.said,
+            }
         drone = {"drone": self.drone} if self.drone else {}
         return {**drone, "value": self.value, "status": self.status, "error": error, **streams}
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback as it was in the drone; where there is none (it died, say), what has happened."""
+    """The traceback as it was in the drone; where there is none (it died, say), what has
+    happened."""
     import traceback
     from concurrent.futures import CancelledError
     from concurrent.futures.process import _RemoteTraceback

@@ -28,14 +28,16 @@ they run is lost, and its callers are told.
 @click.command(epilog=EXAMPLES)
 @click.argument("address", shell_complete=complete_pool)
 @of_drones
-def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any) -> None:
+def join(
+    address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any
+) -> None:
     """Lend drones of this host to a pool.
 
-    ADDRESS is its connection file (a path with a / in it), or its name or tcp:// address if it runs on this host. Its
-    clients need not know: it gives their calls to whichever drones are free. Use the same versions of Python,
-    polycephaly and the modules that the work needs. The modules and the file that the pool was started with are loaded
-    first (the file comes from there), and then those that are named here.
-    """
+    ADDRESS is its connection file (a path with a / in it), or its name or tcp:// address if it runs
+    on this host. Its clients need not know: it gives their calls to whichever drones are free. Use
+    the same versions of Python, polycephaly and the modules that the work needs. The modules and
+    the file that the pool was started with are loaded first (the file comes from there), and then
+    those that are named here."""
     from ..engines.remote.client import connect
     from ..pool.pool import Pool
     from ..server.join import join as join_pool
@@ -51,9 +53,14 @@ def join(address: str, drones: int | None, modules: tuple[str, ...], file: Path 
             sys.exit(1)
         import socket
 
-        with Pool(drones, name=socket.gethostname(), **options) as pool, join_pool(pool, address) as joined:
+        with (
+            Pool(drones, name=socket.gethostname(), **options) as pool,
+            join_pool(pool, address) as joined,
+        ):
             size = len(pool.drones)
-            click.echo(f"{size} drone{'s' * (size != 1)} of this host work for {joined.name} at {joined.address}")
+            click.echo(
+                f"{size} drone{'s' * (size != 1)} of this host work for {joined.name} at {joined.address}"
+            )
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                     signal.signal(number, signal.default_int_handler)

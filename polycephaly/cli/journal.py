@@ -4,9 +4,9 @@
     logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ── at 8 MiB ──> NAME.log.1
     descriptor 2 ───┘
 
-It stays when the pool has ended, however that was: it may tell why. One process writes it, the server's. What that
-forks inherits the handler, and drops it: the drones' own logging comes home by their pipes.
-"""
+It stays when the pool has ended, however that was: it may tell why. One process writes it, the
+server's. What that forks inherits the handler, and drops it: the drones' own logging comes home by
+their pipes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _ON_TERMINAL = "%(levelname)s: %(message)s"
 
 
 def path_of(name: str) -> Path:
-    """Where the log of the pool of that name is, if there is one. Raises `ValueError` for what is no name."""
+    """Where the log of the pool of that name is, if there is one. Raises `ValueError` for what is
+    no name."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
     return base / "polycephaly" / f"{check_name(name)}.log"
@@ -42,15 +43,23 @@ def older(path: Path) -> Path:
 
 
 class _File(RotatingFileHandler):
-    """With ``streams``, descriptors 1 and 2 are the log too: what C code or a dying interpreter writes there."""
+    """With ``streams``, descriptors 1 and 2 are the log too: what C code or a dying interpreter
+    writes there."""
 
     def __init__(self, path: Path, streams: bool) -> None:
         self._streams = streams
-        super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        super().__init__(
+            path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="backslashreplace"
+        )
 
     def _open(self) -> TextIOWrapper:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8", errors="backslashreplace")
+        file = os.fdopen(
+            os.open(self.baseFilename, flags, 0o600),
+            "a",
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         if self._streams:
             for fd in (1, 2):
                 os.dup2(file.fileno(), fd)
@@ -58,7 +67,8 @@ class _File(RotatingFileHandler):
 
 
 class Journal:
-    """Takes what the root logger gets, for the rest of this process. Raises `OSError` where it cannot be written."""
+    """Takes what the root logger gets, for the rest of this process. Raises `OSError` where it
+    cannot be written."""
 
     def __init__(self, name: str, in_background: bool) -> None:
         self.path = path_of(name)

@@ -25,7 +25,9 @@ DRONES = (
     Column("MEMORY", right=True), Column("DONE", right=True), Column("RUNNING", cut=True),
 )  # fmt: skip
 
-JSON = click.option("--json", "in_json", is_flag=True, help="For programs: JSON, with all that is known.")
+JSON = click.option(
+    "--json", "in_json", is_flag=True, help="For programs: JSON, with all that is known."
+)
 
 
 @click.command(
@@ -46,7 +48,9 @@ def list_pools(in_json: bool) -> None:
 
     with one_line():
         asked = [(card, *_asked(card)) for card in pool_registry.running()]
-    found = [(card, status, error) for card, status, error in asked if status is not None or card.lives()]
+    found = [
+        (card, status, error) for card, status, error in asked if status is not None or card.lives()
+    ]
     if in_json:
         as_json([status or _known(card) | {"error": error} for card, status, error in found])
     elif found:
@@ -66,7 +70,7 @@ Examples:
 STATE is idle, busy, starting, retiring (ends after what it runs) or unresponsive: why. FOR tells for how long.
 RUNNING tells, too, in what a drone has waited without processor time, if it was for long (a minute, by default).
 MEMORY is what the drone and its own processes hold for themselves, without what they share with the image.
-""",
+"""
 )
 @click.argument("name", shell_complete=complete_pool)
 @JSON
@@ -106,7 +110,9 @@ def _running(drone: dict[str, Any]) -> str:
     from ..pool.waiting import Waiting
 
     known = {name: told[name] for name in told.keys() - {"seconds"}}
-    return str(Waiting(**known | {"since": time() - told["seconds"]}))  # its host's clock may differ
+    return str(
+        Waiting(**known | {"since": time() - told["seconds"]})
+    )  # its host's clock may differ
 
 
 class _Leaving:

@@ -1,7 +1,8 @@
-"""The image that a command's drones are copies of: what was asked for is loaded into a `__main__` of its own.
+"""The image that a command's drones are copies of: what was asked for is loaded into a `__main__`
+of its own.
 
-    start: modules, file ── Setup.read ──> load        join: the server's setup, by `ASK` ──┐
-                               └── Server.setup                its own modules, file ───────┴──> load
+start: modules, file ── Setup.read ──> load        join: the server's setup, by `ASK` ──┐
+                           └── Server.setup                its own modules, file ───────┴──> load
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class CannotLoad(Exception):
 
 
 class Setup(NamedTuple):
-    """Modules to import, and a file to run after that: with its text, because another host does not have it."""
+    """Modules to import, and a file to run after that: with its text, because another host does not
+    have it."""
 
     modules: Sequence[str] = ()
     file: str | None = None
@@ -38,17 +40,26 @@ class Setup(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """As data that JSON can hold."""
-        return {"modules": list(self.modules), "file": self.file, "text": self.text.decode("latin-1")}
+        return {
+            "modules": list(self.modules),
+            "file": self.file,
+            "text": self.text.decode("latin-1"),
+        }
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any] | None) -> Setup:
         """None: of a pool that was not started by a command."""
-        return cls() if plain is None else cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
+        return (
+            cls()
+            if plain is None
+            else cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
+        )
 
 
 def load(*setups: Setup) -> None:
-    """Makes a new `__main__`, which is not this command's, with their modules imported and their files run in it, one
-    after the other; the current directory comes on `sys.path`, as for a script. Raises `CannotLoad`."""
+    """Makes a new `__main__`, which is not this command's, with their modules imported and their
+    files run in it, one after the other; the current directory comes on `sys.path`, as for a
+    script. Raises `CannotLoad`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     names = main.__dict__
     names["__builtins__"] = builtins

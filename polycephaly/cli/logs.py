@@ -1,4 +1,5 @@
-"""`polycephaly logs`: what the drones of a pool printed and its server said; also when it has ended."""
+"""`polycephaly logs`: what the drones of a pool printed and its server said; also when it has
+ended."""
 
 from __future__ import annotations
 
@@ -25,17 +26,23 @@ Examples:
   polycephaly logs lab
   polycephaly logs lab -n 1000 | grep ERROR
   polycephaly logs lab -f           goes on until the pool ends, or Ctrl-C
-""",
+"""
 )
 @click.argument("name", shell_complete=complete_pool)
-@click.option("-n", "--lines", type=click.IntRange(0), default=50, show_default=True, help="So many of the last ones.")
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(0),
+    default=50,
+    show_default=True,
+    help="So many of the last ones.",
+)
 @click.option("-f", "--follow", is_flag=True, help="Then wait for more.")
 def logs(name: str, lines: int, follow: bool) -> None:
     """Print the log of pool NAME.
 
-    It is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly), 8 MiB of it and as much of an older
-    generation, and is still there when the pool has ended.
-    """
+    It is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly), 8 MiB of it and as
+    much of an older generation, and is still there when the pool has ended."""
     with one_line():
         from ..engines.remote import pool_registry
         from .journal import older, path_of

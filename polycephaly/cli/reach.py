@@ -1,4 +1,5 @@
-"""From what was typed to a pool: names, connection files, sizes, and what is said where there is none."""
+"""From what was typed to a pool: names, connection files, sizes, and what is said where there is
+none."""
 
 from __future__ import annotations
 
@@ -19,14 +20,20 @@ __all__ = ["complete_pool", "one_line", "reached", "said", "size"]
 PATIENCE = 5.0  # seconds for an answer
 
 
-def complete_pool(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_pool(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Names of running pools; files where there is a ``/``, as for connection files."""
     if "/" in incomplete:
         return [CompletionItem(incomplete, type="file")]
     from ..engines.remote import pool_registry
 
     try:
-        return [CompletionItem(card.name) for card in pool_registry.running() if card.name.startswith(incomplete)]
+        return [
+            CompletionItem(card.name)
+            for card in pool_registry.running()
+            if card.name.startswith(incomplete)
+        ]
     except OSError:
         return []
 

@@ -4,9 +4,9 @@
                                           └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
                                                              the pool's own end
 
-Asked to end, it takes no more work, finishes what runs, sees that its clients get it, and ends. Asked again, or to end
-at once, it does not wait for what runs: `AtOnce` is raised in the main thread, wherever that waits.
-"""
+Asked to end, it takes no more work, finishes what runs, sees that its clients get it, and ends.
+Asked again, or to end at once, it does not wait for what runs: `AtOnce` is raised in the main
+thread, wherever that waits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Ending:
     def wait(self) -> None:
         """Raises `AtOnce`, now or during what follows, if that is wanted."""
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it is to outlive that
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            ):  # nohup: it is to outlive that
                 signal.signal(number, self._hear)
         self._asked.wait()
         if self._at_once:
@@ -80,7 +82,8 @@ class Serving:
         options: dict[str, Any],
         in_background: bool,
     ) -> None:
-        """Raises `ValueError` for what is no name, `FileExistsError` where a pool of that name runs, `OSError`."""
+        """Raises `ValueError` for what is no name, `FileExistsError` where a pool of that name
+        runs, `OSError`."""
         pool_registry.check_free(name)
         self._name = name
         self._drones = drones
@@ -112,12 +115,18 @@ class Serving:
                     _setup=setup.plain(),
                 ) as server,
             ):
-                pool._crew.ended._hook(lambda _: ending.ask(f"its drones have ended: {pool._crew.refusal}"))
+                pool._crew.ended._hook(
+                    lambda _: ending.ask(f"its drones have ended: {pool._crew.refusal}")
+                )
                 tell(self._welcome(server))
-                log.info("%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address)
+                log.info(
+                    "%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address
+                )
                 ending.wait()
                 broken = pool._crew.ended.done()
-                log.log(logging.ERROR if broken else logging.INFO, "%s ends: %s", self._name, ending.why)
+                log.log(
+                    logging.ERROR if broken else logging.INFO, "%s ends: %s", self._name, ending.why
+                )
                 pool.shutdown(cancel_futures=True)
         except AtOnce:
             log.info("%s has ended at once: %s", self._name, ending.why)
@@ -126,7 +135,9 @@ class Serving:
 
     def _welcome(self, server: Server) -> str:
         size = len(server._pool._crew.links)
-        lines = [f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {self._journal.path}"]
+        lines = [
+            f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {self._journal.path}"
+        ]
         if not server.address.startswith("tcp://127."):
             file = pool_registry.path_of(self._name)
             lines += [

@@ -35,7 +35,9 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     if not host or not port.isdigit() or int(port) >= 1 << 16:
         raise click.BadParameter(f"{value!r} is not HOST:PORT")
     if host in ("*", "0.0.0.0", "::", "[::]"):
-        raise click.BadParameter(f"{host!r} is no address that others reach: give this host's name or number")
+        raise click.BadParameter(
+            f"{host!r} is no address that others reach: give this host's name or number"
+        )
     return f"tcp://{host}:{port}"
 
 
@@ -46,7 +48,12 @@ def of_drones(command: _Command) -> _Command:
     """The options that say how many drones there are, and of which kind."""
     for option in reversed(
         (
-            click.option("-n", "--drones", type=click.IntRange(1), help="How many drones.  [default: usable cores]"),
+            click.option(
+                "-n",
+                "--drones",
+                type=click.IntRange(1),
+                help="How many drones.  [default: usable cores]",
+            ),
             click.option(
                 "--import",
                 "modules",
@@ -60,11 +67,22 @@ def of_drones(command: _Command) -> _Command:
                 help="Run this file as __main__ before they are forked.",
             ),
             click.option(
-                "--width", type=click.IntRange(1), default=1, help="Coroutines a drone runs at once.  [default: 1]"
+                "--width",
+                type=click.IntRange(1),
+                default=1,
+                help="Coroutines a drone runs at once.  [default: 1]",
             ),
-            click.option("--timeout", type=float, metavar="SECONDS", help="Work that runs longer is interrupted."),
             click.option(
-                "--hang-timeout", type=float, metavar="SECONDS", help="Kill a drone that shows no sign of life."
+                "--timeout",
+                type=float,
+                metavar="SECONDS",
+                help="Work that runs longer is interrupted.",
+            ),
+            click.option(
+                "--hang-timeout",
+                type=float,
+                metavar="SECONDS",
+                help="Kill a drone that shows no sign of life.",
             ),
             click.option(
                 "--report-waiting",
@@ -74,13 +92,22 @@ def of_drones(command: _Command) -> _Command:
                 help="Say in what a drone has waited for so long.  [default: 60; inf: never]",
             ),
             click.option(
-                "--max-memory", callback=size, metavar="SIZE", help="What a drone may hold for itself: 500M, 2G."
+                "--max-memory",
+                callback=size,
+                metavar="SIZE",
+                help="What a drone may hold for itself: 500M, 2G.",
             ),
             click.option(
-                "--max-tasks", type=click.IntRange(1), metavar="N", help="Replace a drone after so many tasks."
+                "--max-tasks",
+                type=click.IntRange(1),
+                metavar="N",
+                help="Replace a drone after so many tasks.",
             ),
             click.option(
-                "--retries", type=click.IntRange(0), default=0, help="Run work again whose drone died.  [default: 0]"
+                "--retries",
+                type=click.IntRange(0),
+                default=0,
+                help="Run work again whose drone died.  [default: 0]",
             ),
         )
     ):
@@ -90,8 +117,15 @@ def of_drones(command: _Command) -> _Command:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("name", default="default")
-@click.option("-d", "--daemonize", is_flag=True, help="Go on in the background; return when the pool answers.")
-@click.option("--tcp", metavar="HOST:PORT", callback=_address, help="Listen there, for other hosts too. Port 0: any.")
+@click.option(
+    "-d", "--daemonize", is_flag=True, help="Go on in the background; return when the pool answers."
+)
+@click.option(
+    "--tcp",
+    metavar="HOST:PORT",
+    callback=_address,
+    help="Listen there, for other hosts too. Port 0: any.",
+)
 @of_drones
 def start(
     name: str,
@@ -104,11 +138,11 @@ def start(
 ) -> None:
     """Start a pool that is found by NAME.
 
-    The other commands find it, and polycephaly.connect(NAME) in Python. Its drones are forked from this process after
-    MODULEs and the file have been loaded, so they have them without loading anything. The current directory is theirs,
-    and on their sys.path. What they print goes to whoever gave them the work; anything else goes to the log (see
-    `logs`), and to this terminal while it is in the foreground.
-    """
+    The other commands find it, and polycephaly.connect(NAME) in Python. Its drones are forked from
+    this process after MODULEs and the file have been loaded, so they have them without loading
+    anything. The current directory is theirs, and on their sys.path. What they print goes to
+    whoever gave them the work; anything else goes to the log (see `logs`), and to this terminal
+    while it is in the foreground."""
     from . import daemon
 
     def serve(tell: daemon.Tell) -> int:

@@ -15,15 +15,15 @@ from .reach import complete_pool, one_line, reached
 Examples:
   polycephaly stop lab              what runs is finished; what waits is cancelled
   polycephaly stop lab --now        what runs is interrupted
-""",
+"""
 )
 @click.argument("names", shell_complete=complete_pool, nargs=-1, required=True, metavar="NAME...")
 @click.option("--now", is_flag=True, help="Do not wait for what runs.")
 def stop(names: tuple[str, ...], now: bool) -> None:
     """End pools and their drones.
 
-    What the drones have started ends too. Returns when they have ended. Ctrl-C ends the waiting only.
-    """
+    What the drones have started ends too. Returns when they have ended. Ctrl-C ends the waiting
+    only."""
     for name in names:
         _stop(name, now)
 
@@ -49,7 +49,9 @@ def _stop(name: str, now: bool) -> None:
     except click.ClickException as error:
         if pidfd is None:
             raise
-        raise click.ClickException(f"{error.message} (kill -9 {card.pid} ends it, and its drones)") from None
+        raise click.ClickException(
+            f"{error.message} (kill -9 {card.pid} ends it, and its drones)"
+        ) from None
     finally:
         if pidfd is not None:
             os.close(pidfd)

@@ -1,7 +1,7 @@
 """Tables for people: `rich` on a terminal, aligned text elsewhere. Programs ask for JSON.
 
-What comes from a pool may be anything, so nothing of it is taken for markup, and no control character gets through.
-"""
+What comes from a pool may be anything, so nothing of it is taken for markup, and no control
+character gets through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "show"]
 
-_COLOURS = {"busy": "green", "idle": "dim", "starting": "yellow", "retiring": "yellow", "unresponsive": "bold red"}
+_COLOURS = {
+    "busy": "green",
+    "idle": "dim",
+    "starting": "yellow",
+    "retiring": "yellow",
+    "unresponsive": "bold red",
+}
 
 BETWEEN = 3  # characters from one column to the next
 LEAST = 10  # of a column that is cut
@@ -57,7 +63,10 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
         console = Console()
         console.print(grid(columns, rows, console.width))
         return
-    cells = [[column.title for column in columns], *([_plain(cell) for cell in row] for row in rows)]
+    cells = [
+        [column.title for column in columns],
+        *([_plain(cell) for cell in row] for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = [
@@ -74,7 +83,9 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
     from rich.text import Text
 
     cells = [[_plain(cell) for cell in row] for row in rows]
-    widest = [max(map(len, (column.title, *of))) for column, *of in zip(columns, *cells, strict=True)]
+    widest = [
+        max(map(len, (column.title, *of))) for column, *of in zip(columns, *cells, strict=True)
+    ]
     others = sum(size for size, column in zip(widest, columns, strict=True) if not column.cut)
     left = max(LEAST, width - others - BETWEEN * (len(columns) - 1))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -92,4 +103,6 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
 
 
 def _plain(cell: object) -> str:
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell))
+    return "".join(
+        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell)
+    )

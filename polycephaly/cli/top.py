@@ -60,7 +60,9 @@ def top(name: str, every: float) -> None:
         console = Console()
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(_picture(status, rate.of(status["tasks_done"]), console.size), refresh=True)
+                live.update(
+                    _picture(status, rate.of(status["tasks_done"]), console.size), refresh=True
+                )
                 if _wants_to_leave(keys, every):
                     return
                 status = pool.status()
@@ -108,7 +110,12 @@ def _wants_to_leave(keys: int, seconds: float) -> bool:
     """Waits so long for a key."""
     end = monotonic() + seconds
     while (left := end - monotonic()) > 0:
-        if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (b"q", b"Q", b"\x03", b""):
+        if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (
+            b"q",
+            b"Q",
+            b"\x03",
+            b"",
+        ):
             return True
     return False
 

@@ -1,11 +1,11 @@
-"""Pools side by side: ours, the standard library's two, and loky where it is installed; each with the same face.
+"""Pools side by side: ours, the standard library's two, and loky where it is installed; each with
+the same face.
 
     python -m polycephaly.demos.comparison NAME WORKERS SIZES ──> its figures, as JSON
 
-One contender, measured in a process of its own, so that what another has started or loaded does not disturb it: its
-module is imported when it is started, and never before. `polycephaly bench` shows these few figures; `benchmarks/`
-measures more, and more contenders, with the same functions.
-"""
+One contender, measured in a process of its own, so that what another has started or loaded does not
+disturb it: its module is imported when it is started, and never before. `polycephaly bench` shows
+these few figures; `benchmarks/` measures more, and more contenders, with the same functions."""
 
 from __future__ import annotations
 
@@ -55,16 +55,21 @@ def _itself(anything: Any) -> Any:
 
 @dataclass(frozen=True)
 class Executors:
-    """What there is to measure of a pool that is up. Where it can be, these are the pool's own bound methods."""
+    """What there is to measure of a pool that is up. Where it can be, these are the pool's own
+    bound methods."""
 
     submit: Callable[..., Any]
     result: Callable[[Any], Any]
     map: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]] | None = None
     gather: Callable[[list[Any]], list[Any]] | None = None  # its own way to wait for many
-    give: Callable[[Any], Any] = _itself  # what is done with a large argument before it is submitted
+    give: Callable[[Any], Any] = (
+        _itself  # what is done with a large argument before it is submitted
+    )
 
     def results(self, pending: list[Any]) -> list[Any]:
-        return [self.result(each) for each in pending] if self.gather is None else self.gather(pending)
+        return (
+            [self.result(each) for each in pending] if self.gather is None else self.gather(pending)
+        )
 
 
 @contextmanager
@@ -72,7 +77,9 @@ def polycephaly_pool(workers: int) -> Iterator[Executors]:
     import polycephaly as poly
 
     with poly.Pool(workers) as pool:
-        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(
+            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
+        )
 
 
 @contextmanager
@@ -89,13 +96,17 @@ def process_pool_executor(workers: int) -> Iterator[Executors]:
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(
+            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
+        )
 
 
 @contextmanager
 def loky(workers: int) -> Iterator[Executors]:
     with import_module("loky").ProcessPoolExecutor(workers) as pool:
-        yield Executors(pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items)))
+        yield Executors(
+            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
+        )
 
 
 @dataclass(frozen=True)
@@ -112,13 +123,17 @@ class Contender:
 
 CONTENDERS = {
     OURS: Contender("polycephaly.Pool", "polycephaly.pool.pool", polycephaly_pool),
-    "multiprocessing": Contender("multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool),
-    "futures": Contender("ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=2_000),
+    "multiprocessing": Contender(
+        "multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool
+    ),
+    "futures": Contender(
+        "ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=2_000
+    ),
     "loky": Contender("loky", "loky", loky, most=2_000),
 }
 
 
-# -- what is measured ---------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def noop(x: int) -> int:
@@ -126,7 +141,8 @@ def noop(x: int) -> int:
 
 
 def sum_of_pages(array: Any) -> float:
-    """Of one number of each page: all of it has to be there, and hardly any time goes into computing."""
+    """Of one number of each page: all of it has to be there, and hardly any time goes into
+    computing."""
     return float(array[::PAGE].sum())
 
 
@@ -183,7 +199,7 @@ def there_ms(workers: Executors, array: Any) -> float:
     return took * 1e3
 
 
-# -- one contender's figures --------------------------------------------------------------------------------------
+# -- one contender's figures -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,7 +225,10 @@ def figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
         }
         if find_spec("numpy") is not None:
             numpy = import_module("numpy")
-            took = [there_ms(pool, numpy.full(sizes.array // 8, number, float)) for number in range(sizes.arrays + 1)]
+            took = [
+                there_ms(pool, numpy.full(sizes.array // 8, number, float))
+                for number in range(sizes.arrays + 1)
+            ]
             found["array"] = statistics.median(took[1:])  # the first finds everybody cold
     return found
 
@@ -223,7 +242,14 @@ def main() -> None:
 
 def command(name: str, workers: int, sizes: Sizes) -> list[str]:
     """What has one contender measured."""
-    return [sys.executable, "-m", "polycephaly.demos.comparison", name, str(workers), json.dumps(asdict(sizes))]
+    return [
+        sys.executable,
+        "-m",
+        "polycephaly.demos.comparison",
+        name,
+        str(workers),
+        json.dumps(asdict(sizes)),
+    ]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     print ──> Console ──line by line──> pipe on descriptor 1 or 2 ──> hub ──> controller's own streams
                  └── tail (4 KiB) ──> goes home with the result
 
-What C code and child processes write goes through the same pipes, though not into the tail. So do `note`'s records
-(wire/chunks.py), in order with what is printed; by descriptors of their own, as work may put files on 1 and 2.
-"""
+What C code and child processes write goes through the same pipes, though not into the tail. So do
+`note`'s records (wire/chunks.py), in order with what is printed; by descriptors of their own, as
+work may put files on 1 and 2."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class OutputTail:
             self._size = TAIL
 
     def take(self) -> bytes:
-        """What was added since the last call; the streams are flushed, so that it is out before the result."""
+        """What was added since the last call; the streams are flushed, so that it is out before the
+        result."""
         if not self.pieces:
             return b""
         _flush()
@@ -62,7 +63,9 @@ class OutputTail:
 class Console(io.TextIOWrapper):
     def __init__(self, fd: int, tail: OutputTail) -> None:
         raw = io.FileIO(fd, "w", closefd=False)
-        super().__init__(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        super().__init__(
+            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
         self._tail = tail
         self._is_stdout = fd == 1
         self._after = _last_record
@@ -76,7 +79,8 @@ class Console(io.TextIOWrapper):
 
 
 def open_console() -> OutputTail:
-    """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what they hold."""
+    """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what
+    they hold."""
     global _tag, _tail
     tail = _tail = OutputTail()
     _tag = ""
@@ -94,27 +98,32 @@ _tail = OutputTail()
 
 
 def stay_behind() -> None:
-    """In a child that work has forked: what it logs has no place in the order of what the drone logs."""
+    """In a child that work has forked: what it logs has no place in the order of what the drone
+    logs."""
     global _record_numbers
     _record_numbers = itertools.repeat(0)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # the work closed it, or put something else there
+        with suppress(
+            AttributeError, OSError, ValueError
+        ):  # the work closed it, or put something else there
             stream.flush()
 
 
 def note(pipe: int, kind: str, body: str) -> None:
-    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any thread may. Does
-    nothing outside a drone, or when the controller is gone. Raises `ValueError` for a body that no chunk can have."""
+    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any
+    thread may. Does nothing outside a drone, or when the controller is gone. Raises `ValueError`
+    for a body that no chunk can have."""
     if _pipes:
         for piece in chunk(kind, body):
             _write(_pipes[pipe], piece)
 
 
 def send_record(record: str) -> None:
-    """Sends what was logged home, in order with what this process prints on either stream. Any thread may."""
+    """Sends what was logged home, in order with what this process prints on either stream. Any
+    thread may."""
     global _last_record
     number = next(_record_numbers)
     note(STDERR, LOG, f"{number} {record}")
@@ -122,13 +131,16 @@ def send_record(record: str) -> None:
 
 
 def tag(name: str) -> None:
-    """From here on what comes through this drone's output pipes is on behalf of `name` (`Line.tag` at the controller),
-    a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that was begun is ended by another tag.
+    """From here on what comes through this drone's output pipes is on behalf of `name` (`Line.tag`
+    at the controller), a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that
+    was begun is ended by another tag.
 
-    It holds for all that prints: other threads, C code, subprocesses. Raises `ValueError` for what is no such name.
-    """
+    It holds for all that prints: other threads, C code, subprocesses. Raises `ValueError` for what
+    is no such name."""
     if len(name) > _LONGEST_TAG or not (name.isascii() and name.isprintable()):
-        raise ValueError(f"a tag is at most {_LONGEST_TAG} printable ASCII characters, not {name[:80]!r}")
+        raise ValueError(
+            f"a tag is at most {_LONGEST_TAG} printable ASCII characters, not {name[:80]!r}"
+        )
     global _tag
     _flush()
     _tag = name
@@ -151,7 +163,9 @@ def _write(fd: int, piece: bytes) -> None:
         try:
             os.write(fd, piece)
             return
-        except BlockingIOError:  # a program that shares it has made it so; what a page takes goes in whole
+        except (
+            BlockingIOError
+        ):  # a program that shares it has made it so; what a page takes goes in whole
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()

@@ -1,11 +1,11 @@
-"""The ear: a drone's thread that listens while the main thread is busy with one task for longer than the window, and
-shows that the drone is alive.
+"""The ear: a drone's thread that listens while the main thread is busy with one task for longer
+than the window, and shows that the drone is alive.
 
-It ticks while there is work and is parked when there is none, so an idle drone has no thread that wakes.
-Parking: it says so, then looks whether the main thread is busy, then waits for a token. The main thread says that it
-is busy and then looks at `_parked`, before each task; who is parked is sent a token. So one of them sees the other,
-and no task runs without an ear; one token too many costs one tick. (`current` would not do: it is set later.)
-"""
+It ticks while there is work and is parked when there is none, so an idle drone has no thread that
+wakes. Parking: it says so, then looks whether the main thread is busy, then waits for a token. The
+main thread says that it is busy and then looks at `_parked`, before each task; who is parked is
+sent a token. So one of them sees the other, and no task runs without an ear; one token too many
+costs one tick. (`current` would not do: it is set later.)"""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ class ControlThread:
                     self._parked = False
                     sleep(WINDOW)
             elif current == seen:
-                # The descriptor tells of news only; what came before the ear began must be looked for.
+                # The descriptor tells of news only; what came before the ear began must be looked
+                # for.
                 self._drone.beat()
                 try:
                     self._drone.hear_if_free()
                     self._drone.pack_wanted()
                 except BaseException:
-                    # What it had taken, to hear or to send, would be lost, and somebody would wait for it for ever. So
-                    # the drone ends: the page tells what was done, what was being run, and what can run elsewhere.
+                    # What it had taken, to hear or to send, would be lost, and somebody would wait
+                    # for it for ever. So the drone ends: the page tells what was done, what was
+                    # being run, and what can run elsewhere.
                     with suppress(BaseException):
                         os.write(2, traceback.format_exc().encode())
                     os._exit(1)

@@ -1,19 +1,20 @@
-"""What a drone does, however messages come to it: it takes work in batches, runs it in its main thread, and has sent
-what came of it.
+"""What a drone does, however messages come to it: it takes work in batches, runs it in its main
+thread, and has sent what came of it.
 
     WORK ── hear ──> todo ──main thread: run──> outcomes ── flush ──> RESULTS
       RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
 
-An engine's drone is a `DroneExecutor` that hears and sends in its own way, with a thread, the *control thread*, that
-does so while the main thread is busy. Whoever hears or sends holds `socket_turn`. `todo` is a deque: main takes from its left, the ear
-from its right or the middle, and each of these steps is atomic, so a task is either run or given back, never both.
+An engine's drone is a `DroneExecutor` that hears and sends in its own way, with a thread, the
+*control thread*, that does so while the main thread is busy. Whoever hears or sends holds
+`socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the middle,
+and each of these steps is atomic, so a task is either run or given back, never both.
 
-Interrupts. The ear names its target and signals the main thread; the handler raises only while `_current` is
-that target, and clears it, so it raises once. `_current` is set inside the `try` that reports errors: an
-interrupt that comes as the task ends is reported as the task's error, and one that comes later is ignored.
-One that comes as the task begins: the ear notes the number in `_missed` and then looks who runs; the main thread
-says that it runs and then looks into `_missed`. So one of them sees the other.
-"""
+Interrupts. The ear names its target and signals the main thread; the handler raises only while
+`_current` is that target, and clears it, so it raises once. `_current` is set inside the `try` that
+reports errors: an interrupt that comes as the task ends is reported as the task's error, and one
+that comes later is ignored. One that comes as the task begins: the ear notes the number in
+`_missed` and then looks who runs; the main thread says that it runs and then looks into `_missed`.
+So one of them sees the other."""
 
 from __future__ import annotations
 
@@ -89,7 +90,13 @@ FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickle
 
 class DroneExecutor:
     def __init__(
-        self, name: str, row: Slot, snapshot: MainSnapshot, store: Any, ledger: RefTable, tail: OutputTail
+        self,
+        name: str,
+        row: Slot,
+        snapshot: MainSnapshot,
+        store: Any,
+        ledger: RefTable,
+        tail: OutputTail,
     ) -> None:
         """In the main thread, whose signal handler for SIGINT it sets."""
         self._row = row
@@ -130,7 +137,8 @@ class DroneExecutor:
         raise NotImplementedError
 
     def _ring(self) -> None:
-        """In any thread: something is to be told, or looked at, though the main thread may be waiting."""
+        """In any thread: something is to be told, or looked at, though the main thread may be
+        waiting."""
 
     def _overlaps(self, overlap: Overlap) -> None:
         """There will be tasks that run beside each other."""
@@ -139,17 +147,18 @@ class DroneExecutor:
     # -- a child that work has forked --------------------------------------------------------------
 
     def stay_behind(self) -> None:
-        """Make of this object one that does nothing. What it is connected by was closed by `lifeline`.
+        """Make of this object one that does nothing. What it is connected by was closed by
+        `lifeline`.
 
-        The queues are emptied, so that a slice ends with the call that has forked, and no call is begun here too.
-        """
+        The queues are emptied, so that a slice ends with the call that has forked, and no call is
+        begun here too."""
         self._todo.clear()
         if self._calls is not None:
             self._calls.queue.clear()
         if self._slice is not None:
             self._slice.calls.clear()
 
-    # -- the main thread --------------------------------------------------------------------------
+    # -- the main thread ---------------------------------------------------------------------------
 
     def _take_next(self) -> bool:
         """Runs the next task; False where the ear has just given it back."""
@@ -194,7 +203,9 @@ class DroneExecutor:
                         raise KeyboardInterrupt("interrupted by the controller")
                     value = call(args)
                     kind = type(value)
-                    together = kind in SMALL or ((kind is str or kind is bytes) and len(value) < SHORT)
+                    together = kind in SMALL or (
+                        (kind is str or kind is bytes) and len(value) < SHORT
+                    )
                     if not together:
                         payload = outcomes.pack(value)
                         value = None
@@ -233,7 +244,9 @@ class DroneExecutor:
                 if number in self._missed:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
-                    self._slice = SliceRun(number, task.payload, task.definition.function, outcomes.pack)
+                    self._slice = SliceRun(
+                        number, task.payload, task.definition.function, outcomes.pack
+                    )
                     self._slice.run()
                 else:
                     value = task.definition.call(task.kind, task.payload)
@@ -259,7 +272,9 @@ class DroneExecutor:
             status, head, payload = self._end_slice(self._slice)
         outcomes.note(number, status, started, finished, payload, head)
         self._last_done = number
-        late = finished - self._flushed > (FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER)
+        late = finished - self._flushed > (
+            FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER
+        )
         # The last part of a slice does not outlive this drone where the part before it may not.
         kept = not self._split_by_bulk and outcomes.keep()
         if not kept or (late and self._todo):
@@ -282,12 +297,13 @@ class DroneExecutor:
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
     def _send_what_waits(self) -> None:
-        """In the ear, holding the socket's turn: what was done before the task that takes so long."""
+        """In the ear, holding the socket's turn: what was done before the task that takes so
+        long."""
         self._send_outcomes()
 
     def _send_outcomes(self) -> bool:
-        """By bulk, if a part of a slice went there, which the last part must not pass: it may be among these. Whether
-        something went by the lane."""
+        """By bulk, if a part of a slice went there, which the last part must not pass: it may be
+        among these. Whether something went by the lane."""
         frames = self._outcomes.take()
         if not frames:
             return False
@@ -299,7 +315,8 @@ class DroneExecutor:
         return False
 
     def _cut_slice(self) -> None:
-        """In the ear, holding the socket's turn: a slice takes longer than it should. See slices.py."""
+        """In the ear, holding the socket's turn: a slice takes longer than it should. See
+        slices.py."""
         run = self._slice
         if run is None or run.was_cut:
             return
@@ -310,7 +327,9 @@ class DroneExecutor:
             answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
             head = split_head(run.sent, rest, RUNNING)
             given = self._outcomes.given(run.number)  # before the answers that have handles of it
-            entry, large = self._outcomes.entry(run.number, SPLIT, run.started, monotonic(), answers, head)
+            entry, large = self._outcomes.entry(
+                run.number, SPLIT, run.started, monotonic(), answers, head
+            )
             self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
 
     def _begin(self, task: ReceivedTask) -> None:
@@ -331,7 +350,9 @@ class DroneExecutor:
                 overlap.interrupt({task.number})
         except BaseException as error:
             self._keeping.discard(task.number)
-            self._note_overlapped(task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error))
+            self._note_overlapped(
+                task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error)
+            )
 
     def _take_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
@@ -365,10 +386,13 @@ class DroneExecutor:
             self._flushed = monotonic()
             self._split_by_bulk = False
             # With overlapped tasks: of those before them.
-            self._row.sent(self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES)
+            self._row.sent(
+                self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES
+            )
 
     def pack_wanted(self) -> None:
-        """Kept values that other images ask for. In the main thread between tasks, or in the ear."""
+        """Kept values that other images ask for. In the main thread between tasks, or in the
+        ear."""
         outcomes, wanted = self._outcomes, self._shelf.wanted
         while wanted:
             try:
@@ -389,7 +413,7 @@ class DroneExecutor:
                 self._send(pack_outcomes([entry], large))
             self._ring()  # by bulk, it may have taken note of news for which the main thread waits
 
-    # -- either thread, holding the socket's turn ---------------------------------------------------
+    # -- either thread, holding the socket's turn --------------------------------------------------
 
     def _hear(self, frames: list[bytes]) -> None:
         try:
@@ -426,7 +450,9 @@ class DroneExecutor:
         """These are calls of something that is not known here."""
         bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
         error = self._outcomes.pack_error(bug)
-        self._send(pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]))
+        self._send(
+            pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown])
+        )
 
     def _hear_recall(self, frames: list[bytes]) -> None:
         returned: list[int] = []
@@ -456,7 +482,11 @@ class DroneExecutor:
                     withdrawn.append(task.number)
         targets -= set(withdrawn)
         if withdrawn:
-            self._send(pack_outcomes([pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]))
+            self._send(
+                pack_outcomes(
+                    [pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]
+                )
+            )
         self._missed |= targets - {0}
         current, overlap = self._current, self._overlap
         if overlap is not None:
@@ -520,7 +550,8 @@ _runners: list[DroneExecutor] = []
 
 
 def _stay_behind() -> None:
-    """In a forked child. Exit handlers that were registered before are the drone's; signals are the child's own."""
+    """In a forked child. Exit handlers that were registered before are the drone's; signals are the
+    child's own."""
     for runner in _runners:
         runner.stay_behind()
         stay_behind()

@@ -1,8 +1,7 @@
 """Work of a client's of a served pool: opened here, in a drone, and nowhere on its way.
 
-The server gives it to its pool as a call of a `ForwardedFunction` on bytes, and sends back the bytes that come of it.
-So nothing of a client's is unpickled in the server's image.
-"""
+The server gives it to its pool as a call of a `ForwardedFunction` on bytes, and sends back the
+bytes that come of it. So nothing of a client's is unpickled in the server's image."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def lent(index: int) -> Any:
 
 
 class ForwardedFunction(partial[tuple[int, bytes]]):
-    """`relayed`, with a client's tag, and kind and bytes of its function. The drone opens the function once, and keeps
-    it as long as this."""
+    """`relayed`, with a client's tag, and kind and bytes of its function. The drone opens the
+    function once, and keeps it as long as this."""
 
     relays = True
     _definition: LoadedFunction | None = None
@@ -43,12 +42,15 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
         return self.func(tag, self._definition, kind, payload, *shared)
 
 
-def relayed(tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
-    """What came of it: status and payload, for its client. `shared` are the values that lie in shared memory.
+def relayed(
+    tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any
+) -> tuple[int, bytes]:
+    """What came of it: status and payload, for its client. `shared` are the values that lie in
+    shared memory.
 
-    What is printed meanwhile is marked with `tag`. That stays on, for the client's next call, unless something was
-    printed: then a line that was begun is not to wait for its end. The drone takes it off before work of others.
-    """
+    What is printed meanwhile is marked with `tag`. That stays on, for the client's next call,
+    unless something was printed: then a line that was begun is not to wait for its end. The drone
+    takes it off before work of others."""
     global _lent
     generation = forked.generation
     try:
@@ -58,7 +60,9 @@ def relayed(tag: str, definition: LoadedFunction, kind: int, payload: bytes, *sh
         value = definition.call(kind, payload)
         forked.leave_if_forked(generation)
         return VALUE, b"" if value is None else _packed(value)
-    except BaseException as error:  # all of them: what would be raised here would be rebuilt in the server's image
+    except (
+        BaseException
+    ) as error:  # all of them: what would be raised here would be rebuilt in the server's image
         forked.leave_if_forked(generation, error)
         return ERROR, pack_error(error)
     finally:

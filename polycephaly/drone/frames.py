@@ -2,9 +2,8 @@
 
     hub ──FRAMES, a request──> the ear (or the main thread, between tasks) ──FRAMES, `frames_now` as JSON──> hub
 
-Nothing is stopped for the answer: `sys._current_frames` shows where each thread is. While C code keeps the interpreter,
-the ear cannot run, and there is no answer before it can.
-"""
+Nothing is stopped for the answer: `sys._current_frames` shows where each thread is. While C code
+keeps the interpreter, the ear cannot run, and there is no answer before it can."""
 
 from __future__ import annotations
 
@@ -33,9 +32,10 @@ _INSTALLED = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-
 def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[str, Any]:
     """Plain data for JSON. Any thread may ask.
 
-    ``threads`` has for each thread its ``id`` (the kernel's), its ``name``, whether it is the ``main`` one, and its
-    ``frames`` as (file, line, function), innermost first. ``places`` has for each task that runs, by its number, where
-    it is: in the innermost frame that is neither ours nor the standard library's, if there is one.
+    ``threads`` has for each thread its ``id`` (the kernel's), its ``name``, whether it is the
+    ``main`` one, and its ``frames`` as (file, line, function), innermost first. ``places`` has for
+    each task that runs, by its number, where it is: in the innermost frame that is neither ours nor
+    the standard library's, if there is one.
 
     Parameters
     ----------
@@ -71,7 +71,10 @@ def _places(frame: FrameType | None) -> Iterator[Place]:
 
 def _place_of(places: list[Place]) -> Place | None:
     beyond_us = [each for each in places if not each[0].startswith(_OURS)]
-    return next((each for each in beyond_us if not _is_library(each[0])), beyond_us[0] if beyond_us else None)
+    return next(
+        (each for each in beyond_us if not _is_library(each[0])),
+        beyond_us[0] if beyond_us else None,
+    )
 
 
 def _is_library(file: str) -> bool:
@@ -79,7 +82,10 @@ def _is_library(file: str) -> bool:
 
 
 def _place_of_green(awaited: object) -> Place | None:
-    """Where a green thread is; None for what is none, or runs only our code, as the one by which plain code waits."""
+    """Where a green thread is; None for what is none, or runs only our code, as the one by which
+    plain code waits."""
     green = sys.modules.get("polycephaly.green.report")
     info = None if green is None else green.info_of(awaited)
-    return None if info is None or info.file.startswith(_OURS) else (info.file, info.line, info.doing)
+    return (
+        None if info is None or info.file.startswith(_OURS) else (info.file, info.line, info.doing)
+    )

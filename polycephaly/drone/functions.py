@@ -1,8 +1,7 @@
 """What a drone can be asked to do: callables and code strings that the hub has defined here.
 
-A definition arrives as bytes and is opened when it is first called, by the thread that runs work, so that an
-error in opening it rejects that call and nothing else.
-"""
+A definition arrives as bytes and is opened when it is first called, by the thread that runs work,
+so that an error in opening it rejects that call and nothing else."""
 
 from __future__ import annotations
 import __future__
@@ -48,7 +47,8 @@ class LoadedFunction:
     """Its last call was: no more is measured than what costs nothing."""
 
     def relays(self) -> bool:
-        """Whether it is another process's work, which says itself on whose behalf it prints: see forwarded.py."""
+        """Whether it is another process's work, which says itself on whose behalf it prints: see
+        forwarded.py."""
         return False
 
     def call(self, kind: int, payload: Any) -> Any:
@@ -80,7 +80,9 @@ class _Callable(LoadedFunction):
         try:
             args, kwargs = _arguments(kind, payload)
         except BaseException as error:
-            error.add_note(f"while unpickling the arguments of {getattr(function, '__qualname__', function)}")
+            error.add_note(
+                f"while unpickling the arguments of {getattr(function, '__qualname__', function)}"
+            )
             raise
         return function(*args, **kwargs)
 
@@ -142,11 +144,11 @@ class _Code(LoadedFunction):
 
 
 def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
-    """The statements, and the last expression if there is one. Tracebacks will show the lines of `source`.
+    """The statements, and the last expression if there is one. Tracebacks will show the lines of
+    `source`.
 
-    A code string (there is no `file`) may be indented as a whole, and the ``from __future__ import`` of those before it
-    holds for it too, as at a prompt.
-    """
+    A code string (there is no `file`) may be indented as a whole, and the ``from __future__
+    import`` of those before it holds for it too, as at a prompt."""
     global _features
     name = file or f"<doit {next(_doits)}>"
     flags = _features if file is None else 0
@@ -213,8 +215,9 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, kwargs
 
 
-# A function of `__main__` that came by value has a namespace of its own, with what it captured. What it names
-# beyond that (it was there at the snapshot, or was pushed here) is this image's `__main__`'s, as it is at each call.
+# A function of `__main__` that came by value has a namespace of its own, with what it captured.
+# What it names beyond that (it was there at the snapshot, or was pushed here) is this image's
+# `__main__`'s, as it is at each call.
 
 
 def _graft(function: Any, names: tuple[str, ...]) -> None:

@@ -24,12 +24,14 @@ class ReceivedTask:
 
 
 class Calls:
-    """Several tasks of one definition, which came together. The main thread takes them from the left, the ear what it
-    gives back from the right or the middle."""
+    """Several tasks of one definition, which came together. The main thread takes them from the
+    left, the ear what it gives back from the right or the middle."""
 
     __slots__ = ("definition", "queue")
 
-    def __init__(self, definition: LoadedFunction, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, definition: LoadedFunction, numbers: list[int], calls: list[tuple[Any, ...]]
+    ) -> None:
         self.definition = definition
         self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
 

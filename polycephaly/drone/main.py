@@ -3,10 +3,9 @@
     hub ──WORK──> sockets ─> todo ──main thread: run──> outcomes ──RESULTS──> hub
                     └──> the ear (a thread): hears while the main thread is busy
 
-The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks, so short
-work crosses no thread. Only when one task has run for a *window* does the ear begin to listen. Whoever touches
-the sockets holds `socket_turn`.
-"""
+The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks,
+so short work crosses no thread. Only when one task has run for a *window* does the ear begin to
+listen. Whoever touches the sockets holds `socket_turn`."""
 
 from __future__ import annotations
 
@@ -32,13 +31,7 @@ from ..store.blocks import Store
 from ..store.references import RefTable
 from ..wire import addresses, endpoint
 from ..wire.fast_transport import FastTransport
-from ..wire.messages import (
-    HELLO,
-    OPEN,
-    PROTOCOL,
-    Malformed,
-    pack_numbers,
-)  # fmt: skip
+from ..wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
 from ..wire.pickling import MainSnapshot, shared_with
 from .child import become_child
 from .console import open_console
@@ -60,7 +53,8 @@ def hatch(
     snapshot: MainSnapshot,
     control: socket.socket,
 ) -> None:
-    """The drone's main function: serves until told to stop. `control` is open where the drone reports its own start."""
+    """The drone's main function: serves until told to stop. `control` is open where the drone
+    reports its own start."""
     addresses.home_of_parent, addresses.name_here = nest.home, order.name
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and addresses.address_of_parent is not None:
@@ -89,14 +83,27 @@ def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) 
 
 class LocalDrone(DroneExecutor):
     def __init__(
-        self, order: Order, nest: DroneSpec, lane: socket.socket, page: StatusTable, arena: Arena, snapshot: MainSnapshot
+        self,
+        order: Order,
+        nest: DroneSpec,
+        lane: socket.socket,
+        page: StatusTable,
+        arena: Arena,
+        snapshot: MainSnapshot,
     ) -> None:
         tail = open_console()
         send_logs_home()
         leave_the_kernel()
         faulthandler.enable(file=2)
         store = Store(arena, order.number)
-        super().__init__(order.name, page.row(order.slot), snapshot, store, RefTable(arena, None, self._ring), tail)
+        super().__init__(
+            order.name,
+            page.row(order.slot),
+            snapshot,
+            store,
+            RefTable(arena, None, self._ring),
+            tail,
+        )
         self._home, self._identity = nest.home, bytes.fromhex(order.identity)
         self._lane = parent_death.own(FastTransport(lane))
         self._bulk: zmq.Socket[bytes] | None = None
@@ -105,13 +112,17 @@ class LocalDrone(DroneExecutor):
         """Whether the main thread has something to run, or is about to look."""
         self._news = parent_death.own(select.epoll())
         self._news.register(self._lane.fileno(), select.EPOLLIN)
-        self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
+        self._bell = parent_death.own(
+            parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        )
         self._news.register(self._bell.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
-        self._ear = ControlThread(self)  # before it says that it is up: a drone that cannot start a thread never is
+        self._ear = ControlThread(
+            self
+        )  # before it says that it is up: a drone that cannot start a thread never is
         self._send(self._hello)
 
-    # -- the main thread --------------------------------------------------------------------------
+    # -- the main thread ---------------------------------------------------------------------------
 
     def serve(self) -> None:
         todo = self._todo
@@ -133,15 +144,20 @@ class LocalDrone(DroneExecutor):
             self._take_next()
 
     def _let_ends_go(self) -> None:
-        """An error that ends a loop over a channel is in a cycle with its traceback, which from CPython 3.12 on keeps
-        the frames of all callers, and so the ends that came with a call: that is over now."""
+        """An error that ends a loop over a channel is in a cycle with its traceback, which from
+        CPython 3.12 on keeps the frames of all callers, and so the ends that came with a call: that
+        is over now."""
         ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
         if ends is not None and ends.some_arrived:
             ends.some_arrived = False
             gc.collect()
 
     def _may_end(self) -> bool:
-        busy = self._todo or self._shelf.wanted or (self._overlap is not None and self._overlap.running)
+        busy = (
+            self._todo
+            or self._shelf.wanted
+            or (self._overlap is not None and self._overlap.running)
+        )
         return self._stopping and not busy
 
     def stay_behind(self) -> None:
@@ -152,15 +168,16 @@ class LocalDrone(DroneExecutor):
         self._news.register(overlap.bell, select.EPOLLIN)
 
     def _ring(self) -> None:
-        """In any thread: a loan is over. While the main thread waits it has to be woken; else it looks before that."""
+        """In any thread: a loan is over. While the main thread waits it has to be woken; else it
+        looks before that."""
         if self._waiting:
             os.eventfd_write(self._bell.fd, 1)
 
     def _listen(self, wait: bool) -> None:
         """Hears what has come; with `wait`, after waiting for something.
 
-        What the ear heard before `_waiting` was set is seen here, under the same lock; after that it hears
-        nothing, so nothing can come to `todo` behind the back of a main thread that waits.
+        What the ear heard before `_waiting` was set is seen here, under the same lock; after that
+        it hears nothing, so nothing can come to `todo` behind the back of a main thread that waits.
         """
         if wait:
             with self.socket_turn:
@@ -178,11 +195,13 @@ class LocalDrone(DroneExecutor):
             self.hear_all()
 
     def _sleep(self) -> None:
-        """Until there is news. Warm memory is given back when nothing comes for a while. What is overlapped runs on
-        meanwhile, and the drone shows that it lives."""
+        """Until there is news. Warm memory is given back when nothing comes for a while. What is
+        overlapped runs on meanwhile, and the drone shows that it lives."""
         news: list[tuple[int, int]] = []
         overlap = self._overlap
-        while not news and ((beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()):
+        while not news and (
+            (beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()
+        ):
             news = self._news.poll(BEAT if beside else tuning.warm_seconds)
             self.beat()
             if not news:
@@ -206,10 +225,11 @@ class LocalDrone(DroneExecutor):
                 self._bulk.close()
                 self._context.term()
 
-    # -- either thread, holding the socket's turn ---------------------------------------------------
+    # -- either thread, holding the socket's turn --------------------------------------------------
 
     def hear_all(self) -> None:
-        """Hears all that has come. The lane first, also before each bulk message: see wire/fast_transport.py."""
+        """Hears all that has come. The lane first, also before each bulk message: see
+        wire/fast_transport.py."""
         self._hear_lane()
         bulk = self._bulk
         self._bulk_may_hide = False
@@ -240,7 +260,8 @@ class LocalDrone(DroneExecutor):
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
         self.open_bulk().send_multipart(frames)
-        # Its descriptor tells of news only, and this call may have taken note of some: look before waiting.
+        # Its descriptor tells of news only, and this call may have taken note of some: look before
+        # waiting.
         self._bulk_may_hide = True
 
     def open_bulk(self) -> zmq.Socket[bytes]:
@@ -259,7 +280,7 @@ class LocalDrone(DroneExecutor):
 
     _HEARD = {**DroneExecutor._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
 
-    # -- what the ear looks at ----------------------------------------------------------------------
+    # -- what the ear looks at ---------------------------------------------------------------------
 
     def hear_if_free(self) -> None:
         if self.socket_turn.acquire(blocking=False):

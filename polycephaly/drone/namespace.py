@@ -1,4 +1,5 @@
-"""What `drone[name]`, `name in drone`, `push` and `pull` do, on the drone: plain work, sent like any other."""
+"""What `drone[name]`, `name in drone`, `push` and `pull` do, on the drone: plain work, sent like
+any other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A drone of a notebook is no kernel: what ipykernel put in place of functions that ask its user is taken away again.
+"""A drone of a notebook is no kernel: what ipykernel put in place of functions that ask its user is
+taken away again.
 
-The kernel's `input` and `getpass` write to its sockets and wait there for an answer. That is the kernel's own business:
-two processes at one ZeroMQ socket harm each other. A drone's standard input is empty. What it displays is printed, as
-in a plain Python.
-"""
+The kernel's `input` and `getpass` write to its sockets and wait there for an answer. That is the
+kernel's own business: two processes at one ZeroMQ socket harm each other. A drone's standard input
+is empty. What it displays is printed, as in a plain Python."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     main thread ──begin──> green threads ──end──> `ended`, and the bell ──> main thread: takes them, sends the results
 
-The main thread hears, begins and sends; between these it waits for the bell as well as for its sockets.
-"""
+The main thread hears, begins and sends; between these it waits for the bell as well as for its
+sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Ended(NamedTuple):
 
 
 class Overlap:
-    """The tasks of a drone that run beside each other. The main thread's, where nothing else is said."""
+    """The tasks of a drone that run beside each other. The main thread's, where nothing else is
+    said."""
 
     def __init__(self) -> None:
         self.running: dict[int, GreenThread[Any]] = {}  # in the order in which they began
@@ -51,7 +52,8 @@ class Overlap:
         thread._hook(ended)
 
     def take_ended(self) -> list[Ended]:
-        """Those that have ended since the last time. The bell is stilled first: what ends after that rings again."""
+        """Those that have ended since the last time. The bell is stilled first: what ends after
+        that rings again."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.bell)
         taken = []

@@ -1,9 +1,10 @@
-"""A program that somebody hands over as text, at a command line: run as `python` would run it, in a drone.
+"""A program that somebody hands over as text, at a command line: run as `python` would run it, in a
+drone.
 
     polycephaly doit ──> Program(source, file, argv) ── a call like any other ──> `__main__` of a drone ──> repr
 
-What comes back is text: who typed it has a terminal, and perhaps none of the classes that the drone has.
-"""
+What comes back is text: who typed it has a terminal, and perhaps none of the classes that the drone
+has."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NOT_THERE = object()
 
 
 class Program:
-    """`file` is where it was read, or None for a code string; `argv` is what `sys.argv` shall be meanwhile."""
+    """`file` is where it was read, or None for a code string; `argv` is what `sys.argv` shall be
+    meanwhile."""
 
     def __init__(self, source: str, file: str | None, argv: list[str]) -> None:
         self.source = source
@@ -32,7 +34,8 @@ class Program:
         return f"code {self.source[:60]!r}" if self.file is None else self.file
 
     def __call__(self) -> str | None:
-        """The `repr` of its last expression; None where that is None, or the last is no expression."""
+        """The `repr` of its last expression; None where that is None, or the last is no
+        expression."""
         body, last = compiled(self.source, self.file)
         namespace = main_namespace()
         kept_argv, kept_file = sys.argv, namespace.get("__file__", _NOT_THERE)

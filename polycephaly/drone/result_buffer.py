@@ -3,14 +3,14 @@
     a task ends ──note──> the list ──take──> one RESULTS message
                             └──keep──> the running page, which outlives this drone
 
-Values that are small and immutable are noted as they are, and pickled together when they are sent; in the page each is
-an outcome by itself.
+Values that are small and immutable are noted as they are, and pickled together when they are sent;
+in the page each is an outcome by itself.
 
-The main thread notes and keeps; it sends, too, between tasks, and the ear does while a task is run for long, so that
-nothing waits for the end of that. Who takes holds the socket's turn until it is sent. The two lists are appended to by
-the main thread alone, and taken from their beginnings: each is one atomic step. What the ear has sent stays in the page
-until the main thread sends: should the drone die meanwhile, the hub hears it once more, and knows that it did.
-"""
+The main thread notes and keeps; it sends, too, between tasks, and the ear does while a task is run
+for long, so that nothing waits for the end of that. Who takes holds the socket's turn until it is
+sent. The two lists are appended to by the main thread alone, and taken from their beginnings: each
+is one atomic step. What the ear has sent stays in the page until the main thread sends: should the
+drone die meanwhile, the hub hears it once more, and knows that it did."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ __all__ = ["ResultBuffer"]
 
 class ResultBuffer:
     def __init__(
-        self, row: Slot, snapshot: MainSnapshot, store: Store, ledger: RefTable, tail: OutputTail, shelf: DroneStore
+        self,
+        row: Slot,
+        snapshot: MainSnapshot,
+        store: Store,
+        ledger: RefTable,
+        tail: OutputTail,
+        shelf: DroneStore,
     ) -> None:
         self._row = row
         self._snapshot = snapshot
@@ -58,7 +64,7 @@ class ResultBuffer:
         self._last: tuple[bytes, list[bytes]] = (b"", [])
         self._values: list[tuple[int, float, float, Any]] = []
 
-    # -- packing ------------------------------------------------------------------------------------
+    # -- packing -----------------------------------------------------------------------------------
 
     def pack(self, value: object) -> bytes | Serialized:
         """Raises what the value's own pickling raises."""
@@ -71,16 +77,20 @@ class ResultBuffer:
             raise
 
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
-        """End a child that work has forked, before anything of the drone's is touched: all that comes of work
-        passes here."""
+        """End a child that work has forked, before anything of the drone's is touched: all that
+        comes of work passes here."""
         forked.leave_if_forked(self._generation, error)
 
     def pack_error(self, error: BaseException) -> bytes:
         self._leave_if_forked(error)
         try:
             return pack_exception(error, lambda value: capture(value, self._snapshot))
-        except BaseException as worse:  # its own code broke off its packing: tell at least what it was
-            told = RuntimeError(f"a {type(error).__qualname__} could not be sent: {type(worse).__qualname__}")
+        except (
+            BaseException
+        ) as worse:  # its own code broke off its packing: tell at least what it was
+            told = RuntimeError(
+                f"a {type(error).__qualname__} could not be sent: {type(worse).__qualname__}"
+            )
             return pack_exception(told, lambda value: dumps(value, 5))
 
     def entry(
@@ -104,10 +114,16 @@ class ResultBuffer:
             status, payload = status | LARGE, b""
         return pack_outcome(number, status, started, finished, payload, output), large
 
-    # -- noting -------------------------------------------------------------------------------------
+    # -- noting ------------------------------------------------------------------------------------
 
     def note(
-        self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized, head: bytes = b""
+        self,
+        number: int,
+        status: int,
+        started: float,
+        finished: float,
+        payload: bytes | Serialized,
+        head: bytes = b"",
     ) -> None:
         self._gives = bool(self._shelf.given)
         if self._gives:
@@ -116,18 +132,20 @@ class ResultBuffer:
         self._entries.append(self._last)
 
     def given(self, number: int) -> list[bytes]:
-        """What goes before an outcome with handles of what this drone keeps; nothing, where there are none."""
+        """What goes before an outcome with handles of what this drone keeps; nothing, where there
+        are none."""
         told = self._shelf.take_given() if self._shelf.given else b""
         return [pack_outcome(number, GIVEN, 0.0, 0.0, told, b"")] if told else []
 
     def keep(self) -> bool:
-        """Does the one noted last outlive this drone from now on? Else it has to be sent at once: the page is full, or
-        has no place for what goes beside the entry."""
+        """Does the one noted last outlive this drone from now on? Else it has to be sent at once:
+        the page is full, or has no place for what goes beside the entry."""
         entry, large = self._last
         return not large and not self._gives and self._row.keep(entry)
 
     def note_value(self, number: int, started: float, finished: float, value: Any) -> bool:
-        """A value that is small and immutable, of a task that printed nothing. Whether it was kept."""
+        """A value that is small and immutable, of a task that printed nothing. Whether it was
+        kept."""
         if self._tail.pieces or forked.generation != self._generation:
             self.note(number, VALUE, started, finished, b"" if value is None else dumps(value, 5))
             return self.keep()
@@ -135,10 +153,11 @@ class ResultBuffer:
         pickled = b"" if value is None else dumps(value, 5)
         return self._row.keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
 
-    # -- sending ------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def take(self) -> list[bytes]:
-        """The message that brings all of it, and which loans are over; nothing where there is nothing to say."""
+        """The message that brings all of it, and which loans are over; nothing where there is
+        nothing to say."""
         waiting = self._entries
         taken = waiting[:]
         del waiting[: len(taken)]

@@ -3,13 +3,14 @@
     calls ──main thread: popleft, call──> done ──> the outcome
       └──the ear: pop, from the end──> given back, when it takes longer than it should
 
-A slice is made for a millisecond of work, by what such calls have taken. Where one takes longer than the ear's window,
-the ear *cuts* it: gives back what has not been begun, so that others can run it, and sends the answers that there are.
-The main thread goes on with the call that it runs, and answers that one by itself.
+A slice is made for a millisecond of work, by what such calls have taken. Where one takes longer
+than the ear's window, the ear *cuts* it: gives back what has not been begun, so that others can run
+it, and sends the answers that there are. The main thread goes on with the call that it runs, and
+answers that one by itself.
 
-`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back. What the ear sends
-and what the main thread sends in the end is divided by `sent`, which is changed and read under the socket's turn.
-"""
+`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back.
+What the ear sends and what the main thread sends in the end is divided by `sent`, which is changed
+and read under the socket's turn."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ class SliceRun:
     """`open_function` gives the function; each time a fresh one, if that is asked for."""
 
     def __init__(
-        self, number: int, payload: Any, open_function: Callable[[bool], Callable[..., Any]], pack: Callable[[Any], Any]
+        self,
+        number: int,
+        payload: Any,
+        open_function: Callable[[bool], Callable[..., Any]],
+        pack: Callable[[Any], Any],
     ) -> None:
         self.number = number
         self.done: list[Any] = []
@@ -52,7 +57,8 @@ class SliceRun:
         self._bytes = 0
 
     def run(self) -> None:
-        """Runs the calls, to the first that fails. What is left in `calls` then was not begun: see `blame`."""
+        """Runs the calls, to the first that fails. What is left in `calls` then was not begun: see
+        `blame`."""
         generation = forked.generation
         try:
             if self._form == ITEMS and not self._fresh:
@@ -61,7 +67,9 @@ class SliceRun:
                 self._run_rows()
         except BaseException as error:
             self.error = error
-        forked.leave_if_forked(generation, self.error)  # in a child that a call has forked: see `Runner.stay_behind`
+        forked.leave_if_forked(
+            generation, self.error
+        )  # in a child that a call has forked: see `Runner.stay_behind`
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         take, note = self.calls.popleft, self.done.append
@@ -121,9 +129,10 @@ class SliceRun:
         return Packed(packed)
 
     def blame(self) -> None:
-        """Holding the socket's turn, after it has ended with an error: sees to it that this is that of the call after
-        those that are done. It may have come between two calls, as an interrupt does, or when the function was opened:
-        then it is the next one's, or, if there is none, nobody's."""
+        """Holding the socket's turn, after it has ended with an error: sees to it that this is that
+        of the call after those that are done. It may have come between two calls, as an interrupt
+        does, or when the function was opened: then it is the next one's, or, if there is none,
+        nobody's."""
         begun = self._count - self._taken_away - len(self.calls)
         if begun == len(self.done):
             try:
@@ -146,5 +155,7 @@ def _arguments(pickled: bytes, function: Any) -> Any:
     try:
         return loads(pickled)
     except BaseException as error:
-        error.add_note(f"while unpickling the arguments of {getattr(function, '__qualname__', function)}")
+        error.add_note(
+            f"while unpickling the arguments of {getattr(function, '__qualname__', function)}"
+        )
         raise

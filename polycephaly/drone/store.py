@@ -6,15 +6,17 @@
     Kept(value) in a call ──> Made ──its handle in a result──> GIVEN, and on the shelf
     DROP 17  ──> gone from here; what a call still uses lives as long as that
 
-A value stands here as it was returned: nothing is pickled until another image asks for it. The main thread puts and
-takes; FETCH is done by it between two tasks, or by the ear during a long one, whoever takes it from `wanted`.
+A value stands here as it was returned: nothing is pickled until another image asks for it. The main
+thread puts and takes; FETCH is done by it between two tasks, or by the ear during a long one,
+whoever takes it from `wanted`.
 
-Claims are counted: each KEEP, BRING and GIVEN gives the hub one, and DROP says how many it gives up. So it does not
-matter which of a DROP and another BRING, or GIVEN, of the same value comes first.
+Claims are counted: each KEEP, BRING and GIVEN gives the hub one, and DROP says how many it gives
+up. So it does not matter which of a DROP and another BRING, or GIVEN, of the same value comes
+first.
 
-BRING and DROP are heard by either thread. A box is opened by the main thread, which puts the value on the shelf
-before it takes the box away, and takes the value off again if the box had gone: so a DROP at any moment leaves neither.
-"""
+BRING and DROP are heard by either thread. A box is opened by the main thread, which puts the value
+on the shelf before it takes the box away, and takes the value off again if the box had gone: so a
+DROP at any moment leaves neither."""
 
 from __future__ import annotations
 
@@ -131,7 +133,11 @@ class KeptHere:
     def ticket(self) -> tuple[Any, tuple[int]]:
         now = placeholders.here.now
         if now is not None:
-            where = "was to go through a channel" if now.vault is None else f"was given to a call of {now.vault.name}"
+            where = (
+                "was to go through a channel"
+                if now.vault is None
+                else f"was given to a call of {now.vault.name}"
+            )
             raise TypeError(
                 f"what drone {self.home} keeps {where}: its handle goes to calls of the pool that {self.home} is of, "
                 "and home in a result; send its `value`"
@@ -168,8 +174,8 @@ def described(payload: Any) -> tuple[int, str]:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a value, about: exact for arrays, bytes and the like, and what holds up to a thousand objects; reckoned
-    from the first thousand for what holds more."""
+    """Bytes of a value, about: exact for arrays, bytes and the like, and what holds up to a
+    thousand objects; reckoned from the first thousand for what holds more."""
     left = _LOOKED_AT
     seen: set[int] = set()
 

@@ -4,9 +4,9 @@
     green.spawn(fn, *args)     from anywhere: start; a promise of the value
     await green.call(fn, ...)  a blocking call that stops nobody else
 
-One scheduler per image runs coroutines one at a time, in the order in which they became ready (scheduler.py). Plain
-functions are run on native threads meanwhile (native.py). What they share they hand each other through channels.
-"""
+One scheduler per image runs coroutines one at a time, in the order in which they became ready
+(scheduler.py). Plain functions are run on native threads meanwhile (native.py). What they share
+they hand each other through channels."""
 
 from __future__ import annotations
 

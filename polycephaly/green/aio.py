@@ -1,7 +1,8 @@
-"""asyncio code for green threads: the image has one asyncio loop, on a native thread of its own, made when first used.
+"""asyncio code for green threads: the image has one asyncio loop, on a native thread of its own,
+made when first used.
 
-    green thread ──await aio(coro)──> a task on the loop ──value or error──> green thread
-                    cancelled ──────> the task is cancelled, and its end is waited for
+green thread ──await aio(coro)──> a task on the loop ──value or error──> green thread
+                cancelled ──────> the task is cancelled, and its end is waited for
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def close_loop() -> None:
 
 @coroutine
 def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
-    """Awaits something of asyncio's (a coroutine, say of ``httpx.AsyncClient``) on the image's asyncio loop.
+    """Awaits something of asyncio's (a coroutine, say of ``httpx.AsyncClient``) on the image's
+    asyncio loop.
 
-    It runs beside the green threads, on another native thread. A green thread that is cancelled meanwhile cancels it,
-    and waits for its end. Raises `TypeError` for what cannot be awaited.
+    It runs beside the green threads, on another native thread. A green thread that is cancelled
+    meanwhile cancels it, and waits for its end. Raises `TypeError` for what cannot be awaited.
 
     >>> import asyncio
     >>> from polycephaly import green
@@ -86,7 +88,9 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
     'slept'
     """
     if not inspect.isawaitable(awaitable):
-        raise TypeError(f"green.aio takes something that asyncio can await, such as a coroutine, not {awaitable!r}")
+        raise TypeError(
+            f"green.aio takes something that asyncio can await, such as a coroutine, not {awaitable!r}"
+        )
     if get_ident() != scheduler.owner:
         raise outside("green.aio", "await itself")
     loop, wake = _loop.get(), Wake()

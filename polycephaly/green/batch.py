@@ -1,20 +1,22 @@
-"""Wrapped requests: many green threads ask one by one, and foreign code is called once for all who wait.
+"""Wrapped requests: many green threads ask one by one, and foreign code is called once for all who
+wait.
 
     await batched(request) ──> waiting ──┐                             ┌──> its result
     await batched(request) ──> waiting ──┼──> one crossing: fn([...]) ─┼──> its result
     await batched(request) ──> waiting ──┘    (a foreign call)         └──> its result, or error
 
-After CEFOS's wrapped system calls. Nothing is timed: a crossing takes along what has gathered while the one before it
-ran, or, at first, until all who were ready have had their turn. So a lone request waits for nobody, and the more there
-is to do, the more goes at once.
+After CEFOS's wrapped system calls. Nothing is timed: a crossing takes along what has gathered while
+the one before it ran, or, at first, until all who were ready have had their turn. So a lone request
+waits for nobody, and the more there is to do, the more goes at once.
 
-The *crosser* is a green thread that there is only while somebody waits; with `using` it is bound, and holds on to
-what it uses until the batch is closed. Everything here is done by the scheduler's owner, so without locks. A request
-that is withdrawn before its crossing is not in it; one that is withdrawn during it stays, and its result is dropped.
+The *crosser* is a green thread that there is only while somebody waits; with `using` it is bound,
+and holds on to what it uses until the batch is closed. Everything here is done by the scheduler's
+owner, so without locks. A request that is withdrawn before its crossing is not in it; one that is
+withdrawn during it stays, and its result is dropped.
 
-Who is in a crossing stands in `aboard` until he has been woken. So whatever ends the crosser, nobody waits for it for
-ever: who is aboard then is given its error, and for who waits another begins.
-"""
+Who is in a crossing stands in `aboard` until he has been woken. So whatever ends the crosser,
+nobody waits for it for ever: who is aboard then is given its error, and for who waits another
+begins."""
 
 from __future__ import annotations
 
@@ -50,23 +52,29 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray)
 class Batch(Generic[Q, R]):
     """Calls a function once for the requests of many green threads: made by `green.call.batch`.
 
-    ``await batched(request)`` gives that request's result, or raises its error. A green thread that is cancelled
-    while it waits withdraws its request, if that has not crossed yet.
-    """
+    ``await batched(request)`` gives that request's result, or raises its error. A green thread that
+    is cancelled while it waits withdraws its request, if that has not crossed yet."""
 
     parks = True  # `spawn` takes it for the coroutine function that it is like
 
     def __init__(
-        self, fn: Callable[..., Any], limit: int | None, using: Callable[[], AbstractContextManager[Any]] | None
+        self,
+        fn: Callable[..., Any],
+        limit: int | None,
+        using: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         if not callable(fn) or is_coroutine_function(fn):
-            raise TypeError(f"green.call.batch takes a plain function of a list of requests, not {fn!r}")
+            raise TypeError(
+                f"green.call.batch takes a plain function of a list of requests, not {fn!r}"
+            )
         if using is not None and not callable(using):
             raise TypeError(f"using= takes a function that gives a context manager, not {using!r}")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
             raise TypeError(f"limit= takes a number of requests, not {limit!r}")
         if limit is not None and limit < 1:
-            raise ValueError(f"a crossing of at most {limit} requests would never serve anybody; 1 is the least")
+            raise ValueError(
+                f"a crossing of at most {limit} requests would never serve anybody; 1 is the least"
+            )
         update_wrapper(self, fn)
         self._crossings = _Crossings(fn, limit, using)
 
@@ -84,8 +92,8 @@ class Batch(Generic[Q, R]):
         return sum(not each.withdrawn for each in list(self._crossings.waiting))
 
     def close(self) -> Promise[None]:
-        """Takes no more requests. The promise settles when all who wait have been served, and what was used is left.
-        From anywhere; twice is no error."""
+        """Takes no more requests. The promise settles when all who wait have been served, and what
+        was used is left. From anywhere; twice is no error."""
         self._crossings.close()
         return self._crossings.ending()
 
@@ -93,7 +101,10 @@ class Batch(Generic[Q, R]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -102,7 +113,8 @@ class Batch(Generic[Q, R]):
             self._crossings.close()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """To another image: its own batch of the same function. What a decorator made is known by its name."""
+        """To another image: its own batch of the same function. What a decorator made is known by
+        its name."""
         name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
         if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
             return str(name)
@@ -140,10 +152,14 @@ class _Request(Parking):
 
 
 class _Crossings:
-    """What a batch does. The crosser knows this only, so that it does not keep the batch itself alive."""
+    """What a batch does. The crosser knows this only, so that it does not keep the batch itself
+    alive."""
 
     def __init__(
-        self, fn: Callable[..., Any], limit: int | None, using: Callable[[], AbstractContextManager[Any]] | None
+        self,
+        fn: Callable[..., Any],
+        limit: int | None,
+        using: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         self.fn = fn
         self.limit = limit
@@ -178,12 +194,15 @@ class _Crossings:
         self._crosser._hook(self._crossed)
 
     def _crossed(self, crosser: Promise[None]) -> None:
-        """It has ended. If it was cancelled, perhaps before its first step, somebody may have come since."""
+        """It has ended. If it was cancelled, perhaps before its first step, somebody may have come
+        since."""
         if crosser is self._crosser and not sys.is_finalizing():
             aboard, self.aboard = self.aboard, deque()
             for each in aboard:
                 if not each.withdrawn:
-                    error = RuntimeError(f"the batch of {self.name} failed before it had served this request")
+                    error = RuntimeError(
+                        f"the batch of {self.name} failed before it had served this request"
+                    )
                     error.__cause__ = crosser._exception
                     each.wake(Refused(error))
             if self.waiting:
@@ -195,7 +214,8 @@ class _Crossings:
             scheduler.post(self._look_up)
 
     def ending(self) -> Promise[None]:
-        """A promise of the end of the crosser, if there is one. To cancel it cancels nobody else."""
+        """A promise of the end of the crosser, if there is one. To cancel it cancels nobody
+        else."""
         ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._crosses():
@@ -237,7 +257,9 @@ class _Crossings:
         while requests := self._take(self.limit):
             self.count += 1
             try:
-                results = _as_many(await _call(fn, [each.request for each in requests]), len(requests), self.name)
+                results = _as_many(
+                    await _call(fn, [each.request for each in requests]), len(requests), self.name
+                )
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -269,7 +291,9 @@ class _Crossings:
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """What the function itself did. Ours hold the requests, and they the errors."""
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(__package__):
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
+        __package__
+    ):
         trace = trace.tb_next
     return trace
 
@@ -279,7 +303,9 @@ def _as_many(results: Any, count: int, name: str) -> list[Any]:
     if results is None:
         return [None] * count
     what = f"a {type(results).__name__}"
-    if not isinstance(results, _NO_LISTS) and not hasattr(type(results), "columns"):  # tables give those
+    if not isinstance(results, _NO_LISTS) and not hasattr(
+        type(results), "columns"
+    ):  # tables give those
         try:
             many = list(results) if len(results) == count else results
             if len(many) == count:
@@ -287,18 +313,26 @@ def _as_many(results: Any, count: int, name: str) -> list[Any]:
             what = f"{len(many)} results"
         except TypeError:  # it has no length, or no items
             pass
-    raise RuntimeError(f"{name} gave {what} for {count} requests: it must give a list of as many, or None")
+    raise RuntimeError(
+        f"{name} gave {what} for {count} requests: it must give a list of as many, or None"
+    )
 
 
 class Call(Protocol):
     """`green.call`, and what hangs on it."""
 
-    def __call__(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+    def __call__(
+        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]: ...
 
     @overload
-    def batch(self, fn: Callable[[list[Q]], None], /, *, limit: int | None = None) -> Batch[Q, None]: ...
+    def batch(
+        self, fn: Callable[[list[Q]], None], /, *, limit: int | None = None
+    ) -> Batch[Q, None]: ...
     @overload
-    def batch(self, fn: Callable[[list[Q]], Sequence[R]], /, *, limit: int | None = None) -> Batch[Q, R]: ...
+    def batch(
+        self, fn: Callable[[list[Q]], Sequence[R]], /, *, limit: int | None = None
+    ) -> Batch[Q, R]: ...
     @overload
     def batch(
         self,
@@ -319,7 +353,11 @@ class Call(Protocol):
     ) -> Batch[Q, R]: ...
     @overload
     def batch(
-        self, /, *, limit: int | None = None, using: Callable[[], AbstractContextManager[Any]] | None = None
+        self,
+        /,
+        *,
+        limit: int | None = None,
+        using: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> Callable[[Callable[..., Any]], Batch[Any, Any]]: ...
 
 
@@ -332,18 +370,20 @@ def batch(
 ) -> Any:
     """A function of a list of requests, to be asked for one at a time: ``await batched(request)``.
 
-    `fn` takes a list of requests and gives a list of as many results (not a dict, set, text or table: nobody knows
-    which is whose there); an exception in it is raised in that one's place. It may give None: then each gets None.
-    What `fn` raises, each of that crossing gets. It runs as by `green.call`, once for all that has gathered; with
-    `limit`, for at most so many at once. It must not wait for a request to its own batch, which crosses after it.
-    Also as a decorator, ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
+    `fn` takes a list of requests and gives a list of as many results (not a dict, set, text or
+    table: nobody knows which is whose there); an exception in it is raised in that one's place. It
+    may give None: then each gets None. What `fn` raises, each of that crossing gets. It runs as by
+    `green.call`, once for all that has gathered; with `limit`, for at most so many at once. It must
+    not wait for a request to its own batch, which crosses after it. Also as a decorator,
+    ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
 
-    For objects that belong to one native thread (`sqlite3`): `using` gives a context manager, which is entered, used
-    and left on a native thread of the batch's own. `fn` is then called as ``fn(entered, requests)``. It is entered
-    with the first request, and left by `Batch.close`, at the end of an ``async with`` block, or with the batch.
+    For objects that belong to one native thread (`sqlite3`): `using` gives a context manager, which
+    is entered, used and left on a native thread of the batch's own. `fn` is then called as
+    ``fn(entered, requests)``. It is entered with the first request, and left by `Batch.close`, at
+    the end of an ``async with`` block, or with the batch.
 
-    Raises `TypeError` and `ValueError` for what cannot be called so, and `RuntimeError` at the await where `fn` gave
-    another number of results, or the batch is closed.
+    Raises `TypeError` and `ValueError` for what cannot be called so, and `RuntimeError` at the
+    await where `fn` gave another number of results, or the batch is closed.
 
     >>> from polycephaly import green
     >>> @green.call.batch

@@ -1,4 +1,5 @@
-"""A green thread that stays on one native thread, for objects that belong to the native thread that made them.
+"""A green thread that stays on one native thread, for objects that belong to the native thread that
+made them.
 
     owner ──step──> its native thread ──PARK──> owner          (the owner waits: steps stay one at a time)
                     its native thread <──green.call── parked   (the owner goes on: nobody else is stopped)
@@ -50,7 +51,9 @@ class _OwnThread(StandIn):
         self.coro = coro
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if not scheduler.workers.start_urgently(self._serve):
-            raise RuntimeError("a bound green thread needs a native thread of its own, and none can be started")
+            raise RuntimeError(
+                "a bound green thread needs a native thread of its own, and none can be started"
+            )
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -78,7 +81,9 @@ class _OwnThread(StandIn):
                 outcome[:] = step(arg), None
             except BaseException as error:
                 outcome[:] = None, error
-            forked.leave_if_forked(generation, None if isinstance(outcome[1], StopIteration) else outcome[1])
+            forked.leave_if_forked(
+                generation, None if isinstance(outcome[1], StopIteration) else outcome[1]
+            )
             del scheduler.drivers[mine.ident]
             scheduler.owner, scheduler.driver = owner, driver
             over.release()

@@ -4,8 +4,9 @@
                                                                                     thread drive; this one follows
                      known to be long: on another native thread, at once            when the call returns
 
-The first way is GildaVM's: a call that returns within the window costs no thread switch at all. When it was taken over
-meanwhile, the green thread comes back as `LOST`: it goes to the end of the queue, and on from there.
+The first way is GildaVM's: a call that returns within the window costs no thread switch at all.
+When it was taken over meanwhile, the green thread comes back as `LOST`: it goes to the end of the
+queue, and on from there.
 
 What must be run on the green thread's own native thread (`bound=True`) goes to that one.
 """
@@ -35,14 +36,16 @@ TURN = 31  # a bit mask: after so many calls in place without a pause, the other
 
 @coroutine
 def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[Any, Any, T]:
-    """Runs ``fn(*args, **kwargs)``, which may block, without stopping the other green threads; its value or error.
+    """Runs ``fn(*args, **kwargs)``, which may block, without stopping the other green threads; its
+    value or error.
 
-    It is run in place. If it lasts longer than the window (1 ms, see `configure`) and others could go on, another
-    native thread drives them meanwhile. What has been long before is run on another native thread from the start. So
-    after a call the green thread may be on another native thread than before, unless it is ``bound``.
+    It is run in place. If it lasts longer than the window (1 ms, see `configure`) and others could
+    go on, another native thread drives them meanwhile. What has been long before is run on another
+    native thread from the start. So after a call the green thread may be on another native thread
+    than before, unless it is ``bound``.
 
-    A call cannot be broken off: a green thread that is cancelled meanwhile gets the call's result, and `Cancelled`
-    at its next await.
+    A call cannot be broken off: a green thread that is cancelled meanwhile gets the call's result,
+    and `Cancelled` at its next await.
 
     >>> import time
     >>> from polycephaly import green

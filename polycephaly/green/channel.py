@@ -3,24 +3,29 @@
     await send(item) ──> rendezvous: a receiver takes it ──> await receive()
                     └──> buffered: room for `capacity` items in between
 
-Any number of threads may hold either end. Where several wait, they are served in the order of their coming.
+Any number of threads may hold either end. Where several wait, they are served in the order of their
+coming.
 
-How it is fast. Where exactly one green thread waits, and for nothing else, it stands in a slot (`_receiver`, or
-`_sender` and `_item`), and is served in a few lines without a call: CPython changes native threads only at calls, loop
-ends and function entries, so whoever runs these lines has that waiter alone. This *fast path* may be run by anybody,
-asyncio code included. All else (more than one waiter, `select`, buffers, claims, closing) is done by the scheduler's
-owner only, so without locks. It may happen to the owner that a waiter in a slot is served behind its back, between
-two looks; nobody else ever puts one there. So it takes a waiter from the slot in such lines too, before it does more.
+How it is fast. Where exactly one green thread waits, and for nothing else, it stands in a slot
+(`_receiver`, or `_sender` and `_item`), and is served in a few lines without a call: CPython
+changes native threads only at calls, loop ends and function entries, so whoever runs these lines
+has that waiter alone. This *fast path* may be run by anybody, asyncio code included. All else (more
+than one waiter, `select`, buffers, claims, closing) is done by the scheduler's owner only, so
+without locks. It may happen to the owner that a waiter in a slot is served behind its back, between
+two looks; nobody else ever puts one there. So it takes a waiter from the slot in such lines too,
+before it does more.
 
-A waiter that is interrupted takes itself out. If it is not there any more it has been served, and its item is on the
-way to it: it goes on waiting for it, and is interrupted at its next await. So nothing is lost or doubled.
+A waiter that is interrupted takes itself out. If it is not there any more it has been served, and
+its item is on the way to it: it goes on waiting for it, and is interrupted at its next await. So
+nothing is lost or doubled.
 
-Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send` and `receive`.
+Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send`
+and `receive`.
 
-Other images. A channel that is pickled, for a drone say, stays where it is, and arrives as a remote end of itself
-(distributed/). One that a drone has from the snapshot it was forked from looks as if it were its own; it is known by
-its *generation*, which is older than the drone, and becomes a remote end when it is first used.
-"""
+Other images. A channel that is pickled, for a drone say, stays where it is, and arrives as a remote
+end of itself (distributed/). One that a drone has from the snapshot it was forked from looks as if
+it were its own; it is known by its *generation*, which is older than the drone, and becomes a
+remote end when it is first used."""
 
 from __future__ import annotations
 
@@ -55,20 +60,23 @@ ready = scheduler.ready
 bell = scheduler.bell
 
 generation = 1
-"""That of the channels made now. It changes with each fork, so an address and a generation name a channel for ever."""
+"""That of the channels made now. It changes with each fork, so an address and a generation name a
+channel for ever."""
 oldest = 1
 """The first one of this image's own channels."""
 lineage: list[tuple[int, str]] = []
-"""In a drone: whose the older ones are. The generation before which they were made, and where that image is reached."""
+"""In a drone: whose the older ones are. The generation before which they were made, and where that
+image is reached."""
 made = False
 """Has this image, or one that it was forked from, ever made one?"""
 
 
 class Channel(Generic[T]):
-    """Hands items from those who send to those who receive, each to exactly one, in the order of sending.
+    """Hands items from those who send to those who receive, each to exactly one, in the order of
+    sending.
 
-    With ``capacity=0`` they meet: `send` returns when a receiver has the item. Else up to `capacity` items wait in
-    between. Raises `ValueError` for a negative capacity.
+    With ``capacity=0`` they meet: `send` returns when a receiver has the item. Else up to
+    `capacity` items wait in between. Raises `ValueError` for a negative capacity.
 
     >>> from polycephaly import green
     >>> async def count(ch):
@@ -95,9 +103,13 @@ class Channel(Generic[T]):
         if isinstance(capacity, bool) or not isinstance(capacity, int):
             raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
         if capacity < 0:
-            raise ValueError(f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least")
+            raise ValueError(
+                f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least"
+            )
         if capacity and cls is not Channel and not issubclass(cls, _Buffered):
-            raise TypeError(f"{cls.__qualname__}: only Channel itself has room for items, not what is derived from it")
+            raise TypeError(
+                f"{cls.__qualname__}: only Channel itself has room for items, not what is derived from it"
+            )
         global made
         made = True
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
@@ -107,10 +119,14 @@ class Channel(Generic[T]):
         self._sender: Any = None
         self._item: Any = None  # with one green thread in `_sender`: what it sends
         self._closed = False
-        self._plain = generation  # its own; negative while it is closed, or has something in `_extra`
-        self._extra: _Extra | None = None  # while an end is claimed, or an item was given back: no fast path
+        self._plain = (
+            generation  # its own; negative while it is closed, or has something in `_extra`
+        )
+        self._extra: _Extra | None = (
+            None  # while an end is claimed, or an item was given back: no fast path
+        )
 
-    # -- for green threads, and asyncio code ---------------------------------------------------------
+    # -- for green threads, and asyncio code -------------------------------------------------------
 
     @coroutine
     def send(self, item: T) -> Generator[Any, Any, None]:
@@ -151,7 +167,8 @@ class Channel(Generic[T]):
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
-        """The next item; waits for one. Raises `ChannelClosed` when there is none and the channel is closed."""
+        """The next item; waits for one. Raises `ChannelClosed` when there is none and the channel
+        is closed."""
         sender = self._sender
         if sender.__class__ is GreenThread:  # from here to the append: the fast path
             item: T = self._item
@@ -186,8 +203,8 @@ class Channel(Generic[T]):
         return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
-        """``async for item in channel``: until it is closed, and empty. Raises `ChannelClosed` where that is so because
-        an image has died: there may have been more to come."""
+        """``async for item in channel``: until it is closed, and empty. Raises `ChannelClosed`
+        where that is so because an image has died: there may have been more to come."""
         return self
 
     @coroutine
@@ -211,10 +228,11 @@ class Channel(Generic[T]):
             yield item
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[T]:
-        """``async with channel.claim() as end:`` holds one end for several messages: ``end.send``, or ``end.receive``.
+        """``async with channel.claim() as end:`` holds one end for several messages: ``end.send``,
+        or ``end.receive``.
 
-        While it is held, others who would use the same end wait; who waited there before goes on waiting. Without
-        an argument the end is claimed that is used first.
+        While it is held, others who would use the same end wait; who waited there before goes on
+        waiting. Without an argument the end is claimed that is used first.
 
         >>> from polycephaly import green
         >>> async def pair(ch, name):
@@ -235,9 +253,10 @@ class Channel(Generic[T]):
         return Claim(self, end)
 
     def sender(self) -> Sender[T]:
-        """An end by which things are sent, for who does nothing else, here or in another image. It can be closed: when
-        the last of the senders is, or the drone that had it has ended, the channel is closed. In a drone it is let go
-        with the call that brought it, unless the call has stored it.
+        """An end by which things are sent, for who does nothing else, here or in another image. It
+        can be closed: when the last of the senders is, or the drone that had it has ended, the
+        channel is closed. In a drone it is let go with the call that brought it, unless the call
+        has stored it.
 
         >>> import polycephaly as poly
         >>> from polycephaly import green
@@ -259,36 +278,40 @@ class Channel(Generic[T]):
         return cast("Sender[T]", new_end(Sender, self))
 
     def receiver(self) -> Receiver[T]:
-        """The same for who receives: when the last of the receivers is gone, the channel is closed."""
+        """The same for who receives: when the last of the receivers is gone, the channel is
+        closed."""
         from .distributed import Receiver, new_end
 
         self._is_inherited()
         return cast("Receiver[T]", new_end(Receiver, self))
 
-    # -- for select ----------------------------------------------------------------------------------
+    # -- for select --------------------------------------------------------------------------------
 
     def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
-        """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is true."""
+        """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is
+        true."""
         self._is_inherited()
         return Guard(when, self, "send", item)
 
     def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
-        """A guard for `select`: an item is received if it is chosen. Only considered if `when` is true."""
+        """A guard for `select`: an item is received if it is chosen. Only considered if `when` is
+        true."""
         self._is_inherited()
         return Guard(when, self, "receive")
 
-    # -- for plain code --------------------------------------------------------------------------------
+    # -- for plain code ----------------------------------------------------------------------------
 
     def put(self, item: T, timeout: float | None = None) -> None:
         """`send` for plain code: blocks the calling native thread, and only that.
 
-        Raises `ChannelClosed`, `TimeoutError` after `timeout` seconds (then nobody has got the item), and
-        `RuntimeError` inside a coroutine, which must use `await send` instead.
-        """
+        Raises `ChannelClosed`, `TimeoutError` after `timeout` seconds (then nobody has got the
+        item), and `RuntimeError` inside a coroutine, which must use `await send` instead."""
         self._not_in_a_coroutine("put", "await channel.send(item)")
         proxy = None
         try:
-            with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with (
+                DeferredSigint()
+            ):  # a Ctrl-C comes before it is started, or when it can be cancelled
                 proxy = start(self._send_here, (item,), name="Channel.put")
             _outcome(proxy, timeout, "nobody took the item")
         except BaseException:
@@ -299,9 +322,8 @@ class Channel(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """`receive` for plain code: blocks the calling native thread, and only that.
 
-        Raises `ChannelClosed`, `TimeoutError` when there was no item for `timeout` seconds, and `RuntimeError`
-        inside a coroutine, which must use `await receive` instead.
-        """
+        Raises `ChannelClosed`, `TimeoutError` when there was no item for `timeout` seconds, and
+        `RuntimeError` inside a coroutine, which must use `await receive` instead."""
         self._not_in_a_coroutine("get", "await channel.receive()")
         proxy = None
         try:
@@ -317,9 +339,8 @@ class Channel(Generic[T]):
     def close(self) -> None:
         """No more items will be sent. From anywhere; a second time it does nothing.
 
-        Who waits to send, or sends later, gets `ChannelClosed`. Who receives gets what is in the buffer, and then
-        `ChannelClosed`; ``async for`` ends.
-        """
+        Who waits to send, or sends later, gets `ChannelClosed`. Who receives gets what is in the
+        buffer, and then `ChannelClosed`; ``async for`` ends."""
         if self._is_inherited():
             self.close()
             return
@@ -332,11 +353,13 @@ class Channel(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed. In another image than its own: as far as an answer, or that image's end, has told."""
+        """Whether it was closed. In another image than its own: as far as an answer, or that
+        image's end, has told."""
         return self._closed
 
     def __reduce__(self) -> Any:
-        """For another image of this pool, or of another pool on this machine, an end of this very channel."""
+        """For another image of this pool, or of another pool on this machine, an end of this very
+        channel."""
         from .distributed import export
 
         if self._is_inherited() and self.is_remote:
@@ -347,7 +370,7 @@ class Channel(Generic[T]):
         state = " closed" if self._closed else ""
         return f"<{'Channel' if not self.capacity else f'Channel of {self.capacity}'}{state} at {id(self):#x}>"
 
-    # -- the owner's -----------------------------------------------------------------------------------
+    # -- the owner's -------------------------------------------------------------------------------
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
@@ -404,8 +427,8 @@ class Channel(Generic[T]):
         return self._extra is not None and bool(self._extra.given_back)
 
     def _next(self, end: str, other: Any = None) -> Waiter | None:
-        """Whose turn it is at that end. It is out of the queue then, and must be served. It is not `other`, which may
-        be at both ends, in a `select`, and must not meet itself."""
+        """Whose turn it is at that end. It is out of the queue then, and must be served. It is not
+        `other`, which may be at both ends, in a `select`, and must not meet itself."""
         waiter: Waiter
         if end == "send":
             first = self._sender
@@ -461,7 +484,10 @@ class Channel(Generic[T]):
         return queue
 
     def _alone(self, end: str) -> bool:
-        return (self._sender if end == "send" else self._receiver).__class__ not in (WaitQueue, NoneType)
+        return (self._sender if end == "send" else self._receiver).__class__ not in (
+            WaitQueue,
+            NoneType,
+        )
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
         """Takes a waiter out; False: it has been served."""
@@ -533,7 +559,7 @@ class Channel(Generic[T]):
                     break
         self._forget_empty("receive")
 
-    # -- claims, and items given back --------------------------------------------------------------------
+    # -- claims, and items given back --------------------------------------------------------------
 
     def _make_extra(self) -> _Extra:
         if self._extra is None:
@@ -553,7 +579,9 @@ class Channel(Generic[T]):
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """By somebody else."""
         extra = self._extra
-        return extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
+        return (
+            extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
+        )
 
     def _give_back(self, receiving: Promise[Any]) -> None:
         """Who was to have its item is gone. The next receiver has it, before all others."""
@@ -564,10 +592,11 @@ class Channel(Generic[T]):
         self._make_extra().given_back.append(item)
         self._match()
 
-    # -- other images --------------------------------------------------------------------------------------
+    # -- other images ------------------------------------------------------------------------------
 
     def _is_inherited(self) -> bool:
-        """Has it come with a fork? Then it has changed now into what it is here: a remote end, or one of our own."""
+        """Has it come with a fork? Then it has changed now into what it is here: a remote end, or
+        one of our own."""
         if abs(self._plain) >= oldest:
             return False
         from .distributed.inherited import settle
@@ -575,18 +604,22 @@ class Channel(Generic[T]):
         settle(self)
         return True
 
-    # -- outside -----------------------------------------------------------------------------------------
+    # -- outside -----------------------------------------------------------------------------------
 
     @coroutine
     def _from_outside(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
         """In asyncio code: a green thread does it."""
         asyncio = sys.modules["asyncio"]
         if asyncio._get_running_loop() is None:
-            raise RuntimeError("channels are awaited in green threads and asyncio; plain code uses put and get")
+            raise RuntimeError(
+                "channels are awaited in green threads and asyncio; plain code uses put and get"
+            )
         proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
         try:
             return (yield from proxy.__await__())
-        except BaseException:  # most often the waiting was cancelled; or the proxy has failed, then this does nothing
+        except (
+            BaseException
+        ):  # most often the waiting was cancelled; or the proxy has failed, then this does nothing
             proxy.cancel()
             if not args:
                 proxy._hook(self._give_back)
@@ -608,7 +641,8 @@ def _by_death(closed: ChannelClosed) -> bool:
 
 
 def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
-    """What a plain thread waited for. If its time is over, the proxy may have its item all the same: then that."""
+    """What a plain thread waited for. If its time is over, the proxy may have its item all the
+    same: then that."""
     try:
         return proxy.result(timeout)
     except TimeoutError:
@@ -634,7 +668,9 @@ class _Buffered(Channel[T]):
     @coroutine
     def send(self, item: T) -> Generator[Any, Any, None]:
         receiver = self._receiver
-        if receiver.__class__ is GreenThread:  # the fast path, as in Channel: who waits has found the buffer empty
+        if (
+            receiver.__class__ is GreenThread
+        ):  # the fast path, as in Channel: who waits has found the buffer empty
             self._receiver = None
             receiver._value = item
             ready.append(receiver)
@@ -680,7 +716,11 @@ class _Buffered(Channel[T]):
 
     def _match(self) -> None:
         super()._match()
-        while not self._closed and len(self._buffer) < self.capacity and (sender := self._next("send")) is not None:
+        while (
+            not self._closed
+            and len(self._buffer) < self.capacity
+            and (sender := self._next("send")) is not None
+        ):
             self._buffer.append(sender.item)
             sender.serve(None)
 
@@ -699,8 +739,14 @@ class _Extra:
 
     def __init__(self) -> None:
         self.holder: dict[str, Any] = {"send": None, "receive": None}
-        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {"send": deque(), "receive": deque()}
-        self.put_aside: dict[str, WaitQueue[Waiter]] = {"send": WaitQueue(), "receive": WaitQueue()}  # not the holder's
+        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {
+            "send": deque(),
+            "receive": deque(),
+        }
+        self.put_aside: dict[str, WaitQueue[Waiter]] = {
+            "send": WaitQueue(),
+            "receive": WaitQueue(),
+        }  # not the holder's
         self.given_back: deque[Any] = deque()
 
     def is_empty(self) -> bool:
@@ -726,7 +772,10 @@ class Claim(Generic[T]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         for end in self._held:
             self._release(end)
@@ -785,7 +834,8 @@ class Claim(Generic[T]):
 
 
 def _can_be_known() -> None:
-    """A snapshot has been taken: who was forked from it may use the channels that it has with it."""
+    """A snapshot has been taken: who was forked from it may use the channels that it has with
+    it."""
     if made:
         from .distributed.transport import the_post
 
@@ -808,4 +858,6 @@ def _another_image() -> None:
 
 
 addresses.at_start.append(_can_be_known)
-os.register_at_fork(before=_fork_begins, after_in_parent=_fork_begins, after_in_child=_another_image)
+os.register_at_fork(
+    before=_fork_begins, after_in_parent=_fork_begins, after_in_child=_another_image
+)

@@ -1,4 +1,5 @@
-"""What `map` gives where it cannot wait: iterated with ``async for``, or awaited for a list of all."""
+"""What `map` gives where it cannot wait: iterated with ``async for``, or awaited for a list of
+all."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ __all__ = ["configure"]
 def configure(*, window: float | None = None, native_threads: int | None = None) -> None:
     """Sets what is given, for this image.
 
-    `window`: seconds after which a foreign call that runs in place is handed over if others could go on (0.001).
-    `native_threads`: how many there may be for plain functions and foreign calls; what comes beyond waits (16384).
-    Raises `ValueError` for what is not positive.
-    """
+    `window`: seconds after which a foreign call that runs in place is handed over if others could
+    go on (0.001). `native_threads`: how many there may be for plain functions and foreign calls;
+    what comes beyond waits (16384). Raises `ValueError` for what is not positive."""
     for name, value in (("window", window), ("native_threads", native_threads)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}")

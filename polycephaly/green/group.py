@@ -1,7 +1,7 @@
 """Green threads that belong together: none of them outlives the block in which they were started.
 
-    async with Group() as g: g.spawn(...)    one fails ──> the others, and the block, are cancelled ──> all have ended
-                                                                                              ──> ExceptionGroup
+async with Group() as g: g.spawn(...)    one fails ──> the others, and the block, are cancelled ──> all have ended
+                                                                                          ──> ExceptionGroup
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _NOBODY.thread = None
 
 
 class Group:
-    """``async with green.Group() as g:`` and ``g.spawn(fn, *args)``: the block ends when all of them have ended.
+    """``async with green.Group() as g:`` and ``g.spawn(fn, *args)``: the block ends when all of
+    them have ended.
 
-    The first error cancels the others and the block; all errors are raised together in an `ExceptionGroup`. A plain
-    function among them that is in foreign code cannot be cancelled, and is waited for.
+    The first error cancels the others and the block; all errors are raised together in an
+    `ExceptionGroup`. A plain function among them that is in foreign code cannot be cancelled, and
+    is waited for.
 
     >>> from polycephaly import green
     >>> async def main():
@@ -55,14 +57,21 @@ class Group:
     ) -> GreenThread[T]: ...
     @overload
     def spawn(
-        self, fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
+        self,
+        fn: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        name: str | None = None,
+        bound: bool = False,
     ) -> GreenThread[T]: ...
     @overload
     def spawn(
         self, fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False
     ) -> GreenThread[T]: ...
 
-    def spawn(self, fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
+    def spawn(
+        self, fn: Any, /, *args: Any, name: str | None = None, bound: bool = False
+    ) -> GreenThread[Any]:
         """`green.spawn` as a member of this group. Raises `RuntimeError` outside of its block."""
         if self._owner is None or self._ended_all:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
@@ -78,8 +87,9 @@ class Group:
         self._cancelling = True
         for child in list(self.children):
             child.cancel()
-        # Noted before the look: from another thread, the block may end in between. `__aexit__` sets `_wake` and then
-        # looks at what is noted, so either this sees that the block has ended, or the interruption is called off there.
+        # Noted before the look: from another thread, the block may end in between. `__aexit__` sets
+        # `_wake` and then looks at what is noted, so either this sees that the block has ended, or
+        # the interruption is called off there.
         self._interruption = Cancelled("its group was cancelled")
         if self._wake is None:
             self._owner._interrupt(self._interruption)
@@ -102,14 +112,19 @@ class Group:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> bool:
         self._wake = _NOBODY  # from here on, cancelling is for the children only
         if self._interruption is not None and error is not self._interruption:
             self._interruption.called_off = True  # it must not hit what comes after the block
         ours = error is not None and error is self._interruption
         if error is not None and not ours:
-            if not isinstance(error, Cancelled) and not any(error is known for known in self._errors):
+            if not isinstance(error, Cancelled) and not any(
+                error is known for known in self._errors
+            ):
                 self._errors.append(error)
             self._cancel_children()
         cancelled = error if isinstance(error, Cancelled) and not ours else None
@@ -130,7 +145,9 @@ class Group:
             if self._errors:
                 if cancelled is not None and self._owner is not None:
                     self._owner._interrupt(cancelled)  # that one is not lost: at the next await
-                raise BaseExceptionGroup("errors in a group of green threads", self._errors) from None
+                raise BaseExceptionGroup(
+                    "errors in a group of green threads", self._errors
+                ) from None
             if cancelled is not None:
                 raise cancelled
             return ours

@@ -1,13 +1,12 @@
 """Which foreign functions are known to take long: learned from what became of calls to them.
 
-A call that had to be taken over speaks for "long". One that was sent away at once and came back soon speaks for
-"short"; but where native threads compute, coming back takes its time, so now and then one is tried in place again.
-What is long is called on another native thread from the start, which costs some 50 us and spares the window, in which
-nobody else runs.
+A call that had to be taken over speaks for "long". One that was sent away at once and came back
+soon speaks for "short"; but where native threads compute, coming back takes its time, so now and
+then one is tried in place again. What is long is called on another native thread from the start,
+which costs some 50 us and spares the window, in which nobody else runs.
 
-Functions are known by their code; built-in ones, which are made anew at each look-up, by their name and the class
-they are of; other callables by themselves.
-"""
+Functions are known by their code; built-in ones, which are made anew at each look-up, by their name
+and the class they are of; other callables by themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ class History:
         self.records: dict[Hashable, _Record] = {}
 
     def judge(self, fn: Callable[..., Any]) -> bool | None:
-        """Whether a call of it would be long; None: it was, and this call is to try whether it still is."""
+        """Whether a call of it would be long; None: it was, and this call is to try whether it
+        still is."""
         record = self.records.get(_key(fn))
         if record is None or record.points < LONG:
             return False
@@ -91,7 +91,8 @@ def _key(fn: Any) -> Hashable:
 
 
 def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
-    """What must live for as long as the key is to mean it; or a reference that says when it has gone."""
+    """What must live for as long as the key is to mean it; or a reference that says when it has
+    gone."""
     kind = type(fn)
     if kind is FunctionType:
         return fn.__code__

@@ -1,8 +1,9 @@
-"""Lock, Semaphore, Event and Barrier for green threads. All are fair: who came first is served first.
+"""Lock, Semaphore, Event and Barrier for green threads. All are fair: who came first is served
+first.
 
-They are the scheduler owner's own: between two awaits nobody else touches them. Plain code uses ``with``
-where there is one, or ``green.run(lock.acquire)``; methods that only wake others may be called from anywhere.
-"""
+They are the scheduler owner's own: between two awaits nobody else touches them. Plain code uses
+``with`` where there is one, or ``green.run(lock.acquire)``; methods that only wake others may be
+called from anywhere."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _waiting(line: _Line) -> str:
 
 
 class _InLine(Parking):
-    """Waits in a line. `enter` first looks whether it need not: that is a step of its own, at the await."""
+    """Waits in a line. `enter` first looks whether it need not: that is a step of its own, at the
+    await."""
 
     __slots__ = ("line", "what")
     line: _Line
@@ -129,7 +131,10 @@ class Semaphore:
         await self.acquire()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.release()
 
@@ -137,10 +142,14 @@ class Semaphore:
         """For plain code: blocks this native thread only."""
         if scheduler.in_step():
             what = f"with {self._what.lower()}"
-            raise RuntimeError(f"`{what}` blocks, and would stop every green thread here: use `async {what}`")
+            raise RuntimeError(
+                f"`{what}` blocks, and would stop every green thread here: use `async {what}`"
+            )
         proxy = None
         try:
-            with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with (
+                DeferredSigint()
+            ):  # a Ctrl-C comes before it is started, or when it can be cancelled
                 proxy = start(self.acquire, (), name=f"{self._what}.acquire")
             proxy.result()
         except BaseException:
@@ -155,7 +164,10 @@ class Semaphore:
             self.release()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.release()
 
@@ -228,7 +240,8 @@ class Event:
         what: Event
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            # The line first, then the look: who sets it puts another line in its place, and lets this one go, before.
+            # The line first, then the look: who sets it puts another line in its place, and lets
+            # this one go, before.
             self.line = line = self.what._line
             if self.what._set:
                 return False
@@ -272,7 +285,8 @@ def _at_least_one(n: int) -> int:
 
 
 class Barrier:
-    """Holds each of `n` enrolled green threads at `sync` until all have come there. Then it is as new.
+    """Holds each of `n` enrolled green threads at `sync` until all have come there. Then it is as
+    new.
 
     Raises `ValueError` for less than 1.
 
@@ -292,7 +306,9 @@ class Barrier:
         def enter(self, thread: GreenThread[Any]) -> bool:
             others = self.what.waiting
             if others + 1 < self.what._enrolled:
-                return self.stand(thread)  # its place is told at the end, as who came before may have been cancelled
+                return self.stand(
+                    thread
+                )  # its place is told at the end, as who came before may have been cancelled
             self.what._let_all()
             raise StopIteration(others)  # the value of the await
 
@@ -318,7 +334,8 @@ class Barrier:
         return f"<Barrier of {self._enrolled}{_waiting(self._line)} at {id(self):#x}>"
 
     def enroll(self, n: int = 1) -> None:
-        """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may be too late."""
+        """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may
+        be too late."""
         self._change(_at_least_one(n))
 
     def resign(self, n: int = 1) -> None:
@@ -330,7 +347,9 @@ class Barrier:
 
     def _change(self, n: int) -> None:
         if self._enrolled + n < self.waiting:
-            raise ValueError(f"{-n} cannot resign from a barrier of {self._enrolled} of which {self.waiting} wait")
+            raise ValueError(
+                f"{-n} cannot resign from a barrier of {self._enrolled} of which {self.waiting} wait"
+            )
         self._enrolled += n
         if scheduler.in_step():
             self._look()
@@ -339,7 +358,8 @@ class Barrier:
 
     @parks
     def sync(self) -> Awaitable[int]:
-        """Waits for the others; in which place this one came, from 0. Raises `RuntimeError` if nobody is enrolled."""
+        """Waits for the others; in which place this one came, from 0. Raises `RuntimeError` if
+        nobody is enrolled."""
         if not self._enrolled:
             raise RuntimeError("nobody is enrolled in this barrier: enroll first")
         return self._Sync(self)

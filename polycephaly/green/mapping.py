@@ -2,13 +2,21 @@
 
     items ──next()──> width workers ──> results, in the order of the items
 
-In plain code they wait, and give a list. In a coroutine, and in asyncio code, they give something to await.
-"""
+In plain code they wait, and give a list. In a coroutine, and in asyncio code, they give something
+to await."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from concurrent.futures import CancelledError
 from operator import length_hint
 from time import monotonic
@@ -35,9 +43,9 @@ U = TypeVar("U")
 
 
 class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
-    """For type checkers, which cannot tell where they are called: what `map` and `par` give. In plain code that is a
-    list; in a coroutine it is to be awaited, which gives the list, or, if of `map`, iterated with ``async for``.
-    """
+    """For type checkers, which cannot tell where they are called: what `map` and `par` give. In
+    plain code that is a list; in a coroutine it is to be awaited, which gives the list, or, if of
+    `map`, iterated with ``async for``."""
 
 
 AHEAD = 2  # results that may wait to be asked for, for each worker
@@ -52,13 +60,16 @@ def par(*fns: Any, over: Any = None) -> ListOrAwaitable[Any]: ...
 
 
 def par(*fns: Any, over: Any = None) -> Any:
-    """Runs all of `fns` as green threads, until the last has ended; a list of their values, in order. (ProcessJ's par.)
+    """Runs all of `fns` as green threads, until the last has ended; a list of their values, in
+    order. (ProcessJ's par.)
 
-    They are coroutine functions, plain functions, or coroutines. The first error cancels the others; all are raised
-    in an `ExceptionGroup`. In a coroutine, asyncio's too: ``await green.par(...)``; in plain code it waits by itself.
+    They are coroutine functions, plain functions, or coroutines. The first error cancels the
+    others; all are raised in an `ExceptionGroup`. In a coroutine, asyncio's too: ``await
+    green.par(...)``; in plain code it waits by itself.
 
-    With ``over=pool`` they are spread over the pool's drones, those next to each other in one drone where that is
-    possible. Then they must be functions (`partial` for their arguments). Channels connect them as ever.
+    With ``over=pool`` they are spread over the pool's drones, those next to each other in one drone
+    where that is possible. Then they must be functions (`partial` for their arguments). Channels
+    connect them as ever.
 
     >>> from polycephaly import green
     >>> async def one(): return 1
@@ -78,26 +89,43 @@ async def _par(fns: tuple[Any, ...]) -> list[Any]:
 
 @overload
 def map(
-    fn: Callable[[T], Awaitable[U]], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
+    fn: Callable[[T], Awaitable[U]],
+    items: Iterable[T],
+    width: int = 13,
+    *,
+    progress: bool = False,
+    over: Any = None,
 ) -> ListOrAwaitable[U]: ...
 @overload
 def map(
-    fn: Callable[[T], U], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
+    fn: Callable[[T], U],
+    items: Iterable[T],
+    width: int = 13,
+    *,
+    progress: bool = False,
+    over: Any = None,
 ) -> ListOrAwaitable[U]: ...
 
 
 def map(
-    fn: Callable[[T], Any], items: Iterable[T], width: int = 13, *, progress: bool = False, over: Any = None
+    fn: Callable[[T], Any],
+    items: Iterable[T],
+    width: int = 13,
+    *,
+    progress: bool = False,
+    over: Any = None,
 ) -> Any:
-    """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order of the items.
+    """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order
+    of the items.
 
-    `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code this waits, and
-    gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives the values one by one as they are
-    there, with at most some two for each thread waiting to be asked for. The first error cancels the rest and
-    is raised. With `progress` a bar on stderr shows how many are done. Raises `ValueError` for a width below 1.
+    `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code
+    this waits, and gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives
+    the values one by one as they are there, with at most some two for each thread waiting to be
+    asked for. The first error cancels the rest and is raised. With `progress` a bar on stderr shows
+    how many are done. Raises `ValueError` for a width below 1.
 
-    With ``over=pool`` the green threads are in the drones of that pool, `width` in each; whichever is free takes the
-    next item.
+    With ``over=pool`` the green threads are in the drones of that pool, `width` in each; whichever
+    is free takes the next item.
 
     >>> from polycephaly import green
     >>> green.map(lambda n: n * n, range(5), width=2)
@@ -118,7 +146,8 @@ def map(
 
 
 def _as_fits(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """In plain code, runs the coroutine; in a coroutine, gives it; in asyncio code, one that has it run."""
+    """In plain code, runs the coroutine; in a coroutine, gives it; in asyncio code, one that has it
+    run."""
     if scheduler.in_step():
         return make()
     return _spawned(make) if _in_asyncio() else run(make())
@@ -140,7 +169,9 @@ def _in_asyncio() -> bool:
 class Mapped(Collected, Generic[T]):
     """What `map` gives in a coroutine: to be awaited, or iterated with ``async for``; once."""
 
-    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None) -> None:
+    def __init__(
+        self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
+    ) -> None:
         self._fn = fn
         self._items = items
         self._width = width
@@ -186,9 +217,12 @@ class _Place(Promise[Any]):
 
 
 class _Drain(Generic[T]):
-    """The workers behind an ``async for``: each takes an item, and leaves a place for its value in the channel."""
+    """The workers behind an ``async for``: each takes an item, and leaves a place for its value in
+    the channel."""
 
-    def __init__(self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None) -> None:
+    def __init__(
+        self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
+    ) -> None:
         self._items = items
         self._fn = fn
         self._progress = progress
@@ -204,7 +238,9 @@ class _Drain(Generic[T]):
         try:
             for item in self._items:
                 place = _Place()
-                await self.places.send(place)  # in the step that took the item: so places are in the items' order
+                await self.places.send(
+                    place
+                )  # in the step that took the item: so places are in the items' order
                 began = monotonic()
                 try:
                     place.set_result(await apply(item))
@@ -254,8 +290,11 @@ class _Values(AsyncIterator[Any]):
         self._drain.stop()
 
 
-def applier(fn: Callable[[Any], Any], progress: Progress | None) -> tuple[Callable[[Any], Any], bool]:
-    """How it is applied, and whether it is a coroutine function: foreign calls are on the trail already."""
+def applier(
+    fn: Callable[[Any], Any], progress: Progress | None
+) -> tuple[Callable[[Any], Any], bool]:
+    """How it is applied, and whether it is a coroutine function: foreign calls are on the trail
+    already."""
 
     async def call(item: Any) -> Any:
         value = await call_long(fn, item)

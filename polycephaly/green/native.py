@@ -3,20 +3,20 @@
     start(job) ──> room under the ceiling? an idle worker, or a new one ──> job()
              └──> else the queue ──> the next worker whose job is over ───────┘
 
-A worker is given one job after another. One that has had none for `LINGER` seconds ends, so an image that has
-stopped using green threads has no thread of theirs either. There is no cap but `ceiling`, and that is there so
-that a runaway loop meets a queue and not the kernel's limit.
+A worker is given one job after another. One that has had none for `LINGER` seconds ends, so an
+image that has stopped using green threads has no thread of theirs either. There is no cap but
+`ceiling`, and that is there so that a runaway loop meets a queue and not the kernel's limit.
 
-Which interleavings are possible. Nothing here holds a lock: jobs are started from finalizers and callbacks too,
-which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from `_queue`, has it alone (`pop` is
-atomic), and looking at `busy` and counting it up is one run of code without a call, in which CPython changes no thread.
+Which interleavings are possible. Nothing here holds a lock: jobs are started from finalizers and
+callbacks too, which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from
+`_queue`, has it alone (`pop` is atomic), and looking at `busy` and counting it up is one run of
+code without a call, in which CPython changes no thread.
 
-    submitter: A1 queue.append(job)          A2 busy is below the ceiling? takes a job from the queue
-    worker:    B1 the queue is empty: busy-1 B2 looks at the queue again, as A2 does
+    submitter: A1 queue.append(job)          A2 busy is below the ceiling? takes a job from the
+    queue worker:    B1 the queue is empty: busy-1 B2 looks at the queue again, as A2 does
 
-If A1 comes before B2 the worker sees the job. If not, then B1 came before B2 before A1 before A2, and the submitter
-sees the room. Both may see both: then one of them finds the queue empty.
-"""
+If A1 comes before B2 the worker sees the job. If not, then B1 came before B2 before A1 before A2,
+and the submitter sees the room. Both may see both: then one of them finds the queue empty."""
 
 from __future__ import annotations
 
@@ -64,20 +64,24 @@ class NativeThreadPool:
                 return
             self.busy -= 1
             if not self.busy:
-                raise RuntimeError("green threads cannot run: this process may not start another native thread")
+                raise RuntimeError(
+                    "green threads cannot run: this process may not start another native thread"
+                )
         self._queue.append(job)
         self.admit()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """The same for what must not stand in the queue, and does not count: who drives, watches, or serves a bound
-        thread. False where no thread can be started."""
+        """The same for what must not stand in the queue, and does not count: who drives, watches,
+        or serves a bound thread. False where no thread can be started."""
         return self._give(job)
 
     def _run(self, job: Callable[[], object]) -> None:
         while True:
             try:
                 job()
-            except BaseException:  # of a callback that was to be called at a thread's end, as sys.exit raises
+            except (
+                BaseException
+            ):  # of a callback that was to be called at a thread's end, as sys.exit raises
                 callbacks.exception("a callback of a green thread failed")
             del job  # nothing it holds is kept
             try:
@@ -153,11 +157,11 @@ class NativeThreadPool:
 class _Crowd:
     """Keeps thousands of native threads from bringing the machine to a halt.
 
-    A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. When thousands come back
-    from foreign calls at about the same time, this asking takes all processors, and fewer come through than arrive:
-    10,000 one-second sleeps took 2.3 s, or in one run of five more than 60. While there are many, the interval is
-    therefore longer, in proportion (measured with it: 2.0 to 2.6 s in 18 runs of 18).
-    """
+    A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. When
+    thousands come back from foreign calls at about the same time, this asking takes all processors,
+    and fewer come through than arrive: 10,000 one-second sleeps took 2.3 s, or in one run of five
+    more than 60. While there are many, the interval is therefore longer, in proportion (measured
+    with it: 2.0 to 2.6 s in 18 runs of 18)."""
 
     def __init__(self) -> None:
         self._usual = self._ours = 0.0
@@ -188,8 +192,9 @@ class _Worker:
         self.begun = allocate_lock()
         self.begun.acquire()
         self.ident = start_new_thread(self._live, ())
-        # One at a time: threads that are started faster than they come to their first blocking call wait for the
-        # interpreter all together, each asking for it every 5 ms. Some thousands of those bring everything to a halt.
+        # One at a time: threads that are started faster than they come to their first blocking call
+        # wait for the interpreter all together, each asking for it every 5 ms. Some thousands of
+        # those bring everything to a halt.
         self.begun.acquire()
 
     def give(self, job: Callable[[], object]) -> None:
@@ -209,7 +214,10 @@ class _Worker:
                 job = self.workers.next_job(self)
         finally:
             self.workers.ended()
-            if sys.version_info < (3, 13):  # code that asked for `current_thread()` made an entry, which stays
+            if sys.version_info < (
+                3,
+                13,
+            ):  # code that asked for `current_thread()` made an entry, which stays
                 entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
                 if isinstance(entry, threading._DummyThread):
                     del threading._active[get_ident()]  # type: ignore[attr-defined]

@@ -1,14 +1,15 @@
 """Green threads spread over the drones of a pool: `par` and `map` with ``over=pool``.
 
-    par(f, g, h, k, over=pool)    the first half in one drone, the second in another: a `par` in each
+    par(f, g, h, k, over=pool)    the first half in one drone, the second in another: a `par` in
+    each
 
     map(fn, items, over=pool)     items ──> `jobs` ──> width green threads in each drone ──> `done` ──> in order
                                             what is free takes the next one      both are channels that live here
 
-Channels that the functions have connect them as in one image. Each share is one piece of work, for one drone alone:
-they all run at the same time, as they may wait for each other, and each drone does nothing else meanwhile. A share of
-`map` whose drone has something else to do until all values are there is withdrawn; one of `par` is waited for.
-"""
+Channels that the functions have connect them as in one image. Each share is one piece of work, for
+one drone alone: they all run at the same time, as they may wait for each other, and each drone does
+nothing else meanwhile. A share of `map` whose drone has something else to do until all values are
+there is withdrawn; one of `par` is waited for."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def drones_of(pool: Any) -> Sequence[Any]:
         raise another(refusal)
     drones: Sequence[Any] = getattr(pool, "drones", ())
     if not drones:
-        raise TypeError(f"green threads can be spread over a pool that has drones, not over {pool!r}")
+        raise TypeError(
+            f"green threads can be spread over a pool that has drones, not over {pool!r}"
+        )
     return drones
 
 
@@ -63,7 +66,9 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
         if end > begin:
             try:
                 shares.append(drone.promise(_share, list(fns[begin:end])))
-            except BaseException:  # it has died just now, say: the others would wait for what it was to run
+            except (
+                BaseException
+            ):  # it has died just now, say: the others would wait for what it was to run
                 for share in shares:
                     share.cancel()
                 raise
@@ -81,7 +86,8 @@ async def _share(fns: list[Any]) -> list[Any]:
 
 
 async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
-    """Their values. The first that fails has the others cancelled; then all errors are raised, in one group."""
+    """Their values. The first that fails has the others cancelled; then all errors are raised, in
+    one group."""
     failed: list[BaseException] = []
 
     async def one(share: Promise[Any]) -> Any:
@@ -105,7 +111,9 @@ async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
 class Spread(Collected, Generic[T]):
     """What `map` gives with ``over=``: to be awaited, or iterated with ``async for``; once."""
 
-    def __init__(self, fn: Callable[[T], Any], items: Iterable[T], width: int, pool: Any, progress: Any) -> None:
+    def __init__(
+        self, fn: Callable[[T], Any], items: Iterable[T], width: int, pool: Any, progress: Any
+    ) -> None:
         self._fn = fn
         self._items = items
         self._width = width
@@ -121,7 +129,10 @@ class Spread(Collected, Generic[T]):
         done: Channel[tuple[int, Any]] = Channel(workers)
         room = Semaphore(workers * AHEAD)
         try:
-            shares = [drone.promise(share_of_map, self._fn, jobs, done, self._width) for drone in self._drones]
+            shares = [
+                drone.promise(share_of_map, self._fn, jobs, done, self._width)
+                for drone in self._drones
+            ]
         except BaseException:  # one of them has retired, say: the others would wait for ever
             jobs.close()
             done.close()
@@ -163,13 +174,18 @@ class Spread(Collected, Generic[T]):
                 await share
         await working[-1]
 
-    async def _feed(self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], room: Semaphore) -> None:
+    async def _feed(
+        self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], room: Semaphore
+    ) -> None:
         count = 0
         for item in self._items:
             await room.acquire()
             try:
                 await jobs.send((count, item))
-            except (ChannelClosed, ItemLost):  # nobody wants more; or a drone has died, and its promise tells that
+            except (
+                ChannelClosed,
+                ItemLost,
+            ):  # nobody wants more; or a drone has died, and its promise tells that
                 return
             count += 1
         await done.send((_END, count))
@@ -179,7 +195,9 @@ _END = -1
 """In place of an index: then it is not a value, but how many there are."""
 
 
-async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int) -> None:
+async def share_of_map(
+    fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int
+) -> None:
     """In a drone: `width` green threads that take what there is to do."""
     from ..wire.functions import label
     from .mapping import applier
@@ -193,7 +211,9 @@ async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Chann
             except Cancelled as error:
                 if scheduler.current._cancels:
                     raise
-                raise CancelledError(f"a call of {label(fn)} was cancelled") from error  # it was not by us
+                raise CancelledError(
+                    f"a call of {label(fn)} was cancelled"
+                ) from error  # it was not by us
             with suppress(ChannelClosed):  # nobody wants it any more
                 await done.send((index, value))
 
@@ -206,7 +226,8 @@ async def share_of_map(fn: Callable[[Any], Any], jobs: Channel[Any], done: Chann
 
 
 async def _drain(done: Channel[Any]) -> None:
-    """Takes what nobody wants any more: a channel that drones know is kept until it is closed, and empty."""
+    """Takes what nobody wants any more: a channel that drones know is kept until it is closed, and
+    empty."""
     while True:
         try:
             await done.receive()

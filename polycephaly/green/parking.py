@@ -1,8 +1,9 @@
-"""What a green thread awaits when all it does is wait to be woken: 48 bytes, where a generator's frame takes 200.
+"""What a green thread awaits when all it does is wait to be woken: 48 bytes, where a generator's
+frame takes 200.
 
-An awaitable that is its own iterator, as the interpreter asks for it: `__next__` is called when the await begins, and
-yields `PARK`; then either `send` with what the thread was given (`__next__` again where that is None), or `throw`.
-"""
+An awaitable that is its own iterator, as the interpreter asks for it: `__next__` is called when the
+await begins, and yields `PARK`; then either `send` with what the thread was given (`__next__` again
+where that is None), or `throw`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def parks(fn: F) -> F:
-    """Marks a plain function that gives a `Parking`: `spawn` takes it for the coroutine function that it stands for."""
+    """Marks a plain function that gives a `Parking`: `spawn` takes it for the coroutine function
+    that it stands for."""
     fn.parks = True  # type: ignore[attr-defined]
     return fn
 
@@ -37,7 +39,8 @@ class Parking:
         self.thread: GreenThread[Any] | None = None
 
     def enter(self, thread: GreenThread[Any]) -> bool:
-        """Called once, by the owner. False: there is nothing to wait for. It may raise `StopIteration` with a value."""
+        """Called once, by the owner. False: there is nothing to wait for. It may raise
+        `StopIteration` with a value."""
         raise NotImplementedError
 
     def leave(self) -> None:

@@ -1,11 +1,10 @@
 """Seeing what green threads do: a list of them, and the verdict that all of them wait for ever.
 
-A deadlock is only called so when it is certain. Everybody who could still do something counts: timers, foreign calls,
-promises that others settle, other native threads, signal handlers; but for the tools around a program that are known to
-have nothing to do with it, a test runner's time limit or an executor without work. A thread that a C library has
-started is not seen before it calls into Python: who waits for such a one awaits a `Promise`, which counts as from
-outside.
-"""
+A deadlock is only called so when it is certain. Everybody who could still do something counts:
+timers, foreign calls, promises that others settle, other native threads, signal handlers; but for
+the tools around a program that are known to have nothing to do with it, a test runner's time limit
+or an executor without work. A thread that a C library has started is not seen before it calls into
+Python: who waits for such a one awaits a `Promise`, which counts as from outside."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ TIME_LIMITS = ("pytest_timeout",)
 class ThreadInfo(NamedTuple):
     """A green thread as it was when asked for.
 
-    ``state`` is ``"running"``, ``"ready"``, ``"parked"``, ``"calling"`` (in a foreign call) or ``"native"`` (a plain
-    function). ``file`` and ``line`` are where its own code is; ``doing`` names what it does there.
-    """
+    ``state`` is ``"running"``, ``"ready"``, ``"parked"``, ``"calling"`` (in a foreign call) or
+    ``"native"`` (a plain function). ``file`` and ``line`` are where its own code is; ``doing``
+    names what it does there."""
 
     name: str
     state: str
@@ -73,10 +72,12 @@ def info_of(thread: object) -> ThreadInfo | None:
 
 
 def timeline() -> Timeline:
-    """What the green threads of this image have done: their lives, foreign calls, the items of `map`. From anywhere.
+    """What the green threads of this image have done: their lives, foreign calls, the items of
+    `map`. From anywhere.
 
-    The last 4,000 of these; what took less than 50 µs is left out, and so are the lives of threads beyond 256 that
-    live at once. In a drone it is what has not gone home yet with its results: see `Drone.timeline`.
+    The last 4,000 of these; what took less than 50 µs is left out, and so are the lives of threads
+    beyond 256 that live at once. In a drone it is what has not gone home yet with its results: see
+    `Drone.timeline`.
 
     >>> import time
     >>> from polycephaly import green
@@ -86,7 +87,9 @@ def timeline() -> Timeline:
     {'sleep'}
     """
     here = "this image"
-    return Timeline([*spans_of(list(trail.events), here), *lives_now(trail, list(scheduler.live), here)], [here])
+    return Timeline(
+        [*spans_of(list(trail.events), here), *lives_now(trail, list(scheduler.live), here)], [here]
+    )
 
 
 def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
@@ -95,20 +98,29 @@ def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
         ident = thread.in_foreign_code
         stack = list(_stack(frames.get(ident)))
         theirs = next((frame for frame in stack if not _is_ours(frame)), None)
-        return _describe(thread, "native" if ident else "ready", theirs, stack[0] if stack else None)
+        return _describe(
+            thread, "native" if ident else "ready", theirs, stack[0] if stack else None
+        )
     running = getattr(coro, "cr_running", False) or getattr(coro, "gi_running", False)
     if running:
         state = "running" if thread is scheduler.current else "calling"
     else:
-        state = "parked" if thread._value is PARKED else "calling" if thread._value is AWAY else "ready"
+        state = (
+            "parked" if thread._value is PARKED else "calling" if thread._value is AWAY else "ready"
+        )
     chain = list(_chain(coro))
     frames_ = [each for each in chain if isinstance(each, FrameType)]
     theirs = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
-    return _describe(thread, state, theirs or (frames_[0] if frames_ else None), chain[-1] if chain else None)
+    return _describe(
+        thread, state, theirs or (frames_[0] if frames_ else None), chain[-1] if chain else None
+    )
 
 
 def _describe(
-    thread: GreenThread[Any], state: str, where: FrameType | None, doing: FrameType | Parking | QueuedOperation | None
+    thread: GreenThread[Any],
+    state: str,
+    where: FrameType | None,
+    doing: FrameType | Parking | QueuedOperation | None,
 ) -> ThreadInfo:
     file, line = (where.f_code.co_filename, where.f_lineno) if where is not None else ("?", 0)
     if isinstance(doing, FrameType):
@@ -119,7 +131,8 @@ def _describe(
 
 
 def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
-    """The frames of a coroutine and what it awaits, outermost first; last what it is parked in, if without a frame."""
+    """The frames of a coroutine and what it awaits, outermost first; last what it is parked in, if
+    without a frame."""
     while coro is not None:
         if isinstance(coro, CoroutineType):
             frame, coro = coro.cr_frame, coro.cr_await
@@ -146,15 +159,24 @@ def _is_ours(frame: FrameType) -> bool:
     return str(name).startswith((OWN, "polycephaly.promises"))
 
 
-# -- deadlock ----------------------------------------------------------------------------------------
+# -- deadlock --------------------------------------------------------------------------------------
 
 
 def _look_for_deadlock() -> None:
     """By an owner that has had nothing to do for a while."""
     waiting = dict(promise.waiting)
-    if not waiting or scheduler.outside or scheduler.away > len(waiting) or scheduler.timers.left() is not None:
+    if (
+        not waiting
+        or scheduler.outside
+        or scheduler.away > len(waiting)
+        or scheduler.timers.left() is not None
+    ):
         return
-    stuck = [p for p, end in waiting.values() if isinstance(p, GreenThread) and end is None and p._value is PARKED]
+    stuck = [
+        p
+        for p, end in waiting.values()
+        if isinstance(p, GreenThread) and end is None and p._value is PARKED
+    ]
     if not stuck or somebody_else_could_act(waiting) or _a_signal_could_act():
         return
     listed = "\n".join(f"  {_info(thread, {})}" for thread in islice(list(scheduler.live), SHOWN))
@@ -197,7 +219,10 @@ def _is_time_limit(fn: Any) -> bool:
 
 def _a_signal_could_act() -> bool:
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
-    return any(callable(h) and h is not signal.default_int_handler and not _is_time_limit(h) for h in handlers)
+    return any(
+        callable(h) and h is not signal.default_int_handler and not _is_time_limit(h)
+        for h in handlers
+    )
 
 
 scheduler.when_silent = _look_for_deadlock

@@ -28,10 +28,12 @@ def run(main: Callable[..., T], /, *args: Any) -> T: ...
 def run(main: Any, /, *args: Any) -> Any:
     """Runs ``main(*args)`` as a green thread, and waits for it: its value or error.
 
-    The calling thread only waits, so signals and Ctrl-C arrive; Ctrl-C cancels the green thread, waits for its
-    end, and raises `KeyboardInterrupt`. Other green threads go on when `main` has ended.
+    The calling thread only waits, so signals and Ctrl-C arrive; Ctrl-C cancels the green thread,
+    waits for its end, and raises `KeyboardInterrupt`. Other green threads go on when `main` has
+    ended.
 
-    Raises `Deadlock` when everybody waits and nothing can wake anybody, and `RuntimeError` inside a coroutine.
+    Raises `Deadlock` when everybody waits and nothing can wake anybody, and `RuntimeError` inside a
+    coroutine.
 
     >>> from polycephaly import green
     >>> async def main(name):
@@ -43,10 +45,14 @@ def run(main: Any, /, *args: Any) -> Any:
     if scheduler.in_step():
         if is_coroutine(main):
             main.close()
-        raise RuntimeError("green.run waits, and inside a coroutine it would stop every green thread: use `await`")
+        raise RuntimeError(
+            "green.run waits, and inside a coroutine it would stop every green thread: use `await`"
+        )
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
-        raise RuntimeError("green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`")
+        raise RuntimeError(
+            "green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`"
+        )
     thread = None
     try:
         with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled

@@ -1,35 +1,40 @@
-"""The scheduler: one queue of green threads that can go on, and one native thread at a time that runs them.
+"""The scheduler: one queue of green threads that can go on, and one native thread at a time that
+runs them.
 
     spawn, wake-ups, post() ──> ready (FIFO) ──owner: thread._coro.send(value)──> parked, ready again, or finished
              │                                     │
              └── ring the bell                     └── green.call: another native thread may become the owner
 
-Whoever drives the queue is the *owner*. What green threads do between two awaits, they do on the owner, one at a
-time, so channels, locks and timers need no locks: they are touched by the owner only. Everybody else posts what
-is to be done (`post`), or spawns.
+Whoever drives the queue is the *owner*. What green threads do between two awaits, they do on the
+owner, one at a time, so channels, locks and timers need no locks: they are touched by the owner
+only. Everybody else posts what is to be done (`post`), or spawns.
 
-A green thread is parked when its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before it yields it
-has left word where it waits. Who wakes it puts the value that the await is to give into `_value`, and the thread
-into `ready`: only the owner does, and the fast paths of channels (see channel.py), and only when `_value` is `PARKED`.
+A green thread is parked when its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before
+it yields it has left word where it waits. Who wakes it puts the value that the await is to give
+into `_value`, and the thread into `ready`: only the owner does, and the fast paths of channels (see
+channel.py), and only when `_value` is `PARKED`.
 
-The bell. `bell` holds at most one waker: the sleeping owner's, or, when nobody drives, one that starts an owner;
-it is empty while the owner runs. Who has put something into `ready` and finds a waker pops it (atomic, so one
-does) and calls it. An owner about to sleep hangs up its waker *before* it looks at `ready` again: what came
-before is seen by that look, and who comes later finds the waker. Where the look finds something, the owner takes
-its waker down, and if it is gone already, waits for the call that is on its way. So no wake-up is lost or doubled. An
-owner that gives up hangs up the waker that starts an owner, and looks at `ready` once more; if it finds something, and
-that waker, it goes on; if it finds another's waker, that one has begun in the meantime, and is woken.
+The bell. `bell` holds at most one waker: the sleeping owner's, or, when nobody drives, one that
+starts an owner; it is empty while the owner runs. Who has put something into `ready` and finds a
+waker pops it (atomic, so one does) and calls it. An owner about to sleep hangs up its waker
+*before* it looks at `ready` again: what came before is seen by that look, and who comes later finds
+the waker. Where the look finds something, the owner takes its waker down, and if it is gone
+already, waits for the call that is on its way. So no wake-up is lost or doubled. An owner that
+gives up hangs up the waker that starts an owner, and looks at `ready` once more; if it finds
+something, and that waker, it goes on; if it finds another's waker, that one has begun in the
+meantime, and is woken.
 
-Ownership. It passes on only inside a *region* (`green.call`): while foreign code runs, the owner's `Driver.token` is
-the number of the call. The watchdog, or the foreign code itself when it is about to wait, takes the ownership by
-putting `TAKEN` in its place; when the call is over and finds its number, it puts `NO_CALL`. Each looks and puts in one
-run of straight-line code without a call, and CPython gives the interpreter to another thread only at calls, loop ends
-and function entries: so exactly one of them gets it. A call that does not find its number yields `LOST`, and touches
-nothing of the scheduler's in between.
+Ownership. It passes on only inside a *region* (`green.call`): while foreign code runs, the owner's
+`Driver.token` is the number of the call. The watchdog, or the foreign code itself when it is about
+to wait, takes the ownership by putting `TAKEN` in its place; when the call is over and finds its
+number, it puts `NO_CALL`. Each looks and puts in one run of straight-line code without a call, and
+CPython gives the interpreter to another thread only at calls, loop ends and function entries: so
+exactly one of them gets it. A call that does not find its number yields `LOST`, and touches nothing
+of the scheduler's in between.
 
-A forked child has no scheduler: `_forget` makes everything as it was before the first spawn. A step that has forked
-cannot wait there, as every await raises, and the child ends with that step (runtime/forked.py).
-"""
+A forked child has no scheduler: `_forget` makes everything as it was before the first spawn. A step
+that has forked cannot wait there, as every await raises, and the child ends with that step
+(runtime/forked.py)."""
 
 from __future__ import annotations
 
@@ -99,7 +104,8 @@ PARKED: Any = _Word("PARKED")  # the `_value` of a thread that is not in `ready`
 
 
 class _Note:
-    """Something for the owner to do, in its turn. It stands in `ready` like a thread, and is its own coroutine."""
+    """Something for the owner to do, in its turn. It stands in `ready` like a thread, and is its
+    own coroutine."""
 
     __slots__ = ("_do", "_value")
 
@@ -130,7 +136,9 @@ class Driver:
 
     def __init__(self) -> None:
         self.ident = get_ident()
-        self.clock = pthread_getcpuclockid(self.ident)  # asked for here: of an ended thread it would be a crash
+        self.clock = pthread_getcpuclockid(
+            self.ident
+        )  # asked for here: of an ended thread it would be a crash
         self.token = NO_CALL  # or the number of the foreign call it is in, or TAKEN
         self.began = 0.0  # when the foreign call that was taken over was first seen
         self.fn: Any = None  # what it calls, and whose call it is
@@ -140,7 +148,8 @@ class Driver:
         self.lock.acquire()
 
     def take(self) -> bool:
-        """Takes the ownership from the foreign call it is in; False where it has no ownership to give."""
+        """Takes the ownership from the foreign call it is in; False where it has no ownership to
+        give."""
         if self.token > NO_CALL:
             self.token = TAKEN  # no call since the look
             return True
@@ -148,7 +157,8 @@ class Driver:
 
 
 class Scheduler:
-    """There is one, `scheduler`. Methods that are not said to be for everybody are for the owner."""
+    """There is one, `scheduler`. Methods that are not said to be for everybody are for the
+    owner."""
 
     def __init__(self) -> None:
         self.ready: deque[GreenThread[Any] | _Note] = deque()
@@ -157,19 +167,27 @@ class Scheduler:
         self.bell: list[Callable[[], object]] = [self._begin]
         self.live: set[GreenThread[Any]] = set()
         self.current: Any = None  # the thread whose step runs
-        self.owner = 0  # the ident of the native thread that runs steps; 0: none, or it is in a foreign call
+        self.owner = (
+            0  # the ident of the native thread that runs steps; 0: none, or it is in a foreign call
+        )
         self.driver: Driver | None = None
         self.drivers: dict[int, Driver] = {}
         self.calls = 0  # foreign calls made, all told: the numbers for regions
         self.bouts = 0  # how often the owner has gone to sleep after it had run something
         self.away = 0  # plain functions and foreign calls that run on other native threads
         self.outside = 0  # green threads that wait for something from outside
-        self.mail: ChannelTransport | None = None  # once channels go to other images: the owner sleeps there, and looks into it
-        self.when_busy: Callable[[], object] = _nothing  # called by an owner that begins, or has slept
-        self.when_silent: Callable[[], object] = _nothing  # called by an owner that has had nothing to do for GRACE
+        self.mail: ChannelTransport | None = (
+            None  # once channels go to other images: the owner sleeps there, and looks into it
+        )
+        self.when_busy: Callable[[], object] = (
+            _nothing  # called by an owner that begins, or has slept
+        )
+        self.when_silent: Callable[[], object] = (
+            _nothing  # called by an owner that has had nothing to do for GRACE
+        )
         self._luck = 1
 
-    # -- for everybody ----------------------------------------------------------------------------
+    # -- for everybody -----------------------------------------------------------------------------
 
     def post(self, do: Callable[[], object]) -> None:
         """Has the owner do something soon. It must not raise, and must not wait."""
@@ -192,13 +210,14 @@ class Scheduler:
         return driver is not None and driver.token == NO_CALL
 
     def step_aside(self) -> None:
-        """To be called by plain code that is about to wait: in a foreign call, somebody else drives meanwhile."""
+        """To be called by plain code that is about to wait: in a foreign call, somebody else drives
+        meanwhile."""
         driver = self.drivers.get(get_ident())
         if driver is not None and driver.take():
             driver.began = monotonic()
             self.hand_over()
 
-    # -- ownership --------------------------------------------------------------------------------
+    # -- ownership ---------------------------------------------------------------------------------
 
     def hand_over(self) -> None:
         """The ownership was taken from a region: another native thread drives from now on."""
@@ -212,7 +231,9 @@ class Scheduler:
     def _begin(self) -> None:
         if not self.workers.start_urgently(self._drive):
             self.bell.append(self._begin)
-            raise RuntimeError("green threads cannot run: this process may not start another native thread")
+            raise RuntimeError(
+                "green threads cannot run: this process may not start another native thread"
+            )
 
     def _drive(self) -> None:
         """A worker's job: drives until there is nothing to do, or the ownership is lost."""
@@ -224,7 +245,9 @@ class Scheduler:
             base = Context()
             try:
                 told = base.run(self._loop, driver, base)
-            except BaseException as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
+            except (
+                BaseException
+            ) as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
                 promise.callbacks.error("a callback of a green thread failed", exc_info=error)
                 continue
             if told is None:
@@ -250,10 +273,11 @@ class Scheduler:
         del self.drivers[driver.ident]
 
     def _loop(self, driver: Driver, base: Context) -> Any:
-        """Runs green threads. None: given up. LOST: taken away. A thread: it has set a context variable.
+        """Runs green threads. None: given up. LOST: taken away. A thread: it has set a context
+        variable.
 
-        `base` is the context this runs in, and it is empty. Threads that never set a variable share it.
-        """
+        `base` is the context this runs in, and it is empty. Threads that never set a variable share
+        it."""
         take, heap, parked, park = self.ready.popleft, self.timers.heap, PARKED, PARK
         generation = forked.generation
         thread: Any = None
@@ -285,7 +309,9 @@ class Scheduler:
                     return thread if self.current is None else self.current
             else:
                 continue
-            if thread is not None or self.current is not None:  # the latter: what mail has let go on, out of turn
+            if (
+                thread is not None or self.current is not None
+            ):  # the latter: what mail has let go on, out of turn
                 self.bouts += 1
             self.current = thread = value = None  # keep nothing while asleep
             if not self._sleep(driver):
@@ -321,17 +347,24 @@ class Scheduler:
         return self._strange(thread, told)
 
     def _sleep(self, driver: Driver) -> bool:
-        """Until there is something to do. False: there was nothing for LINGER seconds, and it was given up."""
+        """Until there is something to do. False: there was nothing for LINGER seconds, and it was
+        given up."""
         bell, ready = self.bell, self.ready
         mail = self.mail
-        lock: Any = driver.lock if mail is None else mail  # with mail, what other images send wakes as the bell does
+        lock: Any = (
+            driver.lock if mail is None else mail
+        )  # with mail, what other images send wakes as the bell does
         driver.fn = driver.thread = None  # of the last foreign call
         asked = False
         while True:
             bell.append(lock.release)
             left = self.timers.left()
             patience = GRACE if not asked else LINGER if mail is None else 1e6
-            if ready or left == 0.0 or not lock.acquire(timeout=patience if left is None else min(left, 1e6)):
+            if (
+                ready
+                or left == 0.0
+                or not lock.acquire(timeout=patience if left is None else min(left, 1e6))
+            ):
                 try:
                     bell.pop()
                 except IndexError:
@@ -362,7 +395,7 @@ class Scheduler:
         self.when_busy()
         return True
 
-    # -- odds and ends ----------------------------------------------------------------------------
+    # -- odds and ends -----------------------------------------------------------------------------
 
     def draw(self, n: int) -> int:
         """A number below `n`: the same ones in each run, and fair."""
@@ -371,7 +404,8 @@ class Scheduler:
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """For a fork: no green thread is between two awaits, unless one is for longer than STAND_STILL."""
+        """For a fork: no green thread is between two awaits, unless one is for longer than
+        STAND_STILL."""
         driver = self.drivers.get(get_ident())
         if self.bell or (driver is not None and driver.token != TAKEN):  # asleep; or: it is us
             yield
@@ -392,8 +426,8 @@ class Scheduler:
             over.release()
 
     def _forget(self) -> None:
-        """In a forked child. The parent's green threads are its own: here they are only kept from being destroyed,
-        which would run their `finally` clauses."""
+        """In a forked child. The parent's green threads are its own: here they are only kept from
+        being destroyed, which would run their `finally` clauses."""
         _of_parents.append((self.live, list(self.ready), list(self.timers.heap)))
         self.ready.clear()
         self.timers.forget()
@@ -415,7 +449,8 @@ _of_parents: list[Any] = []
 
 
 class StandIn:
-    """Stands in a thread's `_coro` for the coroutine proper (`coro`), and does something more at each step."""
+    """Stands in a thread's `_coro` for the coroutine proper (`coro`), and does something more at
+    each step."""
 
     __slots__ = ("coro",)
     coro: Any
@@ -446,9 +481,8 @@ class InContext(StandIn):
 class Interrupted(StandIn):
     """For a thread that could not be interrupted at once, as it was not parked, until it has been.
 
-    A thread that is ready may hold what it was given, an item from a channel say. It gets that first, and the error at
-    its next await, so that nothing is lost.
-    """
+    A thread that is ready may hold what it was given, an item from a channel say. It gets that
+    first, and the error at its next await, so that nothing is lost."""
 
     __slots__ = ("errors", "thread")
 
@@ -490,7 +524,11 @@ def not_begun(coro: Any) -> bool:
     coro = bare(coro)
     if isinstance(coro, CoroutineType):
         return not (coro.cr_suspended or coro.cr_running) and coro.cr_frame is not None
-    return isinstance(coro, GeneratorType) and not (coro.gi_suspended or coro.gi_running) and coro.gi_frame is not None
+    return (
+        isinstance(coro, GeneratorType)
+        and not (coro.gi_suspended or coro.gi_running)
+        and coro.gi_frame is not None
+    )
 
 
 def _give_context(thread: Any, base: Context) -> None:
@@ -504,7 +542,8 @@ def _give_context(thread: Any, base: Context) -> None:
 
 
 def foreign(told: Any) -> TypeError:
-    """The error of who awaited something that is not of ours; `told` is what it yielded, or raised."""
+    """The error of who awaited something that is not of ours; `told` is what it yielded, or
+    raised."""
     if isinstance(told, BaseException) or hasattr(told, "_asyncio_future_blocking"):
         what = "something of asyncio's"
     elif told is None:

@@ -3,12 +3,14 @@
     guards ──can one be done at once?──> done: its index and value
           └─no──> an Offer of each is left where somebody may take it up ──> the first that is, wins; the rest go
 
-All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one step: no second
-offer can be taken up in between, also where both sides of a channel are in a `select`.
+All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one
+step: no second offer can be taken up in between, also where both sides of a channel are in a
+`select`.
 
-Where the channel is known to other images, that one step may have to span several. Then who would bring the two sides
-together first has each `select` *held* (distributed/transaction.py): it cannot choose anything else until it is
-told that it has happened, or that it has not. Its offers to this image's own channels are taken back meanwhile.
+Where the channel is known to other images, that one step may have to span several. Then who would
+bring the two sides together first has each `select` *held* (distributed/transaction.py): it cannot
+choose anything else until it is told that it has happened, or that it has not. Its offers to this
+image's own channels are taken back meanwhile.
 
 The names are occam's and ProcessJ's: a guarded alternative, with preconditions (`when`).
 """
@@ -65,7 +67,7 @@ class Offer(Waiter):
     def refuse(self, error: BaseException) -> None:
         self.select.commit(self, Refused(error))
 
-    # -- for deals with other images, which have it held first (distributed/transaction.py) -----------------------
+    # -- for deals with other images, which have it held first (distributed/transaction.py) --------
 
     def happen(self, value: Any) -> None:
         self.select.happen(Chosen(self.index, value))
@@ -86,7 +88,8 @@ class Offer(Waiter):
 
 
 class Guard(Generic[T]):
-    """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled` and `skip`."""
+    """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled`
+    and `skip`."""
 
     __slots__ = ("channel", "end", "item", "when")
 
@@ -200,15 +203,17 @@ def after(seconds: float, *, when: bool | Callable[[], object] = True) -> Guard[
 
 
 def settled(promise: Promise[T], *, when: bool | Callable[[], object] = True) -> Guard[T]:
-    """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without `when`.
+    """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without
+    `when`.
 
-    The value is the promise's; its error is raised from `select`. The promise is not cancelled if another is chosen.
-    """
+    The value is the promise's; its error is raised from `select`. The promise is not cancelled if
+    another is chosen."""
     return _Settled(promise, when)
 
 
 def skip(*, when: bool | Callable[[], object] = True) -> Guard[None]:
-    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for "else".
+    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for
+    "else".
 
     Not beside channels that live in another image: that is a `ValueError`, as a default is.
     """
@@ -231,7 +236,9 @@ class _Select:
             if index not in self.offers:
                 self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
                 guard.leave(offer)
-                if not self.waits or self.hold is not None:  # another image had been waiting for that
+                if (
+                    not self.waits or self.hold is not None
+                ):  # another image had been waiting for that
                     return
 
     def commit(self, offer: Offer, outcome: Any) -> None:
@@ -255,10 +262,11 @@ class _Select:
             while hold is not None and hold.others:
                 hold.others.popleft()(False)
 
-    # -- for who would bring together two sides in different images --------------------------------------
+    # -- for who would bring together two sides in different images --------------------------------
 
     def ask(self, answer: Callable[[bool], object]) -> None:
-        """Has it held: `answer` is called with True once it is, or with False if it has chosen, or was broken off."""
+        """Has it held: `answer` is called with True once it is, or with False if it has chosen, or
+        was broken off."""
         if not self.waits:
             answer(False)
         elif self.hold is not None:
@@ -305,10 +313,9 @@ class _Select:
         while hold.others and not self.waits:
             hold.others.popleft()(False)
 
-
     def _look_again(self, hold: Hold) -> None:
-        """What came to this image's own channels meanwhile has not found its offers there. Still held, so that nobody
-        else can choose for it in between."""
+        """What came to this image's own channels meanwhile has not found its offers there. Still
+        held, so that nobody else can choose for it in between."""
         for index, guard in list(self.guards.items()):
             if index in self.offers:
                 continue
@@ -333,7 +340,8 @@ class Hold:
         self.others: deque[Callable[[bool], object]] = deque() if others is None else others
         """Who would hold it next."""
         self.overdue: list[tuple[Offer, Any]] = []
-        """What has come meanwhile: timers, promises, and at its end what this image's own channels have."""
+        """What has come meanwhile: timers, promises, and at its end what this image's own channels
+        have."""
         self.errors: list[BaseException] = []
         """Raised in its thread meanwhile."""
 
@@ -354,22 +362,27 @@ def select(
 @overload
 def select(*guards: Guard[T] | Promise[T], priority: bool = False) -> Awaitable[Chosen[T]]: ...
 @overload
-def select(*guards: Guard[T] | Promise[T], priority: bool = False, default: D) -> Awaitable[Chosen[T] | D]: ...
+def select(
+    *guards: Guard[T] | Promise[T], priority: bool = False, default: D
+) -> Awaitable[Chosen[T] | D]: ...
 
 
 @coroutine
 def select(
     *guards: Guard[Any] | Promise[Any], priority: bool = False, default: Any = ...
 ) -> Generator[Any, Any, Any]:
-    """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and its value.
+    """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and
+    its value.
 
-    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise, ``skip()``. Those whose
-    ``when`` is false, or a function that now gives something false, are left out. Where several can happen at once, one
-    is chosen fairly, or, with ``priority=True``, the first. With a `default`, nothing is waited for: where no guard can
-    happen at once, it is what `select` gives. (In asyncio: ``await green.spawn(green.select(...))``.)
+    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise,
+    ``skip()``. Those whose ``when`` is false, or a function that now gives something false, are
+    left out. Where several can happen at once, one is chosen fairly, or, with ``priority=True``,
+    the first. With a `default`, nothing is waited for: where no guard can happen at once, it is
+    what `select` gives. (In asyncio: ``await green.spawn(green.select(...))``.)
 
-    Raises `ValueError` without guards, or where all preconditions are false and there is no default (nothing could
-    ever happen); `ChannelClosed` where the chosen guard is of a closed channel; the error of a rejected promise.
+    Raises `ValueError` without guards, or where all preconditions are false and there is no default
+    (nothing could ever happen); `ChannelClosed` where the chosen guard is of a closed channel; the
+    error of a rejected promise.
 
     >>> from polycephaly import green
     >>> async def main():
@@ -388,13 +401,17 @@ def select(
         if isinstance(guard, Promise):
             guard = _Settled(guard, True)
         elif not isinstance(guard, Guard):
-            raise TypeError(f"select takes guards, such as channel.receiving(), and promises, not {guard!r}")
+            raise TypeError(
+                f"select takes guards, such as channel.receiving(), and promises, not {guard!r}"
+            )
         when = guard.when
         if when is True or (when() if callable(when) else when):
             open_.append((index, guard))
     if not open_:
         if isinstance(default, EllipsisType):
-            raise ValueError("every guard's precondition is false: nothing could ever happen; give a default")
+            raise ValueError(
+                "every guard's precondition is false: nothing could ever happen; give a default"
+            )
         return default
     thread = scheduler.current
     left = len(open_)
@@ -432,7 +449,10 @@ def select(
 
 def _check_all_are_here(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
     """What waits for nothing is chosen: those of other images never would be."""
-    if any(getattr(guard, "channel", None) is not None and guard.channel.is_remote for _, guard in guards):
+    if any(
+        getattr(guard, "channel", None) is not None and guard.channel.is_remote
+        for _, guard in guards
+    ):
         raise ValueError(
             "whether a channel that lives in another image can be served at once is not known here: "
             "instead of a default, or `green.skip()`, use `green.after(seconds)`"

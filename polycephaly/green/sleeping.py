@@ -61,7 +61,8 @@ def sleep(seconds: float) -> Awaitable[None]:
 
 
 def current() -> GreenThread[Any]:
-    """The green thread that runs here, be it a plain function. Raises `RuntimeError` outside of one."""
+    """The green thread that runs here, be it a plain function. Raises `RuntimeError` outside of
+    one."""
     thread = here()
     if thread is None:
         raise RuntimeError("no green thread runs here")
@@ -69,10 +70,12 @@ def current() -> GreenThread[Any]:
 
 
 class timeout:
-    """``async with green.timeout(seconds):`` ends what is in the block when its time is over, with `TimeoutError`.
+    """``async with green.timeout(seconds):`` ends what is in the block when its time is over, with
+    `TimeoutError`.
 
-    The await that the block is at then raises `Cancelled`, which becomes `TimeoutError` at the end of the block. A
-    foreign call cannot be broken off; the block ends when it has returned. Blocks may be nested. `None`: no limit.
+    The await that the block is at then raises `Cancelled`, which becomes `TimeoutError` at the end
+    of the block. A foreign call cannot be broken off; the block ends when it has returned. Blocks
+    may be nested. `None`: no limit.
 
     >>> from polycephaly import green
     >>> async def main():
@@ -96,7 +99,9 @@ class timeout:
 
     async def __aenter__(self) -> timeout:
         if get_ident() != scheduler.owner:
-            raise outside("green.timeout", "asyncio.timeout, or the time limits of what is waited for")
+            raise outside(
+                "green.timeout", "asyncio.timeout, or the time limits of what is waited for"
+            )
         if self._thread is not None:
             raise RuntimeError("a timeout is for one block; make another one")
         self._thread = scheduler.current
@@ -113,15 +118,21 @@ class timeout:
         self._thread._interrupt(self._error)
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         if self._timer is not None:
             scheduler.timers.call_off(self._timer)
         if self._error is None:
             return
-        self._error.called_off = True  # if it has not been raised yet, it must not hit what comes after the block
-        # Whoever ended without it was in time but for being told so: it may have been given something, which must not
-        # get lost. A foreign call that came back too late is the block's own delay.
+        self._error.called_off = (
+            True  # if it has not been raised yet, it must not hit what comes after the block
+        )
+        # Whoever ended without it was in time but for being told so: it may have been given
+        # something, which must not get lost. A foreign call that came back too late is the block's
+        # own delay.
         if error is self._error and self._thread._cancels != self._cancels:
             return  # cancelled on top of that: it passes for that
         if error is self._error or (error is None and self._error.in_call):

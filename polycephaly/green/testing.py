@@ -3,8 +3,8 @@
     with testing.virtual_time() as clock:      the time stands still while anybody runs,
         green.run(main)                        and jumps to the next timer when all wait
 
-As trio's `MockClock` with `autojump_threshold=0`, but that nothing has to be guessed: the scheduler knows who waits.
-"""
+As trio's `MockClock` with `autojump_threshold=0`, but that nothing has to be guessed: the scheduler
+knows who waits."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ class Clock:
 
 @contextmanager
 def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
-    """Give the green threads of this process a time of their own, for a test, and return its `Clock`.
+    """Give the green threads of this process a time of their own, for a test, and return its
+    `Clock`.
 
-    `green.sleep`, `green.timeout`, `green.after` and whatever has a time limit within green threads keep to it. The
-    time stands still while a green thread runs, or a plain function that one has called, or while one waits for a
-    promise that others settle (a drone, say). When all wait, it jumps to the next of these times; with ``jumps=False``
-    it moves by `Clock.advance` alone. Limits in plain threads (``promise.result(1)``, ``channel.get(1)``) are of real
-    time. Raises `RuntimeError` within another `virtual_time`, and where channels go to other processes, which have
-    their own time.
+    `green.sleep`, `green.timeout`, `green.after` and whatever has a time limit within green threads
+    keep to it. The time stands still while a green thread runs, or a plain function that one has
+    called, or while one waits for a promise that others settle (a drone, say). When all wait, it
+    jumps to the next of these times; with ``jumps=False`` it moves by `Clock.advance` alone. Limits
+    in plain threads (``promise.result(1)``, ``channel.get(1)``) are of real time. Raises
+    `RuntimeError` within another `virtual_time`, and where channels go to other processes, which
+    have their own time.
 
     >>> from polycephaly import green
     >>> from polycephaly.green import testing
@@ -76,9 +78,13 @@ def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
     """
     timers = scheduler.timers
     if timers.jump is not None:
-        raise RuntimeError("virtual_time is the time of all green threads of a process: it cannot be nested")
+        raise RuntimeError(
+            "virtual_time is the time of all green threads of a process: it cannot be nested"
+        )
     if scheduler.mail is not None:
-        raise RuntimeError("virtual_time is not for a process whose channels go to others, which have their own time")
+        raise RuntimeError(
+            "virtual_time is not for a process whose channels go to others, which have their own time"
+        )
     clock = Clock(jumps)
 
     _in_the_scheduler(partial(timers.keep_to, clock.time, clock._jump))
@@ -104,7 +110,8 @@ def _in_the_scheduler(act: Callable[[], None]) -> None:
 
 
 async def all_waiting() -> None:
-    """Park until all other green threads wait: for each other, for a time, or for a plain function's end.
+    """Park until all other green threads wait: for each other, for a time, or for a plain
+    function's end.
 
     >>> from polycephaly import green
     >>> from polycephaly.green import testing

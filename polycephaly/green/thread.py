@@ -1,12 +1,13 @@
-"""Green threads: a coroutine, or a plain function, that runs beside the others, and is the promise of its value.
+"""Green threads: a coroutine, or a plain function, that runs beside the others, and is the promise
+of its value.
 
     spawn(async def) ──> GreenThread ──> scheduler.ready ──> steps on the owner ──> value or error
     spawn(plain def) ──> NativeThread ──> a native thread of the cache ───────────> value or error
 
-Cancelling asks: `Cancelled` is raised at the await where the thread is parked, or at its next one, and the promise is
-settled when the thread has ended, its `finally` clauses included. A plain function cannot be broken off in the
-middle of foreign code; where it waits for a channel, a green thread or a drone's work, it is, and cancels that.
-"""
+Cancelling asks: `Cancelled` is raised at the await where the thread is parked, or at its next one,
+and the promise is settled when the thread has ended, its `finally` clauses included. A plain
+function cannot be broken off in the middle of foreign code; where it waits for a channel, a green
+thread or a drone's work, it is, and cancels that."""
 
 from __future__ import annotations
 
@@ -36,7 +37,17 @@ from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare
 if TYPE_CHECKING:
     from .group import Group
 
-__all__ = ["Cancelled", "GreenThread", "NativeThread", "Wake", "here", "outside", "pause", "spawn", "start"]
+__all__ = [
+    "Cancelled",
+    "GreenThread",
+    "NativeThread",
+    "Wake",
+    "here",
+    "outside",
+    "pause",
+    "spawn",
+    "start",
+]
 
 T = TypeVar("T")
 
@@ -56,7 +67,8 @@ class Cancelled(AsyncioCancelled):
     """It came while the thread was in a foreign call, which cannot be broken off."""
 
     called_off = False
-    """Whoever asked for it does not want it any more: it is dropped, if it has not been raised yet."""
+    """Whoever asked for it does not want it any more: it is dropped, if it has not been raised
+    yet."""
 
 
 class GreenThread(Promise[T]):
@@ -72,8 +84,8 @@ class GreenThread(Promise[T]):
     _since: float | None = None  # when it was spawned, if that is told
     _number = 0  # in the trail
     _cancels = 0
-    """How often a `cancel()` has reached it: a time limit on top of that must not make a `TimeoutError` of it."""
-
+    """How often a `cancel()` has reached it: a time limit on top of that must not make a
+    `TimeoutError` of it."""
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
         self._open = None
@@ -86,13 +98,15 @@ class GreenThread(Promise[T]):
         """As given to `spawn`, or else the function's qualified name."""
         return self._name or self._qualname or _qualname(self._coro)
 
-    # -- its end: the owner calls these --------------------------------------------------------------
+    # -- its end: the owner calls these ------------------------------------------------------------
 
     def _finish(self, value: T) -> None:
         self._end(FINISHED, value, None)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(error):  # it has looked for its loop
+        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(
+            error
+        ):  # it has looked for its loop
             error = foreign(error)
         if error.__traceback__ is not None:  # the scheduler's own frame tells nobody anything
             error.__traceback__ = error.__traceback__.tb_next
@@ -121,17 +135,17 @@ class GreenThread(Promise[T]):
             if group is not None:
                 group._ended(self, error)
 
-    # -- acting on it --------------------------------------------------------------------------------
+    # -- acting on it ------------------------------------------------------------------------------
 
     _can_be_interrupted = True
     from_outside = False
 
     def cancel(self, running: bool = True) -> bool:
-        """Asks it to end: `Cancelled` is raised at the await where it is, or at its next one. From any thread.
+        """Asks it to end: `Cancelled` is raised at the await where it is, or at its next one. From
+        any thread.
 
-        Returns whether it was still going. The promise is settled when it has ended: as cancelled, unless
-        it caught `Cancelled` and returned something all the same.
-        """
+        Returns whether it was still going. The promise is settled when it has ended: as cancelled,
+        unless it caught `Cancelled` and returned something all the same."""
         if self.done():
             return self._state == CANCELLED
         error = Cancelled()
@@ -141,7 +155,11 @@ class GreenThread(Promise[T]):
 
     def _interrupt(self, error: BaseException) -> None:
         """Has `error` raised at an await of it, once. From any thread."""
-        if get_ident() == scheduler.owner and self._value is not PARKED and self is not scheduler.current:
+        if (
+            get_ident() == scheduler.owner
+            and self._value is not PARKED
+            and self is not scheduler.current
+        ):
             self._throw(error)  # it has not begun yet, say: then it never will
         else:
             scheduler.post(lambda: self._throw(error))
@@ -165,7 +183,8 @@ class GreenThread(Promise[T]):
         return not self.done()
 
     def own(self, killable: Any) -> None:
-        """Something that ends with this green thread: its `kill` is called then, if it is still there."""
+        """Something that ends with this green thread: its `kill` is called then, if it is still
+        there."""
         if self._owned is None:
             self._owned = WeakSet()
         self._owned.add(killable)
@@ -218,7 +237,7 @@ class GreenThread(Promise[T]):
     def _send_away(self, job: Callable[[], None]) -> None:
         scheduler.workers.start(job)
 
-    # -- being looked at -----------------------------------------------------------------------------
+    # -- being looked at ---------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
         if not self.done():
@@ -243,8 +262,8 @@ class GreenThread(Promise[T]):
             self._unseen = None
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        # See promises/promise.py. At birth, a `__dict__` would be 64 bytes for each that waits; made in the place
-        # of one that has just been freed, it comes without a collection.
+        # See promises/promise.py. At birth, a `__dict__` would be 64 bytes for each that waits;
+        # made in the place of one that has just been freed, it comes without a collection.
         room: dict[str, Any] = {}
         del room
         self.__dict__  # noqa: B018
@@ -264,7 +283,8 @@ class GreenThread(Promise[T]):
             self._look_up()
 
     def _look_up(self) -> None:
-        # Who waits here, or has just ended, may have been the last who could wake the others: the scheduler is to look.
+        # Who waits here, or has just ended, may have been the last who could wake the others: the
+        # scheduler is to look.
         if scheduler.bell:
             scheduler.ring()
 
@@ -273,13 +293,18 @@ class GreenThread(Promise[T]):
 
 
 Own: type[GreenThread[Any]] = GreenThread
-"""The class of this image's. A forked child has another one: its parent's, in a channel's slot, are known by that."""
+"""The class of this image's. A forked child has another one: its parent's, in a channel's slot, are
+known by that."""
 
 
 def _another_image() -> None:
     global Own
     natives.clear()
-    Own = type("GreenThread", (GreenThread,), {"__slots__": (), "__module__": __name__, "__qualname__": "GreenThread"})
+    Own = type(
+        "GreenThread",
+        (GreenThread,),
+        {"__slots__": (), "__module__": __name__, "__qualname__": "GreenThread"},
+    )
 
 
 class NativeThread(GreenThread[T]):
@@ -287,7 +312,9 @@ class NativeThread(GreenThread[T]):
 
     __slots__ = ("_asked_to_end", "_ident", "_told")
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None
+    ) -> None:
         super().__init__(None, group)
         self._ident = 0  # of the native thread that runs it
         self._asked_to_end = self._told = False
@@ -340,7 +367,9 @@ class NativeThread(GreenThread[T]):
             scheduler.post(lambda: self._end(state, value, told))  # groups are the owner's
         else:
             self._end(state, value, told)
-            if scheduler.bell and promises.waiting:  # it may have been the last who could wake the others
+            if (
+                scheduler.bell and promises.waiting
+            ):  # it may have been the last who could wake the others
                 scheduler.ring()
 
     def cancel(self, running: bool = True) -> bool:
@@ -355,8 +384,9 @@ class NativeThread(GreenThread[T]):
         ident = self._ident
         if not ident:
             return True
-        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks, then looks whether
-        # it waits: one sees the other. Another job may have begun on that native thread since: `natives` tells.
+        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks,
+        # then looks whether it waits: one sees the other. Another job may have begun on that native
+        # thread since: `natives` tells.
         waits = promises.waiting.get(ident)
         if waits is None or natives.get(ident) is not self or not waits[0]._cancels_with_waiter:
             return self.done() and self._state == CANCELLED
@@ -377,19 +407,23 @@ def spawn(
     fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
 ) -> GreenThread[T]: ...
 @overload
-def spawn(fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[T]: ...
+def spawn(
+    fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
 
 
 def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
-    """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From anywhere.
+    """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From
+    anywhere.
 
-    A coroutine function is run by the scheduler: atomically between two awaits, one at a time with all others.
-    A plain function is run on a native thread of its own meanwhile; if what it gives can be awaited, it is. With
-    ``bound=True`` all steps of a coroutine function, and the foreign calls it makes, are run on one native thread,
-    for objects that belong to the thread that made them (`sqlite3`, GUIs). A coroutine object is taken as well.
+    A coroutine function is run by the scheduler: atomically between two awaits, one at a time with
+    all others. A plain function is run on a native thread of its own meanwhile; if what it gives
+    can be awaited, it is. With ``bound=True`` all steps of a coroutine function, and the foreign
+    calls it makes, are run on one native thread, for objects that belong to the thread that made
+    them (`sqlite3`, GUIs). A coroutine object is taken as well.
 
-    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with `name`; who passes
-    the promise on (`then`, `gather`) has looked.
+    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with
+    `name`; who passes the promise on (`then`, `gather`) has looked.
 
     >>> from polycephaly import green
     >>> async def double(x):
@@ -401,7 +435,11 @@ def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) 
 
 
 def start(
-    fn: Any, args: tuple[Any, ...], group: Group | None = None, name: str | None = None, bound: bool = False
+    fn: Any,
+    args: tuple[Any, ...],
+    group: Group | None = None,
+    name: str | None = None,
+    bound: bool = False,
 ) -> GreenThread[Any]:
     thread: GreenThread[Any]
     if is_coroutine(fn):
@@ -431,7 +469,6 @@ def start(
     if context:  # most often it is empty, and then nothing is copied
         coro = InContext(coro, context)
     if bound:
-
         from .bound import BoundThread  # it is one of these itself
 
         thread = BoundThread(coro, group)
@@ -469,11 +506,14 @@ natives: dict[int, GreenThread[Any]] = {}
 
 
 def here() -> GreenThread[Any] | None:
-    """The green thread whose code this is: between two awaits, in a foreign call, or a plain function."""
+    """The green thread whose code this is: between two awaits, in a foreign call, or a plain
+    function."""
     ident = get_ident()
     driver = scheduler.drivers.get(ident)
     if driver is not None:
-        owner: GreenThread[Any] | None = scheduler.current if driver.token == NO_CALL else driver.thread
+        owner: GreenThread[Any] | None = (
+            scheduler.current if driver.token == NO_CALL else driver.thread
+        )
         return owner
     return natives.get(ident)
 
@@ -497,11 +537,12 @@ def outside(what: str, instead: str = AROUND) -> RuntimeError:
     return RuntimeError(f"{what} is for green threads, and was used outside of one: use {instead}")
 
 
-# -- waiting for what is not of the scheduler's making ------------------------------------------------
+# -- waiting for what is not of the scheduler's making ---------------------------------------------
 
 
 class Wake:
-    """Wakes the green thread that made it, once, if it still waits there. To be called from anywhere."""
+    """Wakes the green thread that made it, once, if it still waits there. To be called from
+    anywhere."""
 
     __slots__ = ("thread",)
 
@@ -549,6 +590,8 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
 
 
 os.register_at_fork(after_in_child=_another_image)
+
+
 def _asked_to_end(ident: int, told: bool) -> bool:
     """Until it was told, by the end of a wait: its clean-up may wait for something."""
     thread = natives.get(ident)
@@ -562,11 +605,12 @@ promises.asked_to_end = _asked_to_end
 promises.green = (scheduler.in_step, _await_promise)
 
 
-# -- errors nobody looked at ----------------------------------------------------------------------
+# -- errors nobody looked at -----------------------------------------------------------------------
 
 
 class Unseen:
-    """An error that nobody has looked at. If it goes, or the program ends, before anybody did, it is printed."""
+    """An error that nobody has looked at. If it goes, or the program ends, before anybody did, it
+    is printed."""
 
     __slots__ = ("__weakref__", "error", "name")
 
@@ -591,7 +635,9 @@ class Unseen:
         count = _told[alike] = _told.get(alike, 0) + 1
         if count <= TOLD_IN_FULL:
             lines = traceback.format_exception(error)
-            sys.stderr.write(f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}")
+            sys.stderr.write(
+                f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}"
+            )
         elif count == 10 ** (len(str(count)) - 1):  # 10, 100, ...
             _tell_count(alike, count)
 
@@ -613,13 +659,17 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _tell_count(alike: str, count: int) -> None:
-    sys.stderr.write(f"Nobody looked at the errors of {count:,} green threads so far, all {alike}\n")
+    sys.stderr.write(
+        f"Nobody looked at the errors of {count:,} green threads so far, all {alike}\n"
+    )
 
 
 @atexit.register
 def _tell_all() -> None:
     for each in list(_unseen):
         each.tell()
-    for alike, count in list(_told.items()):  # writing may collect garbage, which reports errors too
+    for alike, count in list(
+        _told.items()
+    ):  # writing may collect garbage, which reports errors too
         if count > TOLD_IN_FULL and sys.stderr is not None:
             _tell_count(alike, count)

@@ -23,11 +23,12 @@ _FEW = 32  # so many that have left are not worth a sweep
 
 
 class WaitQueue(Generic[T]):
-    """Those who wait, in the order of coming. Leaving from the middle takes no longer where there are many.
+    """Those who wait, in the order of coming. Leaving from the middle takes no longer where there
+    are many.
 
-    Who leaves is only counted in `_gone`, and passed over when its turn comes, or swept out when those are the
-    majority. Who comes again stands behind its former place, so the first of its places are those that count as gone.
-    """
+    Who leaves is only counted in `_gone`, and passed over when its turn comes, or swept out when
+    those are the majority. Who comes again stands behind its former place, so the first of its
+    places are those that count as gone."""
 
     __slots__ = ("_gone", "_left", "_places")
 
@@ -84,7 +85,8 @@ class WaitQueue(Generic[T]):
 
 
 class Waiter:
-    """Waits in a queue for its turn at one end. `Offer` (select.py) is one that may have turned elsewhere."""
+    """Waits in a queue for its turn at one end. `Offer` (select.py) is one that may have turned
+    elsewhere."""
 
     __slots__ = ("item", "line", "thread")
 
@@ -94,7 +96,9 @@ class Waiter:
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
-        self.line: Any = None  # the Line where it stands; or a Deal (distributed/transaction.py) that has it
+        self.line: Any = (
+            None  # the Line where it stands; or a Deal (distributed/transaction.py) that has it
+        )
 
     def serve(self, value: Any) -> None:
         """It has its turn: `value` is what its await gives."""
@@ -108,11 +112,14 @@ class Waiter:
 
 
 class QueuedOperation(Waiter):
-    """A green thread's place in a channel's queue, and what it awaits there; as `Parking` it has no frame."""
+    """A green thread's place in a channel's queue, and what it awaits there; as `Parking` it has no
+    frame."""
 
     __slots__ = ("channel", "end", "parked")
 
-    def __init__(self, thread: GreenThread[Any], channel: Channel[Any], end: str, item: Any = None) -> None:
+    def __init__(
+        self, thread: GreenThread[Any], channel: Channel[Any], end: str, item: Any = None
+    ) -> None:
         super().__init__(thread, item)
         self.channel = channel
         self.end = end

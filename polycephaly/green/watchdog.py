@@ -4,18 +4,19 @@
     a green thread is between two awaits for longer than `HELD`      ──> says who, where and for how long
     ... and has said something to another image by a channel          ──> sends it
 
-It looks every `window` while foreign calls are being made, else every `SLOW`, and ends when nobody drives.
+It looks every `window` while foreign calls are being made, else every `SLOW`, and ends when nobody
+drives.
 
-When a hand-over would gain nothing. A call that computes and holds the interpreter's lock blocks the others whoever
-drives. It is told by two signs together: the driving thread has used the processor for most of the time since the last
-look, and the watchdog itself came late, as it had to wait for the lock. A call that computes without the lock
-(compressing, hashing, matrix products) lets the watchdog come in time, and is handed over.
+When a hand-over would gain nothing. A call that computes and holds the interpreter's lock blocks
+the others whoever drives. It is told by two signs together: the driving thread has used the
+processor for most of the time since the last look, and the watchdog itself came late, as it had to
+wait for the lock. A call that computes without the lock (compressing, hashing, matrix products)
+lets the watchdog come in time, and is handed over.
 
-Which interleavings are possible. The ownership is taken by the watchdog or kept by the call, never both (see
-scheduler.py). It may be of a later call than the one that was looked at: then a short call is handed over for nothing,
-which costs a thread switch and is otherwise right. The thread whose clock is read may have ended: that is an
-`OSError`, and it was idle.
-"""
+Which interleavings are possible. The ownership is taken by the watchdog or kept by the call, never
+both (see scheduler.py). It may be of a later call than the one that was looked at: then a short
+call is handed over for nothing, which costs a thread switch and is otherwise right. The thread
+whose clock is read may have ended: that is an `OSError`, and it was idle."""
 
 from __future__ import annotations
 
@@ -53,12 +54,16 @@ class Watchdog:
         self._resting = False
         self._bell = allocate_lock()
         self._bell.acquire()
-        self._asked: float | None = None  # when the owner was asked for a sign of life that it has not given yet
+        self._asked: float | None = (
+            None  # when the owner was asked for a sign of life that it has not given yet
+        )
         self._report_at = HELD
-        self._suspect: Any = None  # who ran then, and the processor time of the driving thread and of all
+        self._suspect: Any = (
+            None  # who ran then, and the processor time of the driving thread and of all
+        )
         self._used = self._used_by_all = 0.0
 
-    # -- for those it watches ------------------------------------------------------------------------
+    # -- for those it watches ----------------------------------------------------------------------
 
     def look_closely(self) -> None:
         """A foreign call begins, and nobody looks closely."""
@@ -74,18 +79,23 @@ class Watchdog:
             if not scheduler.workers.start_urgently(self._watch):
                 self._running = False  # no thread to be had: who begins next tries again
 
-    # -- watching ------------------------------------------------------------------------------------
+    # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
             self._look()
-        except BaseException:  # a logging filter may raise: then the next owner that is busy begins another one
+        except (
+            BaseException
+        ):  # a logging filter may raise: then the next owner that is busy begins another one
             self._running = False
             log.exception("the watchdog failed")
 
     def _look(self) -> None:
         self.ident = get_ident()
-        quiet, calls = QUIET, scheduler.calls  # slowly, until the next call: it may have been started for a message
+        quiet, calls = (
+            QUIET,
+            scheduler.calls,
+        )  # slowly, until the next call: it may have been started for a message
         idle = seen = 0
         began = used_before = looked_before = 0.0
         while True:
@@ -120,8 +130,12 @@ class Watchdog:
             if token != seen:
                 seen, began = token, now
             else:
-                computing = used - used_before > (now - looked_before) / 2 and now - due > self.window
-                if not computing and (now - began > ALONE * self.window or _somebody_could_go_on(now)):
+                computing = (
+                    used - used_before > (now - looked_before) / 2 and now - due > self.window
+                )
+                if not computing and (
+                    now - began > ALONE * self.window or _somebody_could_go_on(now)
+                ):
                     self._take_over(driver, began)
                     seen = 0
             looked_before, used_before = now, used
@@ -129,9 +143,9 @@ class Watchdog:
     def _rest(self) -> None:
         """Until it is time for a slow look, or somebody asks for a close one.
 
-        Who asks clears `slow`, then looks at `_resting`; this sets `_resting`, then looks at `slow`: one sees the
-        other. Who clears `_resting` first, in a line without a call, decides whether a ring is on its way.
-        """
+        Who asks clears `slow`, then looks at `_resting`; this sets `_resting`, then looks at
+        `slow`: one sees the other. Who clears `_resting` first, in a line without a call, decides
+        whether a ring is on its way."""
         self._resting = True
         if self.slow and self._bell.acquire(timeout=SLOW):
             return
@@ -141,8 +155,9 @@ class Watchdog:
             self._bell.acquire()
 
     def _may_end(self) -> bool:
-        """Nobody drives. An owner that begins takes its waker from the bell, then looks at `_running`; this clears
-        `_running`, then looks at the bell. So one of the two sees the other, and who sets `_running` goes on."""
+        """Nobody drives. An owner that begins takes its waker from the bell, then looks at
+        `_running`; this clears `_running`, then looks at the bell. So one of the two sees the
+        other, and who sets `_running` goes on."""
         self._running = False
         if scheduler.bell:
             return True
@@ -155,16 +170,20 @@ class Watchdog:
         fn = driver.fn
         driver.began = began  # before: the call may come back at once
         if driver.take():
-            self.handovers += 1  # before: who drives from now on may see to everything before this thread goes on
+            self.handovers += (
+                1  # before: who drives from now on may see to everything before this thread goes on
+            )
             history.was_long(fn)
             scheduler.hand_over()
 
-    # -- who holds the scheduler ---------------------------------------------------------------------
+    # -- who holds the scheduler -------------------------------------------------------------------
 
     def _look_for_life(self, driver: Driver, now: float, late: bool) -> None:
         thread, used, used_by_all = scheduler.current, _processor_time(driver), process_time()
         asked = self._asked
-        if asked is None or thread is not self._suspect:  # another one runs now, and may hold up the sign of life
+        if (
+            asked is None or thread is not self._suspect
+        ):  # another one runs now, and may hold up the sign of life
             self._asked, self._report_at = now, HELD
             self._suspect, self._used, self._used_by_all = thread, used, used_by_all
             if asked is None:
@@ -173,8 +192,8 @@ class Watchdog:
         held = now - asked
         if held < self._report_at or thread is None:
             return
-        # It computes, be it with a small share of a busy machine; or it is blocked, while the interpreter is free.
-        # Else it only waits for the interpreter.
+        # It computes, be it with a small share of a busy machine; or it is blocked, while the
+        # interpreter is free. Else it only waits for the interpreter.
         used, used_by_all = used - self._used, used_by_all - self._used_by_all
         computes = used > held / 2 or used > max(held / 20, used_by_all / 2)
         if late and not computes:

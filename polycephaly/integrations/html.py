@@ -1,7 +1,8 @@
-"""How pools, drones and promises look in a notebook: small tables, with all that is the user's escaped.
+"""How pools, drones and promises look in a notebook: small tables, with all that is the user's
+escaped.
 
-From any thread, without the hub's turn: what is read here may change meanwhile, so it is a picture, not a snapshot.
-"""
+From any thread, without the hub's turn: what is read here may change meanwhile, so it is a picture,
+not a snapshot."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def _runs(link: DroneHandle) -> str:
 
 
 def _bar(spans: Spans, promise: Promise[Any]) -> str:
-    """Its life as a bar: waited, on its way, ran, on its way back. Of what is under way, as far as it is."""
+    """Its life as a bar: waited, on its way, ran, on its way back. Of what is under way, as far as
+    it is."""
     times = [getattr(spans, name) for name, _, _ in _PHASES]
     if times[0] is None:
         return ""
@@ -100,7 +102,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = "") -> str:
+def _table(
+    title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = ""
+) -> str:
     head = f"<tr>{''.join(f'<th>{each}</th>' for each in columns)}</tr>" if columns else ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(each))}</td>" for each in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(each))}</td>" for each in row) + "</tr>" for row in rows
+    )
     return f"<div><code>{escape(title)}</code><table>{head}{body}</table>{below}</div>"

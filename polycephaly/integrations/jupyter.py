@@ -3,9 +3,9 @@
     %%doit [POOL]  ── the cell, as a code string ──> a drone of the pool    ── value ──> Out, output ──> under the cell
     %%everywhere [POOL] ─────────────────────────> each of its drones       ── values, one per drone
 
-A cell is what any code string is: statements in the drone's `__main__`; the value of a last expression is its own. So
-no `!commands` and no magics in it. An interrupt of the kernel cancels the work, and the pool goes on.
-"""
+A cell is what any code string is: statements in the drone's `__main__`; the value of a last
+expression is its own. So no `!commands` and no magics in it. An interrupt of the kernel cancels the
+work, and the pool goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 _WORD = re.compile(r"\s*(\S+)")
 _FLAGS = {"-a": "async", "--async": "async"}
-_OPTIONS = {"-p": "pool", "--pool": "pool", "-d": "drone", "--drone": "drone", "-t": "timeout", "--timeout": "timeout"}
+_OPTIONS = {
+    "-p": "pool",
+    "--pool": "pool",
+    "-d": "drone",
+    "--drone": "drone",
+    "-t": "timeout",
+    "--timeout": "timeout",
+}
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -49,8 +56,9 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def _note_cell(*_: object) -> None:
-    """From now on what drones print appears under this cell, whichever thread reads it: a kernel finds the cell in the
-    context of the code that prints. (ipykernel 6 would show it under the cell that started the hub's thread.)"""
+    """From now on what drones print appears under this cell, whichever thread reads it: a kernel
+    finds the cell in the context of the code that prints. (ipykernel 6 would show it under the cell
+    that started the hub's thread.)"""
     output.told_in = contextvars.copy_context()
 
 
@@ -65,10 +73,9 @@ class Heads(Magics):
             %%doit [POOL] [--drone NAME] [--timeout SECONDS] [--async]
             %doit [--pool POOL] [...] CODE
 
-        POOL is a variable that holds a pool or a drone, or a pool's name; without it, the one that was used last, or
-        made last. `--drone`: by that one of its drones. `--timeout`: interrupted after so long. `--async` (`-a`): does
-        not wait, and gives the promise.
-        """
+        POOL is a variable that holds a pool or a drone, or a pool's name; without it, the one that
+        was used last, or made last. `--drone`: by that one of its drones. `--timeout`: interrupted
+        after so long. `--async` (`-a`): does not wait, and gives the promise."""
         __tracebackhide__ = True  # IPython leaves such frames out
         call = _Call(line, cell)
         promise = call.doer(self._pools(), self).promise(call.code)
@@ -76,7 +83,8 @@ class Heads(Magics):
 
     @line_cell_magic
     def everywhere(self, line: str, cell: str | None = None) -> Any:
-        """Runs the cell once in each drone of a pool, and gives the list of the values, or nothing where all are None.
+        """Runs the cell once in each drone of a pool, and gives the list of the values, or nothing
+        where all are None.
 
             %%everywhere [POOL] [--timeout SECONDS] [--async]
             %everywhere [--pool POOL] [...] CODE
@@ -88,7 +96,9 @@ class Heads(Magics):
         doer = call.doer(self._pools(), self)
         each = getattr(doer, "everywhere", None)
         if each is None or call.drone:
-            _refuse(f"everywhere takes a pool of this image, not {call.drone or type(doer).__name__}")
+            _refuse(
+                f"everywhere takes a pool of this image, not {call.drone or type(doer).__name__}"
+            )
         promises: list[Promise[Any]] = each(call.code)
         if call.no_wait:
             return promises
@@ -108,7 +118,9 @@ class Heads(Magics):
         return {
             name: each
             for name, each in self.shell.user_ns.items()
-            if isinstance(each, TaskTarget) and each._crew.refusal is None and not re.match(r"_\d*$|__", name)
+            if isinstance(each, TaskTarget)
+            and each._crew.refusal is None
+            and not re.match(r"_\d*$|__", name)
         }
 
 
@@ -139,7 +151,9 @@ class _Call:
         if cell is None:
             self.code = rest.strip()
         elif rest.strip():
-            _refuse(f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS and --async")
+            _refuse(
+                f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS and --async"
+            )
         else:
             self.code = cell
         if not self.code.strip():
@@ -174,7 +188,9 @@ class _Call:
                 assert last_used is not None
                 return last_used
             doers = list(there.values())
-            return next((each for each in reversed(doers) if isinstance(each, ExecutorBase)), doers[-1])
+            return next(
+                (each for each in reversed(doers) if isinstance(each, ExecutorBase)), doers[-1]
+            )
         if self.pool in there:
             return there[self.pool]
         for each in there.values():

@@ -1,9 +1,9 @@
 """Rooms: callers who wait until a queue has room for their work.
 
-A caller leaves its promise in `_waiting` and looks again at the queue; whoever shortens a queue does so in a turn,
-which ends with `tell`. So either the caller sees the shorter queue, or that turn sees the caller. As many are told as
-there is room for, in their order; each looks again, since others may have come first.
-"""
+A caller leaves its promise in `_waiting` and looks again at the queue; whoever shortens a queue
+does so in a turn, which ends with `tell`. So either the caller sees the shorter queue, or that turn
+sees the caller. As many are told as there is room for, in their order; each looks again, since
+others may have come first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class BackPressure:
         return len(queue) < self._limit
 
     def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
-        """Until there is room in it, or it is `closed`. Not where this very thread would have to make the room."""
+        """Until there is room in it, or it is `closed`. Not where this very thread would have to
+        make the room."""
         while not (self.has(queue) or closed()) and self._hub.can_be_waited_for():
             room = _Room(self._hub, queue)
             self._waiting.append(room)

@@ -9,7 +9,14 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 from ..drone import namespace
 from ..promises.promise import Promise
 from ..store.kept import Kept
-from .config import TaskOptions, check_at_least, check_keep, check_seconds, check_timeout, check_work
+from .config import (
+    TaskOptions,
+    check_at_least,
+    check_keep,
+    check_seconds,
+    check_timeout,
+    check_work,
+)
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .map import Results, results
@@ -34,7 +41,12 @@ class TaskTarget:
     def promise(self, work: str, /) -> Promise[Any]: ...
     @overload
     def promise(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, keep: Literal[True], **kwargs: Any
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        keep: Literal[True],
+        **kwargs: Any,
     ) -> Promise[Kept[T]]: ...
     @overload
     def promise(
@@ -42,22 +54,32 @@ class TaskTarget:
     ) -> Promise[Kept[T]]: ...
     @overload
     def promise(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, keep: bool = False, **kwargs: Any
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        keep: bool = False,
+        **kwargs: Any,
     ) -> Promise[T]: ...
     @overload
-    def promise(self, work: Callable[..., T], /, *args: Any, keep: bool = False, **kwargs: Any) -> Promise[T]: ...
+    def promise(
+        self, work: Callable[..., T], /, *args: Any, keep: bool = False, **kwargs: Any
+    ) -> Promise[T]: ...
 
-    def promise(self, work: str | Callable[..., Any], /, *args: Any, keep: bool = False, **kwargs: Any) -> Promise[Any]:
+    def promise(
+        self, work: str | Callable[..., Any], /, *args: Any, keep: bool = False, **kwargs: Any
+    ) -> Promise[Any]:
         """Has `work` done, after what was given before; a promise of its value.
 
-        `work` is a code string, run in the drone's `__main__` namespace (the value of a last expression is
-        the result), or a callable with arguments, or a coroutine function. Promises among the arguments, also in
-        lists, tuples and values of dicts there, are waited for first and arrive as their values. With ``keep=True`` the
-        value stays in its drone, and the promise is of a handle of it: see `Kept`. (A function that has a parameter of
-        that name gets it by ``functools.partial``.)
+        `work` is a code string, run in the drone's `__main__` namespace (the value of a last
+        expression is the result), or a callable with arguments, or a coroutine function. Promises
+        among the arguments, also in lists, tuples and values of dicts there, are waited for first
+        and arrive as their values. With ``keep=True`` the value stays in its drone, and the promise
+        is of a handle of it: see `Kept`. (A function that has a parameter of that name gets it by
+        ``functools.partial``.)
 
-        Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with the work itself,
-        its pickling included, rejects the promise.
+        Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with
+        the work itself, its pickling included, rejects the promise.
 
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
@@ -69,10 +91,14 @@ class TaskTarget:
             check_work(work, args, kwargs)
         if keep is not False:
             check_keep(keep)
-            return self._crew.submit(work, args, kwargs, self._link, self._terms, KeptTask(self._crew))
+            return self._crew.submit(
+                work, args, kwargs, self._link, self._terms, KeptTask(self._crew)
+            )
         return self._crew.submit(work, args, kwargs, self._link, self._terms)
 
-    def _give(self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Promise[Any]:
+    def _give(
+        self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Promise[Any]:
         """`promise`, where all keywords are the work's own."""
         check_work(work, args, kwargs)
         return self._crew.submit(work, args, kwargs, self._link, self._terms)
@@ -80,7 +106,9 @@ class TaskTarget:
     @overload
     def doit(self, work: str, /) -> Any: ...
     @overload
-    def doit(self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+    def doit(
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+    ) -> T: ...
     @overload
     def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
 
@@ -89,10 +117,12 @@ class TaskTarget:
         return wait_for(self._give(work, args, kwargs))
 
     def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
-        """The same drone or pool on other terms, for single pieces of work; what is not named stays.
+        """The same drone or pool on other terms, for single pieces of work; what is not named
+        stays.
 
-        Work that runs longer than `timeout` seconds is interrupted and rejected with `TimeoutError`; it is run again
-        up to `retries` times when its drone dies (a pool's work: a lone drone has nobody else to run it).
+        Work that runs longer than `timeout` seconds is interrupted and rejected with
+        `TimeoutError`; it is run again up to `retries` times when its drone dies (a pool's work: a
+        lone drone has nobody else to run it).
 
         >>> import polycephaly as poly, time
         >>> with poly.Pool(1) as pool:
@@ -119,7 +149,8 @@ class DroneBase(TaskTarget):
     """One drone, with a namespace that stays."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a name in its namespace. A name that is not there: `KeyError` (that is a `NameError` too).
+        """The value of a name in its namespace. A name that is not there: `KeyError` (that is a
+        `NameError` too).
 
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:
@@ -141,14 +172,16 @@ class DroneBase(TaskTarget):
     __iter__ = None  # or Python would ask for drone[0], drone[1] and so on
 
     def push(self, names: Mapping[str, Any]) -> None:
-        """Binds names in the drone's namespace; done when it returns. Raises what the pickling of a value raises."""
+        """Binds names in the drone's namespace; done when it returns. Raises what the pickling of a
+        value raises."""
         wrong = [name for name in names if not isinstance(name, str)]
         if wrong:
             raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
         self.doit(namespace.push, dict(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
-        """The values of `names`, in that order. A name that is not there: `NameError` (that is a `KeyError` too).
+        """The values of `names`, in that order. A name that is not there: `NameError` (that is a
+        `KeyError` too).
 
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:
@@ -172,12 +205,17 @@ class ExecutorBase(TaskTarget, Executor):
         self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
     ) -> list[Promise[T]]: ...
     @overload
-    def everywhere(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[Promise[T]]: ...
+    def everywhere(
+        self, work: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> list[Promise[T]]: ...
 
-    def everywhere(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Promise[Any]]:
+    def everywhere(
+        self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Promise[Any]]:
         """Has `work` done once by each drone: a list of promises, one per drone.
 
-        A drone that replaces another later has not done it; for what every drone needs, see `initializer`.
+        A drone that replaces another later has not done it; for what every drone needs, see
+        `initializer`.
 
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
@@ -235,18 +273,19 @@ class ExecutorBase(TaskTarget, Executor):
     ) -> Results[Any]:
         """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
 
-        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or `buffersize`
-        calls; from a served pool, 2,048), so they may be endless, and a slow consumer slows the drones down.
-        ``ordered=False`` gives results as they come. `timeout` seconds from this call, waiting raises
-        `TimeoutError`. A call's error is raised in its place; then, or when the iterator is closed, what is under
-        way is cancelled.
-        `chunksize` is accepted for the standard library's sake: there is nothing to tune. With `progress` a bar on
-        stderr shows how many calls are done.
+        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or
+        `buffersize` calls; from a served pool, 2,048), so they may be endless, and a slow consumer
+        slows the drones down. ``ordered=False`` gives results as they come. `timeout` seconds from
+        this call, waiting raises `TimeoutError`. A call's error is raised in its place; then, or
+        when the iterator is closed, what is under way is cancelled. `chunksize` is accepted for the
+        standard library's sake: there is nothing to tune. With `progress` a bar on stderr shows how
+        many calls are done.
 
-        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other green threads.
+        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other
+        green threads.
 
-        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at the call. The
-        iterator is for one thread at a time.
+        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at
+        the call. The iterator is for one thread at a time.
 
         >>> import itertools, polycephaly as poly
         >>> with poly.Pool(2) as pool:
@@ -262,16 +301,20 @@ class ExecutorBase(TaskTarget, Executor):
         check_work(fn, iterables or ((),), {})
         self._crew.check_open()
         total = total_of(iterables)
-        return results(self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress)
+        return results(
+            self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress
+        )
 
     @overload
-    def submit(self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    def submit(
+        self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+    ) -> Promise[T]: ...
     @overload
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
-        """The standard library's spelling of `promise`. As there, a program that ends without an error finishes first
-        what a pool has that was given work in this way."""
+        """The standard library's spelling of `promise`. As there, a program that ends without an
+        error finishes first what a pool has that was given work in this way."""
         if not callable(fn):
             check_work(fn, args, kwargs)
         self._crew.has_promised_to_finish = True

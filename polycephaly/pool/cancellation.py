@@ -4,15 +4,15 @@
     timeout= is over ──────────────────────────────────────────────┘              │ still there after `grace_seconds`
                                                                                   └──> the drone is killed, and replaced
 
-One drone has one timer at most, for the first of its work that has a limit; that one sets the next. One for an earlier
-limit takes its place. All in turns.
+One drone has one timer at most, for the first of its work that has a limit; that one sets the next.
+One for an earlier limit takes its place. All in turns.
 
-When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due before it has read
-what drones answered meanwhile: so that is read first, and what was answered in time is not halted.
+When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due
+before it has read what drones answered meanwhile: so that is read first, and what was answered in
+time is not halted.
 
-A drone that is killed takes along what it knows, so that time must not be over because the machine stood still: it
-passes in LOOKS steps, of which a pause takes one, however long it is.
-"""
+A drone that is killed takes along what it knows, so that time must not be over because the machine
+stood still: it passes in LOOKS steps, of which a pause takes one, however long it is."""
 
 from __future__ import annotations
 
@@ -59,10 +59,13 @@ class Cancellation:
         if first < link.timer_at:
             self.call_off(link)
             link.timer_at = first
-            link.timer = self._crew.hub.after(first - self._crew.hub.timers.now(), partial(self._look_at, link))
+            link.timer = self._crew.hub.after(
+                first - self._crew.hub.timers.now(), partial(self._look_at, link)
+            )
 
     def call_off(self, link: DroneHandle) -> None:
-        """No look at its limits is due any more: an earlier one takes its place, or it has ended."""
+        """No look at its limits is due any more: an earlier one takes its place, or it has
+        ended."""
         if link.timer is not None:
             self._crew.hub.timers.call_off(link.timer)
             link.timer, link.timer_at = None, inf
@@ -81,7 +84,9 @@ class Cancellation:
         self._set_timer(link)
 
     def _timed_out(self, link: DroneHandle, work: Task) -> None:
-        error = TimeoutError(f"{work.definition.label} ran for more than {work.timeout} s on {link.name}")
+        error = TimeoutError(
+            f"{work.definition.label} ran for more than {work.timeout} s on {link.name}"
+        )
         self._crew.hub.deliver(partial(work._settle, FINISHED, None, error))
         self.interrupt(link, work)
 
@@ -91,7 +96,9 @@ class Cancellation:
         self._look_again(link, work, LOOKS)
 
     def _look_again(self, link: DroneHandle, work: Task, looks: int) -> None:
-        self._crew.hub.after(tuning.grace_seconds / LOOKS, partial(self._kill_if_still, link, work, looks - 1))
+        self._crew.hub.after(
+            tuning.grace_seconds / LOOKS, partial(self._kill_if_still, link, work, looks - 1)
+        )
 
     def _kill_if_still(self, link: DroneHandle, work: Task, looks: int) -> None:
         link.catch_up()

@@ -77,7 +77,9 @@ def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def check_start(start: str | None) -> str | None:
     if start is not None and start not in START_METHODS:
-        raise ValueError(f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}")
+        raise ValueError(
+            f"unknown start method {start!r}: use one of {', '.join(map(repr, START_METHODS))}"
+        )
     return start
 
 
@@ -104,7 +106,9 @@ def check_hang_timeout(seconds: float | None) -> float | None:
 
 def check_report_waiting(seconds: float | None) -> float | None:
     if check_seconds("report_waiting", seconds) is not None and not seconds > 0:  # type: ignore[operator]
-        raise ValueError(f"report_waiting must be a positive number of seconds, or None for never, not {seconds!r}")
+        raise ValueError(
+            f"report_waiting must be a positive number of seconds, or None for never, not {seconds!r}"
+        )
     return seconds
 
 
@@ -124,7 +128,8 @@ def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
 
 
 def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
-    """Each drone's own, by index. Asked for now: a replacement is started where no code of users runs."""
+    """Each drone's own, by index. Asked for now: a replacement is started where no code of users
+    runs."""
     if env is None or isinstance(env, Mapping):
         each = [env or {}] * size
     elif callable(env):

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["entered", "innermost", "left"]
 
 _pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())
-"""From the outermost on, of this thread, asyncio task or green thread. It keeps none alive: copies of a context may
-live longer than the block."""
+"""From the outermost on, of this thread, asyncio task or green thread. It keeps none alive: copies
+of a context may live longer than the block."""
 
 
 _entered = _pools.get

@@ -4,19 +4,21 @@
                               ^                     │ recalled, or its drone died before it began
                               └─────────────────────┘
 
-Who may run what: work with a `target` waits in that link's `pinned`, all else in `queue`. A drone gets as much
-as `tuning.batch_seconds` of known short work at once; one piece at a time where the time is long or not known yet.
-Where one drone turns out busy with work behind it while another is idle, what it has not begun is recalled.
+Who may run what: work with a `target` waits in that link's `pinned`, all else in `queue`. A drone
+gets as much as `tuning.batch_seconds` of known short work at once; one piece at a time where the
+time is long or not known yet. Where one drone turns out busy with work behind it while another is
+idle, what it has not begun is recalled.
 
 Which drones there are, and how they start and end, is the roster's business (supervisor.py).
 
-Each piece is at any moment in one place: in a queue, or in one link's flight. It leaves the flight by its
-result, by RETURNED, or by its drone's death, and the running page tells which work a dead drone had begun.
-So what had not begun is queued again and runs exactly once, and what had is lost (or run again: `retries`).
+Each piece is at any moment in one place: in a queue, or in one link's flight. It leaves the flight
+by its result, by RETURNED, or by its drone's death, and the running page tells which work a dead
+drone had begun. So what had not begun is queued again and runs exactly once, and what had is lost
+(or run again: `retries`).
 
-`submit` races with the crew's end: it looks at `refusal`, appends, and looks at `over`; the hub sets `over`
-and then empties the queue. Whoever pops an entry rejects it, so none is left and none is rejected twice.
-"""
+`submit` races with the crew's end: it looks at `refusal`, appends, and looks at `over`; the hub
+sets `over` and then empties the queue. Whoever pops an entry rejects it, so none is left and none
+is rejected twice."""
 
 from __future__ import annotations
 
@@ -60,16 +62,21 @@ log = logging.getLogger(__name__)
 
 DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
 _BATCH = 2048
-CATCH_UP = 1024 - 1  # a mask: every so many calls, who submits many of them sees to the drones in between
+CATCH_UP = (
+    1024 - 1
+)  # a mask: every so many calls, who submits many of them sees to the drones in between
 
 
 class Dispatcher:
-    """Made in the thread that asks for it, of whose process it takes the snapshot. Raises as `Supervisor` does."""
+    """Made in the thread that asks for it, of whose process it takes the snapshot. Raises as
+    `Supervisor` does."""
 
     def __init__(self, plan: PoolConfig) -> None:
         self.plan = plan
         self.output = plan.output
-        self.audiences: dict[str, Listener] = {}  # by the tag of what they want to hear, instead of `output`
+        self.audiences: dict[
+            str, Listener
+        ] = {}  # by the tag of what they want to hear, instead of `output`
         self.terms = plan.terms
         self._own_terms = plan.terms if plan.terms != (None, 0) else None
         self.queue: deque[Task] = deque()
@@ -90,10 +97,16 @@ class Dispatcher:
         self.lending = Leases(self)
         self.stuck = StallDetector(self)
         self.rooms: BackPressure | None = None  # where queues have a limit
-        self.careful = self._own_terms is not None or plan.max_queued is not None  # each call has more to look at
+        self.careful = (
+            self._own_terms is not None or plan.max_queued is not None
+        )  # each call has more to look at
         self.record = TraceBuffer()
-        self.waiting: set[Task] = set()  # for promises among their arguments; any thread adds, and takes out
-        self.held: set[Task] = set()  # for what they take, or lent to another process; in turns only
+        self.waiting: set[Task] = (
+            set()
+        )  # for promises among their arguments; any thread adds, and takes out
+        self.held: set[Task] = (
+            set()
+        )  # for what they take, or lent to another process; in turns only
         self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
@@ -133,7 +146,7 @@ class Dispatcher:
     def book(self) -> FunctionRegistry:
         return self.roster.book
 
-    # -- any thread -------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -144,8 +157,8 @@ class Dispatcher:
         terms: TaskOptions | None = None,
         work: Task | None = None,
     ) -> Task:
-        """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or `BrokenProcessPool`) when closed
-        (broken)."""
+        """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or
+        `BrokenProcessPool`) when closed (broken)."""
         if self.careful:
             self._wait_for_room(target)
             self.check_open()
@@ -175,7 +188,9 @@ class Dispatcher:
             work._settle(FINISHED, None, error)
             return work
         try:
-            if target is None and work.args is not None and not inputs:  # `_enqueue`, without the call
+            if (
+                target is None and work.args is not None and not inputs
+            ):  # `_enqueue`, without the call
                 self.queue.append(work)
                 if self.hungry:
                     self.hub.serve(self)
@@ -200,7 +215,9 @@ class Dispatcher:
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.rooms is not None:
-            self.rooms.wait(self._backlog if target is None else target.pinned, lambda: self.refusal is not None)
+            self.rooms.wait(
+                self._backlog if target is None else target.pinned, lambda: self.refusal is not None
+            )
 
     def close_without(self, holder: object) -> None:
         """Is closed when nobody has `holder` any more."""
@@ -261,9 +278,12 @@ class Dispatcher:
             self.hub.post(partial(self.roster.stop_if_retired, work.target))
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
-        """No more work; ends when what there is has been done. Takes no lock, so finalizers may call it."""
+        """No more work; ends when what there is has been done. Takes no lock, so finalizers may
+        call it."""
         if self.refusal is None:
-            self.refusal = RuntimeError(f"cannot schedule new futures after shutdown of {self.plan.name}")
+            self.refusal = RuntimeError(
+                f"cannot schedule new futures after shutdown of {self.plan.name}"
+            )
         self.hub.post(partial(self._close, cancel, running))
 
     def kill(self, why: str = "") -> None:
@@ -293,8 +313,9 @@ class Dispatcher:
             self.hub.thread.join()
 
     def finish(self, *, cancel: bool = False) -> None:
-        """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler raises, cancels all
-        that it has, which takes `tuning.grace_seconds` at most; a second one kills all."""
+        """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler
+        raises, cancels all that it has, which takes `tuning.grace_seconds` at most; a second one
+        kills all."""
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
@@ -309,7 +330,8 @@ class Dispatcher:
             raise
 
     async def finish_async(self, *, cancel: bool = False) -> None:
-        """`finish`, awaited. Whoever is cancelled meanwhile cancels all that it has; a second time, kills all."""
+        """`finish`, awaited. Whoever is cancelled meanwhile cancels all that it has; a second time,
+        kills all."""
         self.close(cancel=cancel, running=cancel)
         try:
             if not self.hub.left_behind:
@@ -324,14 +346,16 @@ class Dispatcher:
         self.wait_ended()
 
     def pending(self) -> int:
-        of_links = sum(len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links)
+        of_links = sum(
+            len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links
+        )
         return len(self.queue) + len(self.waiting) + len(self.held) + of_links
 
     def somebody_waits(self, work: Task) -> None:
         """For that one, which itself waits for promises."""
         self.stuck.look_soon()
 
-    # -- in turns: sending --------------------------------------------------------------------------
+    # -- in turns: sending -------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.hub.crews.append(self)
@@ -374,7 +398,8 @@ class Dispatcher:
         return len(batch)
 
     def after_turn(self) -> None:
-        """Says whether more work could be sent at once, and sees to work that waits behind a busy drone."""
+        """Says whether more work could be sent at once, and sees to work that waits behind a busy
+        drone."""
         if self.look_for_end:
             self._end_if_done()
         if self.rooms:
@@ -389,21 +414,36 @@ class Dispatcher:
             if self.favours:
                 self.favours.share(self.hub.timers.now())
             for link in self.links:
-                if len(link.flight) - link.overlapping > 1 and not link.recalled and link.state is State.READY:
+                if (
+                    len(link.flight) - link.overlapping > 1
+                    and not link.recalled
+                    and link.state is State.READY
+                ):
                     link.recalled = True
-                    self.hub.after(2 * tuning.batch_seconds, partial(self._recall_if_stuck, link, link.last_heard))
+                    self.hub.after(
+                        2 * tuning.batch_seconds,
+                        partial(self._recall_if_stuck, link, link.last_heard),
+                    )
 
     def _could_overlap(self) -> bool:
-        """Is there a drone that could take one more beside what it overlaps? Not before what heads the queue."""
+        """Is there a drone that could take one more beside what it overlaps? Not before what heads
+        the queue."""
         with suppress(IndexError):
             if not self.queue[0].definition.overlaps:
                 return False
         most = self.plan.max_tasks
-        return any(link.overlapping and link.takes() and link.tasks_left(most) > 0 for link in self.links)
+        return any(
+            link.overlapping and link.takes() and link.tasks_left(most) > 0 for link in self.links
+        )
 
     def _recall_if_stuck(self, link: DroneHandle, last_heard: float) -> None:
         link.recalled = False
-        if link.state is State.READY and len(link.flight) > 1 and link.last_heard == last_heard and not self.queue:
+        if (
+            link.state is State.READY
+            and len(link.flight) > 1
+            and link.last_heard == last_heard
+            and not self.queue
+        ):
             link.recalled = True  # until it answers
             link.send(pack_numbers(RECALL))
 
@@ -414,7 +454,8 @@ class Dispatcher:
         self.answered(link)
 
     def split(self, link: DroneHandle, work: Slice, done: int, rest: int, state: int) -> None:
-        """A drone has answered the first calls of a slice, and gives the last ones back, if there are any."""
+        """A drone has answered the first calls of a slice, and gives the last ones back, if there
+        are any."""
         if state != RUNNING and (not rest or state == FAILED):
             link.answered(work.number)
             return
@@ -422,7 +463,9 @@ class Dispatcher:
         followers = []
         if state == RUNNING:
             link.hand_over(work, current)
-            if current.count:  # else its last call had just ended: nobody waits for what the drone says of it yet
+            if (
+                current.count
+            ):  # else its last call had just ended: nobody waits for what the drone says of it yet
                 followers.append(current)
         else:
             link.answered(work.number)
@@ -459,20 +502,27 @@ class Dispatcher:
         """Something of its flight was answered."""
         if link.pinned or self.favours:
             self.pinned_waiting = True
-        if link.state is State.READY and link.tasks_left(self.plan.max_tasks) <= 0 and len(link.flight) <= 1:
-            self.roster.retire(link)  # not with more in flight: it would give back what it may still do
+        if (
+            link.state is State.READY
+            and link.tasks_left(self.plan.max_tasks) <= 0
+            and len(link.flight) <= 1
+        ):
+            self.roster.retire(
+                link
+            )  # not with more in flight: it would give back what it may still do
         self.roster.stop_if_retired(link)
         self.look_for_end = True
 
-    # -- in turns: work that takes kept values --------------------------------------------------------
+    # -- in turns: work that takes kept values -----------------------------------------------------
 
     def hold(self, work: Task) -> None:
-        """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has just put it into a
-        queue, in `filled`, may not have taken it from `waiting` yet.)"""
+        """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has
+        just put it into a queue, in `filled`, may not have taken it from `waiting` yet.)"""
         self.held.add(work)
 
     def waits_for(self, link: DroneHandle) -> bool:
-        """Is there work only for that drone, which itself waits for promises, or for what it takes?"""
+        """Is there work only for that drone, which itself waits for promises, or for what it
+        takes?"""
         return any(work.target is link and not work.done() for work in self._not_queued())
 
     def _not_queued(self) -> list[Task]:
@@ -501,12 +551,16 @@ class Dispatcher:
             self.roster.stop_if_retired(target)
 
     def fill_again(self, works: list[Task], lost: Lost) -> None:
-        """They were sent, and not begun, since what one of them takes is lost: a value that lay elsewhere, or else what
-        lay beside the arguments themselves."""
+        """They were sent, and not begun, since what one of them takes is lost: a value that lay
+        elsewhere, or else what lay beside the arguments themselves."""
         far = [work for work in works if work.unfilled is not None]
-        losers = [] if far else [work for work in works if isinstance(work.payload, Serialized)] or works
+        losers = (
+            [] if far else [work for work in works if isinstance(work.payload, Serialized)] or works
+        )
         self.lose(losers, lost, again=False)
-        self.requeue([work for work in works if work not in far and work not in losers and not work.done()])
+        self.requeue(
+            [work for work in works if work not in far and work not in losers and not work.done()]
+        )
         for work in far:
             if not work.done():
                 self.waiting.add(work)
@@ -523,7 +577,7 @@ class Dispatcher:
         message.add(number, FETCH, 0, b"")
         link.send(message.frames())
 
-    # -- in turns: stopping what runs -----------------------------------------------------------------
+    # -- in turns: stopping what runs --------------------------------------------------------------
 
     def withdraw(self, work: Task) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
@@ -546,7 +600,7 @@ class Dispatcher:
         if link.alive:
             link.send(pack_numbers(CANCEL, (0,)))
 
-    # -- in turns: what goes wrong ----------------------------------------------------------------------
+    # -- in turns: what goes wrong -----------------------------------------------------------------
 
     def lose(self, works: list[Task], error: BaseException, *, again: bool) -> None:
         for work in works:
@@ -562,21 +616,24 @@ class Dispatcher:
                 self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
 
     def doubt(self, link: DroneHandle) -> None:
-        """It has sent what is no message. If that was an answer, what it answered would be waited for for ever."""
+        """It has sent what is no message. If that was an answer, what it answered would be waited
+        for for ever."""
         if not link.doubted and link.alive:
             link.doubted = True
             self.hub.after(DOUBT, partial(self._kill_if_it_owes, link, 0))
 
     def _kill_if_it_owes(self, link: DroneHandle, suspect: int) -> None:
-        """`suspect`: what it has answered already, or passed over, as it seemed at the last look, and was to answer
-        next. If it still is, it never will. On a busy machine it may only not have come to that yet: then it could run.
-        """
+        """`suspect`: what it has answered already, or passed over, as it seemed at the last look,
+        and was to answer next. If it still is, it never will. On a busy machine it may only not
+        have come to that yet: then it could run."""
         if not link.flight or not link.alive:
             link.doubted = False
             return
         head = next(iter(link.flight))
         started = link.started()
-        is_over = link.sent() == head or (started != head and (started in link.flight or link.waits()))
+        is_over = link.sent() == head or (
+            started != head and (started in link.flight or link.waits())
+        )
         if link.overlapping or not is_over:
             head = 0
         if head and head == suspect:
@@ -608,7 +665,7 @@ class Dispatcher:
         """Before it has begun, the error is its constructor's, and goes there as it is."""
         self.break_(because("no drone can be started", error) if self.begun.done() else error)
 
-    # -- in turns: ending ---------------------------------------------------------------------------------
+    # -- in turns: ending --------------------------------------------------------------------------
 
     def wanted(self) -> int:
         """How many drones it should have."""
@@ -622,7 +679,9 @@ class Dispatcher:
             for link in self.links:
                 for work in [*link.pinned, *link.favoured]:
                     self.hub.deliver(work.cancel)
-                for work in reversed(link.flight.values()):  # the first may run: it would begin the next one
+                for work in reversed(
+                    link.flight.values()
+                ):  # the first may run: it would begin the next one
                     if running or not link.runs(work.number):
                         self.hub.deliver(work.cancel)
         self.look_for_end = True
@@ -634,7 +693,9 @@ class Dispatcher:
                 self.hub.deliver(work.cancel)
 
     def _unfinished(self) -> bool:
-        if self._abandoned:  # what is added by who had looked at `refusal` before is rejected when it is over
+        if (
+            self._abandoned
+        ):  # what is added by who had looked at `refusal` before is rejected when it is over
             return False
         if self.waiting or self.held:  # first: what waits no more is in a queue by then
             return True
@@ -716,10 +777,16 @@ class Dispatcher:
         if name and name in main_namespace() and not self.book.snapshot.has(name):
             left_out = self.roster.engine.left_out(name)
             if left_out:
-                error.args = (f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",)
+                error.args = (
+                    f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",
+                )
                 return
             lone = self.plan.on_death == "end"
-            cure = "start a new Drone (in a pool: pool.refresh())" if lone else "pool.refresh() takes a new one"
+            cure = (
+                "start a new Drone (in a pool: pool.refresh())"
+                if lone
+                else "pool.refresh() takes a new one"
+            )
             error.args = (
                 f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
                 f"from which this drone was started; {cure}, or push it",

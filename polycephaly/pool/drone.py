@@ -1,4 +1,5 @@
-"""`Drone`: one headless image of one's own. `promise` and `doit`: a fresh one for one piece of work."""
+"""`Drone`: one headless image of one's own. `promise` and `doit`: a fresh one for one piece of
+work."""
 
 from __future__ import annotations
 
@@ -48,22 +49,25 @@ _names = itertools.count(1)
 class Drone(DroneBase):
     """A headless copy of this image, with a namespace that stays.
 
-    It is forked from the image as it is at this moment. Where native threads of a library make that unsafe, it is a
-    fresh interpreter that gets what `__main__` holds by value, and a `RuntimeWarning` names the library;
-    ``start="fork"`` forks all the same, ``start="spawn"`` imports the main module in a fresh interpreter. `env` is
-    added to its environment, `cwd` is its directory, ``initializer(*initargs)`` runs in it before any work; work that
-    runs longer than `timeout` seconds is interrupted and rejected with `TimeoutError`; see `Pool` for `hang_timeout`
-    and `max_memory`, beyond which it is killed, and for `width` and
-    `report_waiting`.
+    It is forked from the image as it is at this moment. Where native threads of a library make that
+    unsafe, it is a fresh interpreter that gets what `__main__` holds by value, and a
+    `RuntimeWarning` names the library; ``start="fork"`` forks all the same, ``start="spawn"``
+    imports the main module in a fresh interpreter. `env` is added to its environment, `cwd` is its
+    directory, ``initializer(*initargs)`` runs in it before any work; work that runs longer than
+    `timeout` seconds is interrupted and rejected with `TimeoutError`; see `Pool` for `hang_timeout`
+    and `max_memory`, beyond which it is killed, and for `width` and `report_waiting`.
 
-    A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it cancels that.
+    A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it
+    cancels that.
 
-    It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or, when no reference to
-    it is left, at once; ``detached=True`` leaves only the last of these and the end of this process. A cell of a
-    notebook is no such task: a drone made there lasts as one of the main thread does. All methods may be called from
-    any thread. See `Pool` for `engine` and its options.
+    It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or,
+    when no reference to it is left, at once; ``detached=True`` leaves only the last of these and
+    the end of this process. A cell of a notebook is no such task: a drone made there lasts as one
+    of the main thread does. All methods may be called from any thread. See `Pool` for `engine` and
+    its options.
 
-    Raises `ValueError` for a start method that there is not, and `OSError` where no process can be started.
+    Raises `ValueError` for a start method that there is not, and `OSError` where no process can be
+    started.
 
     >>> import polycephaly as poly
     >>> with poly.Drone() as drone:
@@ -137,11 +141,11 @@ class Drone(DroneBase):
         drone._crew, drone._link, drone._terms = crew, link, terms
         return drone
 
-    # -- stopping ---------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does not wait for that;
-        where nothing runs, nothing happens."""
+        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does
+        not wait for that; where nothing runs, nothing happens."""
         self._crew.hub.post(lambda: self._crew.interrupt(self._link))
 
     def kill(self) -> None:
@@ -150,7 +154,8 @@ class Drone(DroneBase):
         self._link.ended.result()
 
     def release(self, wait: bool = True) -> None:
-        """Takes no more work, finishes what it has, and ends; waits for that unless told not to. Twice is no error."""
+        """Takes no more work, finishes what it has, and ends; waits for that unless told not to.
+        Twice is no error."""
         if self._crew.plan.on_death == "end":
             self._crew.close()
             if wait:
@@ -163,7 +168,12 @@ class Drone(DroneBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._crew.plan.on_death == "end":
             self._crew.finish(cancel=kind is not None)
         else:  # one of a pool's, which goes on
@@ -178,7 +188,10 @@ class Drone(DroneBase):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         if self._crew.plan.on_death == "end":
             await self._crew.finish_async(cancel=kind is not None)
@@ -188,7 +201,7 @@ class Drone(DroneBase):
             self.release(wait=False)
             await self._link.ended
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
@@ -200,12 +213,14 @@ class Drone(DroneBase):
 
     @property
     def name(self) -> str:
-        """As given, or ``drone-N``; of a pool's drone ``POOL.INDEX``. It stands before each line that it prints."""
+        """As given, or ``drone-N``; of a pool's drone ``POOL.INDEX``. It stands before each line
+        that it prints."""
         return self._link.name
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there, as far as is known: it may be starting, busy, or about to end."""
+        """Whether its process is there, as far as is known: it may be starting, busy, or about to
+        end."""
         return self._link.alive
 
     @property
@@ -215,21 +230,21 @@ class Drone(DroneBase):
 
     @property
     def unresponsive(self) -> str | None:
-        """Why nothing is heard of it while it should work, if that is so: it is stopped, waits for the disk, or C code
-        holds its interpreter without doing anything. Looked at twice a second, told after two seconds.
-        """
+        """Why nothing is heard of it while it should work, if that is so: it is stopped, waits for
+        the disk, or C code holds its interpreter without doing anything. Looked at twice a second,
+        told after two seconds."""
         return self._link.unresponsive
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it has waited, if it has work and neither it nor a process that it has started was let run for
-        `report_waiting` seconds (by default 60): for a lock, a pipe, a timer, a thread that is not there.
+        """In what it has waited, if it has work and neither it nor a process that it has started
+        was let run for `report_waiting` seconds (by default 60): for a lock, a pipe, a timer, a
+        thread that is not there.
 
-        Such a wait may be a hang, or may be meant, as `time.sleep` is: these look alike, so nothing is done about it.
-        Each wait is logged once, as a warning. A loop that looks again and again is no wait in this sense, nor is a
-        wait beside which another thread of the drone runs. Always None for drones of Ray, as the kernel of their node
-        is not asked.
-        """
+        Such a wait may be a hang, or may be meant, as `time.sleep` is: these look alike, so nothing
+        is done about it. Each wait is logged once, as a warning. A loop that looks again and again
+        is no wait in this sense, nor is a wait beside which another thread of the drone runs.
+        Always None for drones of Ray, as the kernel of their node is not asked."""
         return self._link.waiting
 
     @property
@@ -263,7 +278,9 @@ class Drone(DroneBase):
 @overload
 def promise(work: str, /) -> Promise[Any]: ...
 @overload
-def promise(work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+def promise(
+    work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+) -> Promise[T]: ...
 @overload
 def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
 
@@ -271,8 +288,9 @@ def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
 def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
     """Has one piece of work done by a fresh drone, forked from this image as it is now.
 
-    The drone ends when the work is done; or before, with the thread or asyncio task that called this. Raises
-    `TypeError` for what is neither a code string nor callable, and `OSError` where no process can be started.
+    The drone ends when the work is done; or before, with the thread or asyncio task that called
+    this. Raises `TypeError` for what is neither a code string nor callable, and `OSError` where no
+    process can be started.
 
     >>> import polycephaly as poly
     >>> poly.promise("6 * 7").value
@@ -298,11 +316,12 @@ def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return wait_for(promise(work, *args, **kwargs))
 
 
-# -- whose end is whose -----------------------------------------------------------------------------
+# -- whose end is whose ----------------------------------------------------------------------------
 
 
 class _Bond:
-    """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to keep for its sake."""
+    """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to
+    keep for its sake."""
 
     def __init__(self, crew: Dispatcher, owner: str) -> None:
         self._crew = weakref.ref(crew)
@@ -312,11 +331,14 @@ class _Bond:
     def kill(self, _: object = None) -> None:
         crew = self._crew()
         if crew is not None:
-            crew.kill(f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go on)")
+            crew.kill(
+                f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go on)"
+            )
 
 
 class _ThreadsDrones:
-    """What a native thread started. A thread's locals are dropped when it ends, and this with them."""
+    """What a native thread started. A thread's locals are dropped when it ends, and this with
+    them."""
 
     def __init__(self) -> None:
         self.bonds: weakref.WeakSet[_Bond] = weakref.WeakSet()
@@ -335,8 +357,8 @@ _locals = _Locals()
 
 
 def end_with_owner(crew: Dispatcher) -> None:
-    """End `crew` with the green thread or asyncio task that runs here, or else with this native thread. A drone made at
-    a prompt belongs to the image, as those of the main thread do."""
+    """End `crew` with the green thread or asyncio task that runs here, or else with this native
+    thread. A drone made at a prompt belongs to the image, as those of the main thread do."""
     green = sys.modules.get("polycephaly.green.thread")
     owner = green.here() if green is not None else None
     if owner is not None:
@@ -356,9 +378,9 @@ def end_with_owner(crew: Dispatcher) -> None:
 def _runs_a_prompt(task: asyncio.Task[Any]) -> bool:
     """Return whether a prompt made `task`, to run what was typed into it.
 
-    ``python -m asyncio`` makes a task of each line that awaits, and IPython and its kernels of each cell and of each
-    message of a widget. Tasks that the user's code makes there have coroutines of the user's.
-    """
+    ``python -m asyncio`` makes a task of each line that awaits, and IPython and its kernels of each
+    cell and of each message of a widget. Tasks that the user's code makes there have coroutines of
+    the user's."""
     frame = getattr(task.get_coro(), "cr_frame", None)
     if frame is None:  # a generator, or a coroutine of a compiled extension
         return False

@@ -3,9 +3,9 @@
     Starting ──HELLO──> Preparing (initializer) ──> Ready ──> Retiring (no new work) ──> Stopping ──> dead
                                                                                 any state ──exited──> dead
 
-Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`. How messages get to the
-drone, and what is known of it from outside, is its engine's business: see engine.py.
-"""
+Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`. How
+messages get to the drone, and what is known of it from outside, is its engine's business: see
+engine.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ from ..runtime.tuning import tuning
 from ..store.placeholders import PayloadWithRefs
 from ..store.references import Received, RefTable, Serialized
 from ..wire.functions import KnownFunctions
-from ..wire.messages import BRING, CAME_BACK, DEFINES, DROP, FORGET, KEEP, SHARED, TaskBatch, unpack_work
+from ..wire.messages import (
+    BRING,
+    CAME_BACK,
+    DEFINES,
+    DROP,
+    FORGET,
+    KEEP,
+    SHARED,
+    TaskBatch,
+    unpack_work,
+)
 from ..wire.output import Heard, OutputRecord
 from .task import Sending, Task
 from .waiting import Waiting
@@ -73,7 +83,9 @@ class DroneHandle:
         self.death: BaseException | None = None  # how it died, if nobody asked it to
         self.born: Signal[None] = Signal()  # it has a pid, or will never have one
         self.ended: Signal[None] = Signal()
-        self.flight: dict[int, Task] = {}  # sent and unanswered, in the order in which it will run them
+        self.flight: dict[
+            int, Task
+        ] = {}  # sent and unanswered, in the order in which it will run them
         self.pinned: deque[Task] = deque()  # work that only this drone may run
         self.favoured: deque[Task] = deque()  # work that it should run, as it has what that takes
         self.packing: set[int] = set()  # kept values that it was asked for
@@ -83,9 +95,13 @@ class DroneHandle:
         self.overlapping = 0  # how many in flight are run beside each other; then all are
         self.bulk_unanswered = 0  # how many in flight were sent by bulk: a local drone's
         self.doubted = False  # it has sent what is no message, and is looked after
-        self.hung: set[int] = set()  # what nobody waits for any more, and does not come back: it is to run dry
+        self.hung: set[int] = (
+            set()
+        )  # what nobody waits for any more, and does not come back: it is to run dry
         self.places = 0  # how many of these it was sent, all told
-        self.begun = 0  # of these, the place of the last that was answered: up to there all have begun
+        self.begun = (
+            0  # of these, the place of the last that was answered: up to there all have begun
+        )
         self.retires = False  # as soon as it is ready
         self.tasks_done = 0
         self.last_heard = 0.0
@@ -99,13 +115,15 @@ class DroneHandle:
         self.timer: Timer | None = None  # has these looked at, at `timer_at`
         self.timer_at = inf
         self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
-        self.told_waiting: tuple[int, Waiting] | None = None  # in what it has waited for long, with which work
+        self.told_waiting: tuple[int, Waiting] | None = (
+            None  # in what it has waited for long, with which work
+        )
         self.ahead = 0.0  # seconds that its clock is ahead of ours
         self.verdict = ""  # why we have killed it
         self.fate = ""  # how it ended, where that is no exit status
         self.cause: BaseException | None = None  # with which the engine told so
 
-    # -- what each engine's links do in their own way -------------------------------------------------
+    # -- what each engine's links do in their own way ----------------------------------------------
 
     def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
         """A message (wire/messages.py), and the works that it brings. Never waits."""
@@ -116,14 +134,16 @@ class DroneHandle:
         raise NotImplementedError
 
     def catch_up(self) -> None:
-        """In a turn: hears what has reached this process and was not looked at yet, where that may be so."""
+        """In a turn: hears what has reached this process and was not looked at yet, where that may
+        be so."""
 
     def kill(self, verdict: str = "") -> None:
         """At once, with whatever it runs. Its death tells the `verdict`."""
         raise NotImplementedError
 
     def started(self) -> int:
-        """The number of the work that it has begun last, as far as is known; from any thread. 0: none."""
+        """The number of the work that it has begun last, as far as is known; from any thread. 0:
+        none."""
         raise NotImplementedError
 
     def sent(self) -> int:
@@ -131,7 +151,8 @@ class DroneHandle:
         raise NotImplementedError
 
     def pulse(self) -> tuple[object, Times]:
-        """What changes while it lives; and of each thread the seconds that it has run, and had to wait for that."""
+        """What changes while it lives; and of each thread the seconds that it has run, and had to
+        wait for that."""
         raise NotImplementedError
 
     def waits(self) -> bool:
@@ -143,8 +164,9 @@ class DroneHandle:
         raise NotImplementedError
 
     def worked(self, threads: Times) -> tuple[object, Times] | None:
-        """What changes whenever it does something for its work, and those of its threads that may look up now and then
-        without doing anything, given the threads that `pulse` told; None where that is not known."""
+        """What changes whenever it does something for its work, and those of its threads that may
+        look up now and then without doing anything, given the threads that `pulse` told; None where
+        that is not known."""
         return None
 
     def others_worked(self) -> object:
@@ -155,7 +177,8 @@ class DroneHandle:
         return None
 
     def memory(self, enough: int) -> int:
-        """Bytes that it and what it has started hold for themselves; exact where it is more than `enough`."""
+        """Bytes that it and what it has started hold for themselves; exact where it is more than
+        `enough`."""
         raise NotImplementedError
 
     def printed(self) -> Heard:
@@ -170,7 +193,7 @@ class DroneHandle:
         """It has died, and nothing more is heard of it."""
         raise NotImplementedError
 
-    # -- how it is --------------------------------------------------------------------------------
+    # -- how it is ---------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -178,14 +201,19 @@ class DroneHandle:
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it waits, for so long that it is told; till it answers, though the watch may look only later."""
+        """In what it waits, for so long that it is told; till it answers, though the watch may look
+        only later."""
         number, waiting = self.told_waiting or (0, None)
-        return waiting if self.alive and (number in self.flight or self.state < State.READY) else None
+        return (
+            waiting if self.alive and (number in self.flight or self.state < State.READY) else None
+        )
 
     def owes(self) -> bool:
-        """Is there work that waits for it? Also that which itself waits for what it takes; which is pinned before it
-        is no longer found there (`Crew.filled`), so that is looked at first."""
-        return self.crew.waits_for(self) or any(not work.done() for work in [*self.pinned, *self.favoured])
+        """Is there work that waits for it? Also that which itself waits for what it takes; which is
+        pinned before it is no longer found there (`Crew.filled`), so that is looked at first."""
+        return self.crew.waits_for(self) or any(
+            not work.done() for work in [*self.pinned, *self.favoured]
+        )
 
     def farewell(self) -> BaseException:
         """Why it takes no more work."""
@@ -200,29 +228,39 @@ class DroneHandle:
             return False
         return self.started() == number or (self.overlapping > 0 and number in self.flight)
 
-    # -- sending ----------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def takes(self, pinned: bool = False) -> bool:
-        """May it be sent something now? If idle, anything; else known short work, up to half the budget; beside
-        work that is overlapped, more of that. A retiring drone takes only its own (`pinned`) work."""
-        if not (self.state is State.READY or (pinned and self.state is State.RETIRING)) or self.unresponsive:
+        """May it be sent something now? If idle, anything; else known short work, up to half the
+        budget; beside work that is overlapped, more of that. A retiring drone takes only its own
+        (`pinned`) work."""
+        if (
+            not (self.state is State.READY or (pinned and self.state is State.RETIRING))
+            or self.unresponsive
+        ):
             return False
         if self.overlapping:
             return self.overlapping < self.crew.plan.width and not self.hung
         return not self.flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
     def tasks_left(self, most: int | None) -> int:
-        """How many more pieces of work it may be sent before it has had its `most`; what only it may do it does
-        anyhow."""
-        return 1 << 30 if most is None or self.state is State.RETIRING else most - self.tasks_done - len(self.flight)
+        """How many more pieces of work it may be sent before it has had its `most`; what only it
+        may do it does anyhow."""
+        return (
+            1 << 30
+            if most is None or self.state is State.RETIRING
+            else most - self.tasks_done - len(self.flight)
+        )
 
-    def load_batch(self, queue: deque[Task], most: int, now: float) -> tuple[list[Task], list[bytes]]:
-        """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts it in flight,
-        and gives the message that brings it, with the definitions that it has not got yet.
+    def load_batch(
+        self, queue: deque[Task], most: int, now: float
+    ) -> tuple[list[Task], list[bytes]]:
+        """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts
+        it in flight, and gives the message that brings it, with the definitions that it has not got
+        yet.
 
-        Work of unknown length goes alone; what is overlapped goes with its like only, up to the width. Work whose
-        promise is settled (cancelled while it waited) is dropped.
-        """
+        Work of unknown length goes alone; what is overlapped goes with its like only, up to the
+        width. Work whose promise is settled (cancelled while it waited) is dropped."""
         batch: list[Task] = []
         message = TaskBatch()
         flight, load, budget = self.flight, self.load, tuning.batch_seconds
@@ -239,7 +277,11 @@ class DroneHandle:
                 break
             if work._state != PENDING:
                 continue
-            if work.args is None and type(work.payload) is PayloadWithRefs and not self.crew.vault.fits(work, self):
+            if (
+                work.args is None
+                and type(work.payload) is PayloadWithRefs
+                and not self.crew.vault.fits(work, self)
+            ):
                 continue
             if work.definition is not definition:
                 if numbers:
@@ -287,7 +329,11 @@ class DroneHandle:
                 calls.append(work.args)
                 size += work.weight
                 if queue and takes > 0 and work.weight == Task.weight:
-                    room = min(most - len(batch), int((budget - load) / takes), (PACKET - size) // work.weight)
+                    room = min(
+                        most - len(batch),
+                        int((budget - load) / takes),
+                        (PACKET - size) // work.weight,
+                    )
                     more = _more_of(definition, queue, room)
                     for each in more:
                         each.sending = sending
@@ -335,15 +381,17 @@ class DroneHandle:
             if self not in each.holders:
                 each.holders[self] = 1
                 if isinstance(each.packed, Received):
-                    message.add(each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ledger))
+                    message.add(
+                        each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ledger)
+                    )
                 else:
                     assert each.packed is not None  # or it would not fit
                     message.add(each.number, BRING, 0, each.packed)
 
     def _ring(self) -> None:
-        """In any thread, in the middle of anything: a result of its is not looked at any more, or need not be kept, or
-        a definition is not used any more, and it is to be told. Soon: the next work will bring it along, and if there
-        is none, a message of its own."""
+        """In any thread, in the middle of anything: a result of its is not looked at any more, or
+        need not be kept, or a definition is not used any more, and it is to be told. Soon: the next
+        work will bring it along, and if there is none, a message of its own."""
         if not self._ringing and self.alive:
             self._ringing = True
             hub = self.crew.hub
@@ -366,7 +414,9 @@ class DroneHandle:
             message.add(oldest, FORGET, 0, b"")
         payload = definition.payload
         if isinstance(payload, Serialized):
-            message.add(definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger))
+            message.add(
+                definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger)
+            )
         else:
             message.add(definition.number, definition.kind, 0, payload)
 
@@ -380,8 +430,8 @@ class DroneHandle:
             message.add(number, FORGET, 0, b"")
 
     def unheard(self, frames: Sequence[bytes]) -> None:
-        """In a turn: a message of work did not arrive. So the drone has neither the definitions in it nor what was
-        brought, and what it is to forget and to drop is to be said once more."""
+        """In a turn: a message of work did not arrive. So the drone has neither the definitions in
+        it nor what was brought, and what it is to forget and to drop is to be said once more."""
         for number, kind, claims, _ in unpack_work(frames):
             if kind & ~SHARED in DEFINES:
                 self._defined.remove(number)
@@ -393,7 +443,8 @@ class DroneHandle:
                 self.drop(number, claims)
 
     def hand_over(self, work: Task, part: Task) -> None:
-        """`part`, all that is left of `work` here, takes its place and number. How long it takes is not known."""
+        """`part`, all that is left of `work` here, takes its place and number. How long it takes is
+        not known."""
         sending = work.sending
         assert sending is not None
         if sending.estimate >= 0:
@@ -442,10 +493,11 @@ class DroneHandle:
                 self.load = 0.0
         return work
 
-    # -- what it prints ---------------------------------------------------------------------------
+    # -- what it prints ----------------------------------------------------------------------------
 
     def remember(self, heard: Heard) -> None:
-        """The end of what it wrote to stderr and logged, and apart from that the newest stack of a fatal error."""
+        """The end of what it wrote to stderr and logged, and apart from that the newest stack of a
+        fatal error."""
         for each in heard:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
@@ -455,7 +507,9 @@ class DroneHandle:
                     self.stack, self._in_stack = [fatal + error], True
                 elif self._in_stack and _OF_STACK.match(before):
                     self.stack.append(before)
-                    del self.stack[1:-_STACK_LINES]  # the thread that has crashed may be the last of many
+                    del self.stack[
+                        1:-_STACK_LINES
+                    ]  # the thread that has crashed may be the last of many
                     continue
                 else:
                     self._in_stack = False
@@ -473,7 +527,8 @@ def drained(queue: deque[Task]) -> list[Task]:
 
 
 def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[Task]:
-    """Takes from the head of `queue` what goes with calls of `definition` that travel together: at most so many."""
+    """Takes from the head of `queue` what goes with calls of `definition` that travel together: at
+    most so many."""
     more: list[Task] = []
     weight, take = Task.weight, queue.popleft
     with suppress(IndexError):
@@ -481,7 +536,12 @@ def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[
             work = take()
             if work._state != PENDING:
                 continue
-            if work.definition is definition and work.args is not None and work.weight == weight and not work.timeout:
+            if (
+                work.definition is definition
+                and work.args is not None
+                and work.weight == weight
+                and not work.timeout
+            ):
                 more.append(work)
             else:
                 queue.appendleft(work)

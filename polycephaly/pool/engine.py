@@ -5,16 +5,14 @@
                                               └──── started, died, not_started ────┘                        │
     handlers.py <── messages (wire/messages.py) ── a drone <── messages: work, cancel, recall, stop ─────────┘
 
-    start     `Engine.start` gives a link; the roster is told by `started` or `not_started`
-    submit    `Link.send` of a WORK message; answers go to `hearing.hear`
-    cancel    `Link.send` of a CANCEL message
-    watch     `Link.pulse`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the roster is told of its end by `died`
-    stop      `Link.send` of a STOP message; `Link.kill`
+    start     `Engine.start` gives a link; the roster is told by `started` or `not_started` submit
+    `Link.send` of a WORK message; answers go to `hearing.hear` cancel    `Link.send` of a CANCEL
+    message watch     `Link.pulse`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the roster is
+    told of its end by `died` stop      `Link.send` of a STOP message; `Link.kill`
 
-All that callers see (order, credit, retries, time limits, errors, timelines) is made above this seam, once. Engines are
-made in the thread that asks for drones, of whose image they take a snapshot; then all happens in turns of the hub,
-where nothing may wait.
-"""
+All that callers see (order, credit, retries, time limits, errors, timelines) is made above this
+seam, once. Engines are made in the thread that asks for drones, of whose image they take a
+snapshot; then all happens in turns of the hub, where nothing may wait."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ class Engine(Protocol):
     def begin(self) -> None:
         """The first turn: drones will be asked for now."""
 
-    def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def initializer(
+        self, initializer: Callable[..., object], initargs: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
         """What is to be called in its place, with which arguments."""
 
     def can_start(self) -> bool:
@@ -72,7 +72,8 @@ class Machine(Protocol):
         """How many drones a pool has there, if nobody says it."""
 
     def check(self, size: int) -> None:
-        """Is there room for so many? Raises `OSError`, or `ValueError` for what was asked of the drones."""
+        """Is there room for so many? Raises `OSError`, or `ValueError` for what was asked of the
+        drones."""
 
     def open(self, roster: Supervisor) -> Engine:
         """In the thread that asks for drones. Raises `OSError` where the machine forbids it."""
@@ -80,9 +81,13 @@ class Machine(Protocol):
 
 _TASKS = "`max_tasks`, of a Pool"
 _HERE = {
-    **dict.fromkeys(("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"),
+    **dict.fromkeys(
+        ("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"
+    ),
     **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
-    **dict.fromkeys(("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"), _TASKS),
+    **dict.fromkeys(
+        ("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"), _TASKS
+    ),
     "max_concurrency": "`width`",
     "max_retries": "`retries`, of a Pool",
     "task_timeout": "`timeout`",
@@ -97,8 +102,8 @@ _OF_RAY = {
 
 
 def machine(name: object, options: dict[str, Any]) -> Machine:
-    """The engine of that name, with options of its own. Raises `ValueError` for one that there is not, `TypeError` for
-    options that it has not."""
+    """The engine of that name, with options of its own. Raises `ValueError` for one that there is
+    not, `TypeError` for options that it has not."""
     unexpected = f"unexpected {', '.join(sorted(options))}"
     known = [f"{each} is here {_HERE[each]}" for each in options if each in _HERE]
     if known:

@@ -3,9 +3,8 @@
     flow ── a node is made: its number, label, inputs' numbers ──> _nodes, the last `KEPT`
     Graph(promise) ── upstream through these, and through what is still waiting ──> .mermaid(), .dot()
 
-What is noted keeps no promise and no value alive: the fate of a node whose promise is gone is that it was done, unless
-it was noted that it failed.
-"""
+What is noted keeps no promise and no value alive: the fate of a node whose promise is gone is that
+it was done, unless it was noted that it failed."""
 
 from __future__ import annotations
 
@@ -28,7 +27,14 @@ KEPT = 20_000
 """Nodes of which it is known what they needed: 5 MB, about."""
 _AT_ONCE = 1000  # failures that are forgotten together: the oldest is far to find where many before it were taken out
 
-WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = "waiting", "ready", "running", "done", "rejected", "cancelled"
+WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = (
+    "waiting",
+    "ready",
+    "running",
+    "done",
+    "rejected",
+    "cancelled",
+)
 _FILLS = {
     WAITING: "#f2f2f2",
     READY: "#fff3c4",
@@ -40,8 +46,9 @@ _FILLS = {
 
 
 class Node(NamedTuple):
-    """One call, or a promise by hand (``number`` is 0 or less). ``state`` is "waiting" (for inputs), "ready",
-    "running", "done", "rejected" or "cancelled"; ``drone`` is "" where it is not known; ``inputs`` are numbers."""
+    """One call, or a promise by hand (``number`` is 0 or less). ``state`` is "waiting" (for
+    inputs), "ready", "running", "done", "rejected" or "cancelled"; ``drone`` is "" where it is not
+    known; ``inputs`` are numbers."""
 
     number: int
     label: str
@@ -78,9 +85,10 @@ def note_failure(work: Task, state: str) -> None:
 class Graph:
     """What `promises` depend on, upstream: those nodes that are nearest to them, at most so `many`.
 
-    Taken at this moment; pending and finished graphs alike. Of the calls of all `flow` functions the last 20,000 are
-    known. Where calls depend on each other by way of `gather`, `then` or promises by hand, that is shown as long as
-    these are pending. ``str()`` is `mermaid`; a notebook that knows Mermaid shows the picture. Any thread may use it.
+    Taken at this moment; pending and finished graphs alike. Of the calls of all `flow` functions
+    the last 20,000 are known. Where calls depend on each other by way of `gather`, `then` or
+    promises by hand, that is shown as long as these are pending. ``str()`` is `mermaid`; a notebook
+    that knows Mermaid shows the picture. Any thread may use it.
 
     Raises `TypeError` for what is no promise, `ValueError` for a number below 1.
 
@@ -111,21 +119,36 @@ class Graph:
         for node in self.nodes:
             lines.append(f'    {_name(node.number)}["{_escaped(_text(node))}"]:::{node.state}')
         for node in self.nodes:
-            lines += [f"    {_name(each)} --> {_name(node.number)}" for each in node.inputs if each in known]
+            lines += [
+                f"    {_name(each)} --> {_name(node.number)}"
+                for each in node.inputs
+                if each in known
+            ]
         lines += [] if self.whole else ['    more["..."]']
         used = dict.fromkeys(node.state for node in self.nodes)
-        lines += [f"    classDef {state} fill:{_FILLS[state]},stroke:#555,color:#111" for state in used]
+        lines += [
+            f"    classDef {state} fill:{_FILLS[state]},stroke:#555,color:#111" for state in used
+        ]
         return "\n".join(lines)
 
     def dot(self) -> str:
         """Text for Graphviz: ``dot -Tsvg``."""
         known = {node.number for node in self.nodes}
-        lines = ["digraph flow {", '    node [shape=box, style="rounded,filled", fontname="sans-serif"];']
+        lines = [
+            "digraph flow {",
+            '    node [shape=box, style="rounded,filled", fontname="sans-serif"];',
+        ]
         for node in self.nodes:
             text = _text(node).replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'    {_name(node.number)} [label="{text}", fillcolor="{_FILLS[node.state]}"];')
+            lines.append(
+                f'    {_name(node.number)} [label="{text}", fillcolor="{_FILLS[node.state]}"];'
+            )
         for node in self.nodes:
-            lines += [f"    {_name(each)} -> {_name(node.number)};" for each in node.inputs if each in known]
+            lines += [
+                f"    {_name(each)} -> {_name(node.number)};"
+                for each in node.inputs
+                if each in known
+            ]
         lines += [] if self.whole else ['    more [label="..."];']
         return "\n".join([*lines, "}"])
 
@@ -149,7 +172,9 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     todo: deque[Promise[Any] | int] = deque(promises)
 
     def number_of(promise: Any) -> int:
-        number: int = getattr(promise, "number", 0) or by_hand.setdefault(id(promise), -len(by_hand))
+        number: int = getattr(promise, "number", 0) or by_hand.setdefault(
+            id(promise), -len(by_hand)
+        )
         return number
 
     while todo:
@@ -160,7 +185,11 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
         seen.add(number)
         one = noted.get(number)
         promise: Any = (one and one.work()) if isinstance(each, int) else each
-        pending = [other for other in promise._waits_for() if isinstance(other, Promise)] if promise is not None else []
+        pending = (
+            [other for other in promise._waits_for() if isinstance(other, Promise)]
+            if promise is not None
+            else []
+        )
         inputs = dict.fromkeys(one.inputs if one is not None else getattr(promise, "needed", ()))
         inputs |= dict.fromkeys(map(number_of, pending))
         todo += pending
@@ -193,5 +222,9 @@ def _text(node: Node) -> str:
 
 def _escaped(text: str) -> str:
     return (
-        text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;").replace("#", "#35;")
+        text.replace("&", "&amp;")
+        .replace('"', "&quot;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("#", "#35;")
     )

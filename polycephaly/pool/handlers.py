@@ -2,9 +2,8 @@
 
     RESULTS ──hear, in a turn──> works leave the flight, and know their answers ──settle, after it──> promises
 
-In a turn no code of users is run. So what may run some, when it is unpickled, is unpickled as it is settled: all but
-values that are small and immutable, which come together.
-"""
+In a turn no code of users is run. So what may run some, when it is unpickled, is unpickled as it is
+settled: all but values that are small and immutable, which come together."""
 
 from __future__ import annotations
 
@@ -65,7 +64,9 @@ def hear(link: DroneHandle, frames: list[bytes]) -> None:
     if kind == RESULTS:
         outcomes = unpack_outcomes(frames)
         _hear_results(link, outcomes)
-        if len(frames) > 2 and any(len(each[4]) >= LARGE_FROM and each[1] & ~SHARED != ERROR for each in outcomes):
+        if len(frames) > 2 and any(
+            len(each[4]) >= LARGE_FROM and each[1] & ~SHARED != ERROR for each in outcomes
+        ):
             no_room = MemoryError(f"{link.name} found no room for a result")
             crew.hub.deliver(partial(link.ledger.arena.warn, no_room))
     elif kind == HELLO:
@@ -118,7 +119,9 @@ def _hear_results(link: DroneHandle, outcomes: list[Outcome]) -> None:
                     _hear_trail(link, payload)
                     continue
                 if status & ~SHARED == PACKED:
-                    crew.vault.packed(link, number, link.ledger.arrived(payload) if status & SHARED else payload)
+                    crew.vault.packed(
+                        link, number, link.ledger.arrived(payload) if status & SHARED else payload
+                    )
                     continue
                 if status == NOT_PACKED:
                     crew.vault.not_packed(link, number, payload)
@@ -198,8 +201,11 @@ def _hear_trail(link: DroneHandle, payload: Any) -> None:
         log.warning("%s: %s", link.name, wrong)
 
 
-def _hear_special(link: DroneHandle, number: int, status: int, payload: Any) -> tuple[Task | None, int, Any, int]:
-    """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls took that."""
+def _hear_special(
+    link: DroneHandle, number: int, status: int, payload: Any
+) -> tuple[Task | None, int, Any, int]:
+    """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls
+    took that."""
     shared, status = status & SHARED, status & ~SHARED
     done = rest = state = 0
     if status == SPLIT:
@@ -216,12 +222,14 @@ def _hear_special(link: DroneHandle, number: int, status: int, payload: Any) -> 
         return None, VALUE, payload, 0
     begun = work.count - done - rest
     if not isinstance(work, Slice) or begun < 0 or begun > (state == RUNNING):
-        raise Malformed(f"{link.name} answered {done} and gave back {rest} of the {work.count} calls of work {number}")
+        raise Malformed(
+            f"{link.name} answered {done} and gave back {rest} of the {work.count} calls of work {number}"
+        )
     link.crew.split(link, work, done, rest, state)
     return work, VALUE, payload, done
 
 
-# -- after the turn -------------------------------------------------------------------------------------
+# -- after the turn --------------------------------------------------------------------------------
 
 
 def settle(answered: Iterable[Task]) -> None:
@@ -261,8 +269,12 @@ def _open(work: Task) -> tuple[Any, BaseException | None]:
 
 
 def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
-    """Without our frames, which hold the message: whoever keeps the error would keep it, and its shared memory."""
-    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "polycephaly":
+    """Without our frames, which hold the message: whoever keeps the error would keep it, and its
+    shared memory."""
+    while (
+        at is not None
+        and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "polycephaly"
+    ):
         at = at.tb_next
     return at
 

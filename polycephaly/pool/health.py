@@ -5,23 +5,25 @@
     /proc: which of its threads, and of what it has started, were let run ─ none for `report_waiting` ──> waiting: told
     /proc: memory of it and its descendants ─────────> near max_memory: replaced after its work;  more: killed
 
-A drone with work shows that it lives without a message: while a task runs its ear writes a *beat* into the page ten
-times a second, for which it needs the interpreter for an instant. So code that sleeps, waits or computes in Python
-has a pulse. C code that keeps the interpreter has one as long as it computes: in the main thread, at all, or else in
-a thread for a tenth of the time that other processes leave it. What has none is stopped by a signal, waits for a disk
-or for memory that was swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses
-are normal, so it is told after `tuning.stalled_seconds`, and only `hang_timeout` makes it a death.
+A drone with work shows that it lives without a message: while a task runs its ear writes a *beat*
+into the page ten times a second, for which it needs the interpreter for an instant. So code that
+sleeps, waits or computes in Python has a pulse. C code that keeps the interpreter has one as long
+as it computes: in the main thread, at all, or else in a thread for a tenth of the time that other
+processes leave it. What has none is stopped by a signal, waits for a disk or for memory that was
+swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses are
+normal, so it is told after `tuning.stalled_seconds`, and only `hang_timeout` makes it a death.
 
-A drone that has a pulse may wait, for a timer or for a lock that will never be released: these look alike, so nothing
-is done about it. But where the kernel has let no thread of it run for `report_waiting` seconds, except those that only
-show that it lives (`Link.worked`), the watch tells in what it waits. Its ear is asked for the frames, and has answered
-by the next look unless C code keeps the interpreter; the kernel tells the system call.
+A drone that has a pulse may wait, for a timer or for a lock that will never be released: these look
+alike, so nothing is done about it. But where the kernel has let no thread of it run for
+`report_waiting` seconds, except those that only show that it lives (`Link.worked`), the watch tells
+in what it waits. Its ear is asked for the frames, and has answered by the next look unless C code
+keeps the interpreter; the kernel tells the system call.
 
-Where this process itself did not run for a while, counting begins anew: it would blame others for its own sleep.
+Where this process itself did not run for a while, counting begins anew: it would blame others for
+its own sleep.
 
-The watch looks while drones have work or are being started (and, with `max_memory`, always); else no timer runs.
-All of it happens in turns of the hub.
-"""
+The watch looks while drones have work or are being started (and, with `max_memory`, always); else
+no timer runs. All of it happens in turns of the hub."""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ log = logging.getLogger(__name__)
 
 LOOK_AT_MEMORY = 0.2  # seconds between two looks
 BUSY = 0.1
-"""Of the time in which a thread had not to wait for a processor. One that waits for the interpreter looks up every few
-milliseconds, which is less than a hundredth."""
+"""Of the time in which a thread had not to wait for a processor. One that waits for the interpreter
+looks up every few milliseconds, which is less than a hundredth."""
 NEAR = 0.9  # of max_memory
 
 
@@ -71,11 +73,13 @@ class _Patient:
         self._anew = True
 
     def quiet_for(self, now: float, pulse: object, threads: Times) -> float:
-        """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they ran and had to wait
-        for a processor, has computed."""
+        """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they
+        ran and had to wait for a processor, has computed."""
         if self._anew:
             self._anew, self._threads = False, threads
-        if pulse != self._pulse or any(self._computes(now, thread, *threads[thread]) for thread in threads):
+        if pulse != self._pulse or any(
+            self._computes(now, thread, *threads[thread]) for thread in threads
+        ):
             self._pulse = pulse
             self._threads = threads
             self._since = now
@@ -87,8 +91,8 @@ class _Patient:
 
 
 class _WaitingDrone:
-    """How long a drone with work has waited. The samples are counts that only grow: two that are equal prove that
-    nothing ran between them, whether or not this process looked meanwhile."""
+    """How long a drone with work has waited. The samples are counts that only grow: two that are
+    equal prove that nothing ran between them, whether or not this process looked meanwhile."""
 
     __slots__ = ("_others", "_own", "asked", "places")
 
@@ -98,9 +102,11 @@ class _WaitingDrone:
         self.asked = 0  # the request for its frames
         self.places: dict[str, Any] = {}  # the answer: where its tasks are
 
-    def seconds(self, now: float, worked: tuple[object, Times], others: Callable[[], object]) -> float:
-        """Since the drone itself has `worked`, or the `others` that it has started have: these are only asked about
-        while it waits itself."""
+    def seconds(
+        self, now: float, worked: tuple[object, Times], others: Callable[[], object]
+    ) -> float:
+        """Since the drone itself has `worked`, or the `others` that it has started have: these are
+        only asked about while it waits itself."""
         own = self._own.quiet_for(now, *worked)
         return own and min(own, self._others.quiet_for(now, others(), {}))
 
@@ -117,7 +123,11 @@ class HealthMonitor:
         self._every = tuning.health_check_seconds if self._memory is None else LOOK_AT_MEMORY
         if self._hang is not None:
             self._every = min(self._every, self._hang / 4)
-        self._quiet = tuning.stalled_seconds if self._hang is None else min(tuning.stalled_seconds, self._hang)
+        self._quiet = (
+            tuning.stalled_seconds
+            if self._hang is None
+            else min(tuning.stalled_seconds, self._hang)
+        )
         self._report_waiting = plan.report_waiting
         if self._report_waiting is not None:
             self._every = min(self._every, self._report_waiting / 4)
@@ -138,7 +148,9 @@ class HealthMonitor:
         if self._crew.over:
             return
         now = self._crew.hub.timers.now()
-        if now - self._looked > 2 * self._every + tuning.stalled_seconds / 4:  # we did not run ourselves
+        if (
+            now - self._looked > 2 * self._every + tuning.stalled_seconds / 4
+        ):  # we did not run ourselves
             for one, patient in self._patients.items():
                 quiet = isinstance(one, DroneHandle) and one.unresponsive is not None
                 patient.count_from(now - self._quiet if quiet else now)
@@ -147,7 +159,12 @@ class HealthMonitor:
         for link in [each for each in self._crew.links if each.alive]:
             if self._memory is not None and link.pid is not None:
                 self._look_at_memory(link, self._memory)
-            waits = link.pid is None or link.verdict or link.state is State.STOPPING or link.unresponsive
+            waits = (
+                link.pid is None
+                or link.verdict
+                or link.state is State.STOPPING
+                or link.unresponsive
+            )
             if link.keeper is not None and waits:
                 awaited.add(link.keeper)  # it is the zygote that starts it, and tells of its end
             if link.pid is not None and (link.flight or link.state < State.READY):
@@ -156,7 +173,9 @@ class HealthMonitor:
             del self._patients[gone]
         for link in [link for link in self._waits if link not in awaited]:
             self._goes_on(link)
-        for link in self._crew.links:  # of which some may have answered while we did not run ourselves
+        for (
+            link
+        ) in self._crew.links:  # of which some may have answered while we did not run ourselves
             if link.unresponsive is not None and link not in awaited:
                 self._responds(link)
         for one in awaited:
@@ -172,7 +191,7 @@ class HealthMonitor:
     def fail(self, error: Exception) -> None:
         self._crew.fail(error)
 
-    # -- signs of life --------------------------------------------------------------------------------
+    # -- signs of life -----------------------------------------------------------------------------
 
     def _feel(self, link: DroneHandle, patient: _Patient, now: float) -> None:
         pulse, threads = link.pulse()
@@ -186,7 +205,9 @@ class HealthMonitor:
             return
         if link.unresponsive is None:
             why = link.unresponsive = link.why_quiet()
-            log.warning("drone %s (pid %s) does not respond: %s%s", link.name, link.pid, why, _while(link))
+            log.warning(
+                "drone %s (pid %s) does not respond: %s%s", link.name, link.pid, why, _while(link)
+            )
         if self._hang is not None and quiet >= self._hang and not link.verdict:
             link.kill(f"it did not respond for {quiet:.1f} s: {link.unresponsive}")
 
@@ -196,9 +217,9 @@ class HealthMonitor:
         self._crew.pinned_waiting = True
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
-        """It waits most of the time, so only that it is stopped tells anything. Then no death is told and no drone
-        started, so it is let go on after `tuning.stopped_zygote_seconds`: that loses nothing, where its end would
-        end its drones."""
+        """It waits most of the time, so only that it is stopped tells anything. Then no death is
+        told and no drone started, so it is let go on after `tuning.stopped_zygote_seconds`: that
+        loses nothing, where its end would end its drones."""
         stopped = state_of(launcher.pid) in ("T", "t")
         quiet = patient.quiet_for(now, stopped, {})
         if not stopped:
@@ -207,15 +228,21 @@ class HealthMonitor:
             return
         if not patient.told:
             patient.told = True
-            log.warning("the zygote of %s (pid %s) does not respond: it is stopped", self._crew.plan.name, launcher.pid)
+            log.warning(
+                "the zygote of %s (pid %s) does not respond: it is stopped",
+                self._crew.plan.name,
+                launcher.pid,
+            )
         if self._hang is not None and quiet >= self._hang:
             launcher.kill_zygote()
         elif quiet >= tuning.stopped_zygote_seconds:
             launcher.continue_zygote()
 
-    # -- waits ----------------------------------------------------------------------------------------
+    # -- waits -------------------------------------------------------------------------------------
 
-    def _look_for_wait(self, link: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float) -> None:
+    def _look_for_wait(
+        self, link: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float
+    ) -> None:
         if worked is None:
             return
         wait = self._waits.get(link)
@@ -231,19 +258,24 @@ class HealthMonitor:
             wait.asked = next(_requests)
             if link.is_up():
                 link.send(pack_numbers(FRAMES, (wait.asked,)))
-        elif link.told_waiting is None and link.waits():  # not one that is ready, and has to wait for a processor
+        elif (
+            link.told_waiting is None and link.waits()
+        ):  # not one that is ready, and has to wait for a processor
             told = self._described(link, time() - seconds, wait.places)
             log.warning("drone %s (pid %s): %s", link.name, link.pid, told[1])
             link.told_waiting = told
 
     def _look_for_stall(self) -> None:
-        """Where all drones wait, what is queued may be what they wait for: then it never runs. Only the program knows
-        whether it is, so nothing is broken off."""
+        """Where all drones wait, what is queued may be what they wait for: then it never runs. Only
+        the program knows whether it is, so nothing is broken off."""
         links = [link for link in self._crew.links if link.alive]
         if not links or any(link.waiting is None for link in links):
             self._stalled = False
             return
-        queued = [*self._crew.queue, *(work for link in links for work in [*link.pinned, *link.favoured])]
+        queued = [
+            *self._crew.queue,
+            *(work for link in links for work in [*link.pinned, *link.favoured]),
+        ]
         queued = [work for work in queued if not work.done()]
         if queued and not self._stalled:
             self._stalled = True
@@ -265,14 +297,18 @@ class HealthMonitor:
             if link.told_waiting is not None:  # its ear could not answer before
                 link.told_waiting = self._described(link, link.told_waiting[1].since, places)
 
-    def _described(self, link: DroneHandle, since: float, places: dict[str, Any]) -> tuple[int, Waiting]:
+    def _described(
+        self, link: DroneHandle, since: float, places: dict[str, Any]
+    ) -> tuple[int, Waiting]:
         works = list(link.flight.values())
         started = link.started()
         work = next((each for each in works if each.number == started), works[0] if works else None)
         waiting = Waiting(since, system_call=link.system_call())
         if work is None:
             return 0, waiting
-        waiting = replace(waiting, task=work.definition.label, item=work.item if work.count == 1 else None)
+        waiting = replace(
+            waiting, task=work.definition.label, item=work.item if work.count == 1 else None
+        )
         match places.get(str(work.number)):
             case [str(file), int(line), str(function)]:
                 waiting = replace(waiting, file=file, line=line, function=function)
@@ -285,10 +321,12 @@ class HealthMonitor:
             log.info("drone %s (pid %s) waits no more", link.name, link.pid)
             link.told_waiting = None
 
-    # -- memory ---------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _look_at_memory(self, link: DroneHandle, most: int) -> None:
-        if link.verdict:  # a drone that is being killed has less and less, which says nothing of the next one
+        if (
+            link.verdict
+        ):  # a drone that is being killed has less and less, which says nothing of the next one
             return
         held = link.memory(int(most * NEAR))
         if held < most * NEAR:
@@ -296,11 +334,20 @@ class HealthMonitor:
                 self._crew.roster.too_large_so_far = 0
             return
         what = f"it and what it had started held {held >> 20:,} MiB"
-        if link.state is State.READY and not link.flight and not link.tasks_done and self._crew.plan.on_death != "end":
-            self._crew.roster.too_large(link, f"{what} before it had done anything, of max_memory={most:,} bytes")
+        if (
+            link.state is State.READY
+            and not link.flight
+            and not link.tasks_done
+            and self._crew.plan.on_death != "end"
+        ):
+            self._crew.roster.too_large(
+                link, f"{what} before it had done anything, of max_memory={most:,} bytes"
+            )
         elif held > most:
             link.kill(f"{what}, more than max_memory={most:,} bytes")
-        elif link.state is State.READY and self._crew.plan.on_death != "end":  # which would end with it
+        elif (
+            link.state is State.READY and self._crew.plan.on_death != "end"
+        ):  # which would end with it
             log.info("drone %s is replaced: it holds %s MiB", link.name, f"{held >> 20:,}")
             self._crew.roster.retire(link)
 

@@ -1,16 +1,18 @@
-"""Promises among the arguments of a call: how they are found, what takes their place, and what follows when one fails.
+"""Promises among the arguments of a call: how they are found, what takes their place, and what
+follows when one fails.
 
     arguments ──pickled──> a hole for each promise met ──> the drone: `filled(index)`, the value
                               └──> Holes.inputs: for these the call waits
 
-It is the pickler that finds them, at any depth, since it looks at everything anyway: for all that is no promise this
-costs nothing. A hole is opened as the value, so what is shared within the arguments is shared in the drone too. Only
-lists, tuples and values of dicts may hold one. A set would compare it, and an object may rely on its being a promise:
-there it is refused. (Not where the same one is at a right place too: the pickler meets each object once.)
+It is the pickler that finds them, at any depth, since it looks at everything anyway: for all that
+is no promise this costs nothing. A hole is opened as the value, so what is shared within the
+arguments is shared in the drone too. Only lists, tuples and values of dicts may hold one. A set
+would compare it, and an object may rely on its being a promise: there it is refused. (Not where the
+same one is at a right place too: the pickler meets each object once.)
 
-A graph of thousands of calls that wait for each other falls as one: the calls that a rejection reaches are settled one
-after another, by the thread that came first, and never one within the other.
-"""
+A graph of thousands of calls that wait for each other falls as one: the calls that a rejection
+reaches are settled one after another, by the thread that came first, and never one within the
+other."""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ _CAME_BY = "the promise that brought it: "
 
 
 class Placeholder:
-    """A handle that arrives as the value where it is an argument by itself. What stands for that is a promise, which is
-    settled."""
+    """A handle that arrives as the value where it is an argument by itself. What stands for that is
+    a promise, which is settled."""
 
     def stands_for(self) -> Promise[Any]:
         raise NotImplementedError
@@ -97,17 +99,19 @@ def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
     return found
 
 
-# -- what follows when one fails --------------------------------------------------------------------------
+# -- what follows when one fails -------------------------------------------------------------------
 
 
 _falling = Trampoline(deep=1)
 
 
 def fall(work: Task, settled: Promise[Any]) -> None:
-    """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's, and says by whom it
-    came."""
+    """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's,
+    and says by whom it came."""
     if settled._state == CANCELLED:
-        error: BaseException = CancelledError(f"{settled._named()}, for which {work._named()} waited, was cancelled")
+        error: BaseException = CancelledError(
+            f"{settled._named()}, for which {work._named()} waited, was cancelled"
+        )
     else:
         assert settled._exception is not None
         error = _own(settled._exception)
@@ -124,8 +128,8 @@ def _reject(work: Task, error: BaseException) -> None:
 
 
 def _own(error: BaseException) -> BaseException:
-    """The same for one more promise. One that all share would get, wherever one of them is asked, the lines of whoever
-    asks, and keep his frames as long as there is any of them."""
+    """The same for one more promise. One that all share would get, wherever one of them is asked,
+    the lines of whoever asks, and keep his frames as long as there is any of them."""
     trace, context = error.__traceback__, error.__context__
     own = another(error).with_traceback(trace)
     with suppress(Exception):  # as in `another`
@@ -144,9 +148,9 @@ def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:
 
 
 def forget(inputs: Iterable[Any]) -> None:
-    """A work that waited for these is settled. What stays pending, while works that wait for it come and go, is not to
-    keep them all: when about half of its hooks are theirs, these are taken off. So each hook is looked at twice, about.
-    """
+    """A work that waited for these is settled. What stays pending, while works that wait for it
+    come and go, is not to keep them all: when about half of its hooks are theirs, these are taken
+    off. So each hook is looked at twice, about."""
     for each in inputs:
         if isinstance(each, Promise) and not each.done():
             each._gone += 1  # threads may do so at once: it need not be exact
@@ -157,7 +161,8 @@ def forget(inputs: Iterable[Any]) -> None:
 
 
 def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
-    """A node of a graph was cancelled that had these: so are the nodes among them, and theirs, that led only there."""
+    """A node of a graph was cancelled that had these: so are the nodes among them, and theirs, that
+    led only there."""
     todo = [inputs]
     while todo:
         for each in todo.pop():
@@ -173,9 +178,10 @@ def _is_wanted(node: Promise[Any]) -> bool:
 
 
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
-    """The hooks of who waits for it, from the newest. Those of works that are settled are taken off, as many together
-    as stand together, and so looked at once: many may be cancelled in any order. Who says `_only_follows`, as the end
-    of a channel that went with a call, does not wait."""
+    """The hooks of who waits for it, from the newest. Those of works that are settled are taken
+    off, as many together as stand together, and so looked at once: many may be cancelled in any
+    order. Who says `_only_follows`, as the end of a channel that went with a call, does not
+    wait."""
     hooks = promise._hooks or []
     index = end = len(hooks)
     first = last = None
@@ -202,8 +208,9 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
 
 
 def _take_off(hooks: list[Any], run: slice, first: object, last: object) -> None:
-    """If they are still there: where others take some off meanwhile, or pop or turn them, no two of them do. The look
-    and the removal are straight-line code, as in `Promise._unhook`, in which nothing is made that is collected."""
+    """If they are still there: where others take some off meanwhile, or pop or turn them, no two of
+    them do. The look and the removal are straight-line code, as in `Promise._unhook`, in which
+    nothing is made that is collected."""
     start, end = run.start, run.stop - 1
     if hooks[start] is first and hooks[end] is last:
         del hooks[run]

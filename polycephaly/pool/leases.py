@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Leases"]
 
-_PASSED_MOST = 1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
+_PASSED_MOST = (
+    1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
+)
 
 
 class Leases:
@@ -30,7 +32,8 @@ class Leases:
         self._crew = crew
 
     def lend(self, most: int, which: Callable[[Task], bool]) -> list[Task]:
-        """Takes from the queue at most so many, of those that `which` is true of: no drone has got them."""
+        """Takes from the queue at most so many, of those that `which` is true of: no drone has got
+        them."""
         crew = self._crew
         taken: list[Task] = []
         passed: list[Task] = []
@@ -50,7 +53,9 @@ class Leases:
         crew = self._crew
         self._take_back(works)
         if crew.over:
-            crew.lose(works, crew.refusal or RuntimeError(f"{crew.plan.name} has ended"), again=False)
+            crew.lose(
+                works, crew.refusal or RuntimeError(f"{crew.plan.name} has ended"), again=False
+            )
         else:
             crew.requeue([work for work in works if not work.done()])
         crew.look_for_end = True

@@ -4,12 +4,12 @@
                                                       └─ for as long as moving the value would take, or longer:
                                                          it is packed meanwhile, and drone 1 takes the work
 
-So the holder is preferred, nothing waits twice as long as it had to, and work is in one queue at a time: here, or, once
-nobody is preferred any more, in the crew's own.
+So the holder is preferred, nothing waits twice as long as it had to, and work is in one queue at a
+time: here, or, once nobody is preferred any more, in the crew's own.
 
-Any thread adds work; only who has the hub's turn takes any. A link that retires or dies empties its queue in a turn;
-who adds looks at the link's state after that, and has it emptied again, so nothing stays with one who takes no more.
-"""
+Any thread adds work; only who has the hub's turn takes any. A link that retires or dies empties its
+queue in a turn; who adds looks at the link's state after that, and has it emptied again, so nothing
+stays with one who takes no more."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["Locality"]
 
 MOVING = 2e-9
-"""Seconds that a byte takes from drone to drone, about: it is pickled, copied once, and unpickled."""
-_LOOKED_AT = 256  # pieces of work that wait for one drone, when others look what they could take over
+"""Seconds that a byte takes from drone to drone, about: it is pickled, copied once, and
+unpickled."""
+_LOOKED_AT = (
+    256  # pieces of work that wait for one drone, when others look what they could take over
+)
 
 
 class Locality:
@@ -48,20 +51,22 @@ class Locality:
         return sum(len(link.favoured) for link in self._crew.links) if self._any else 0
 
     def add(self, work: Task, link: DroneHandle) -> None:
-        """It is to be run by `link`, unless another is idle for as long as it takes to bring there what it takes.
-        From any thread."""
+        """It is to be run by `link`, unless another is idle for as long as it takes to bring there
+        what it takes. From any thread."""
         crew = self._crew
         work.prefers = link
         work.favoured = crew.hub.timers.now()
         link.favoured.append(work)
         self._any = crew.pinned_waiting = True
         crew.see_to(work)
-        if link.state >= State.RETIRING:  # its queue was emptied when it came to that, perhaps before this
+        if (
+            link.state >= State.RETIRING
+        ):  # its queue was emptied when it came to that, perhaps before this
             crew.hub.post(partial(self.release, link))
         if crew.over:
             crew.reject_all(link.favoured)
 
-    # -- in turns -------------------------------------------------------------------------------------
+    # -- in turns ----------------------------------------------------------------------------------
 
     def put_back(self, work: Task, link: DroneHandle) -> None:
         """To the head of the queue that it was taken from."""
@@ -75,8 +80,8 @@ class Locality:
             self._any = True
 
     def share(self, now: float) -> None:
-        """Idle drones take what has waited for a busy one as long as moving what it takes would take. What has to be
-        moved is packed first, and meanwhile the busy one may come to it."""
+        """Idle drones take what has waited for a busy one as long as moving what it takes would
+        take. What has to be moved is packed first, and meanwhile the busy one may come to it."""
         crew = self._crew
         idle = [link for link in crew.links if not link.flight and link.takes()]
         soonest = inf
@@ -88,7 +93,9 @@ class Locality:
                 elif due > now:
                     soonest = min(soonest, due)
                     break
-                elif idle and (type(work.payload) is not PayloadWithRefs or crew.vault.can_move(work, idle[-1])):
+                elif idle and (
+                    type(work.payload) is not PayloadWithRefs or crew.vault.can_move(work, idle[-1])
+                ):
                     link = idle.pop()
                     busy.favoured.remove(work)
                     link.favoured.appendleft(work)

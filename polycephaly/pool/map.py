@@ -2,11 +2,12 @@
 
     iterables ──Source──> works: slices of calls, or one call each ──> drones ──> answers, in order ──> values
 
-A slice that turns out to take long is cut by its drone (drone/slices.py): it is answered with what there is, and its
-*followers* take its place in the order: the call that is being run, and the rest, which any drone may run.
+A slice that turns out to take long is cut by its drone (drone/slices.py): it is answered with what
+there is, and its *followers* take its place in the order: the call that is being run, and the rest,
+which any drone may run.
 
-Who takes the values may be plain code, which waits, or a coroutine of asyncio or of a green thread, which awaits.
-"""
+Who takes the values may be plain code, which waits, or a coroutine of asyncio or of a green thread,
+which awaits."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ T = TypeVar("T")
 
 
 class Results(chain[T]):
-    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a slice are C code.
+    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a
+    slice are C code.
 
-    In a coroutine, ``async for`` takes the values without holding up the others there. One consumer, of either kind.
-    """
+    In a coroutine, ``async for`` takes the values without holding up the others there. One
+    consumer, of either kind."""
 
     _flow: Generator[Iterable[Any], None, None]
     _stream: _Ordered
@@ -99,7 +101,9 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             if answers.failed:
                 break
             if answers.error is not None:
-                raise _failure(answers.error, stream)  # no local: the traceback would hold it, and be held by it
+                raise _failure(
+                    answers.error, stream
+                )  # no local: the traceback would hold it, and be held by it
         if stream.source.error is not None:
             raise stream.source.error
     finally:
@@ -107,8 +111,12 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
         works.clear()
         lacks = stream.lacks()
         stream.cancel()
-        stream.source.error = None  # its traceback has the frames of whoever it was raised to, and what these hold
-        if lacks:  # code that is used to executors, which send all calls at once, may drop the results
+        stream.source.error = (
+            None  # its traceback has the frames of whoever it was raised to, and what these hold
+        )
+        if (
+            lacks
+        ):  # code that is used to executors, which send all calls at once, may drop the results
             warnings.warn(
                 f"the results of map({stream.source.label}, ...) were never read, so it has not made all of its calls: "
                 "they are sent as the results are taken, by list(...), say",
@@ -144,7 +152,9 @@ class _Ordered:
 
     pool: object = None  # which would end if nobody had it any more; until the stream is exhausted, closed or failed
 
-    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
+    def __init__(
+        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
+    ) -> None:
         self.source = source
         self._buffersize = buffersize
         self._end = end  # `time.monotonic`, after which nobody waits
@@ -164,7 +174,11 @@ class _Ordered:
         works = self.source.works_ahead()
         if self._closed:
             return
-        while self._under_way < most and len(self._works) < works and (not self._works or self.source.has_room()):
+        while (
+            self._under_way < most
+            and len(self._works) < works
+            and (not self._works or self.source.has_room())
+        ):
             best, room = self.source.best(), most - self._under_way
             if self._buffersize is not None:
                 best = min(best, 1 + most // 32)
@@ -180,7 +194,8 @@ class _Ordered:
     def take(self) -> list[Task]:
         """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
 
-        Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has cancelled it."""
+        Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has
+        cancelled it."""
         if not self._works:
             return []
         work = self._works[0]
@@ -204,7 +219,9 @@ class _Ordered:
         """Nobody has wanted a result, and there are calls that were not made."""
         if self.is_read:
             return False
-        return not self.source.exhausted or any(not work.done() or work.cancelled() for work in self._works)
+        return not self.source.exhausted or any(
+            not work.done() or work.cancelled() for work in self._works
+        )
 
     def cancel(self) -> None:
         self._closed = True
@@ -219,11 +236,13 @@ class _Ordered:
         while self._progress is not None and not promise.done() and not self.is_late():
             self.show()
             with suppress(TimeoutError):
-                promise.exception(REFRESH if self._end is None else min(REFRESH, self._end - monotonic()))
+                promise.exception(
+                    REFRESH if self._end is None else min(REFRESH, self._end - monotonic())
+                )
         promise.exception(None if self._end is None else self._end - monotonic())
         self.show()
 
-    # -- what is the same for who awaits ---------------------------------------------------------------
+    # -- what is the same for who awaits -----------------------------------------------------------
 
     async def wait(self) -> None:
         """Until `take` would not wait. Who breaks this off cancels nothing by it."""
@@ -276,7 +295,9 @@ class _Ordered:
 class _Unordered(_Ordered):
     """As they come."""
 
-    def __init__(self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None) -> None:
+    def __init__(
+        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
+    ) -> None:
         super().__init__(source, buffersize, end, progress)
         self._arrived: deque[Task] = deque()
         self._news: Promise[None] = Promise()
@@ -300,7 +321,9 @@ class _Unordered(_Ordered):
         return [work]
 
     def news(self) -> Promise[Any] | None:
-        if self._works and not self._arrived and self._news.done():  # it told of some that were taken without a wait
+        if (
+            self._works and not self._arrived and self._news.done()
+        ):  # it told of some that were taken without a wait
             self._news = Promise()
         return self._news if self._works and not self._arrived else None
 
@@ -347,10 +370,12 @@ def _settle(promise: Promise[None], _: object) -> None:
 
 
 def _cancel(works: Reversible[Task]) -> None:
-    """The last first: a drone whose call ends by this would begin the next one, if that was not cancelled yet.
+    """The last first: a drone whose call ends by this would begin the next one, if that was not
+    cancelled yet.
 
-    Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled after it has said
-    what follows it, and here it is the other way round, so one of the two sees both."""
+    Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled
+    after it has said what follows it, and here it is the other way round, so one of the two sees
+    both."""
     for work in reversed(works):
         work.cancel()
         if isinstance(work, Slice):

@@ -3,10 +3,9 @@
     iterables ──take──> rows ──> Slice: a millisecond of calls in one piece of work
                  └──> what is large, or a promise, and all of unknown length: a call by itself
 
-How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece of work is shared
-by many short calls, and long ones go one by one. To a served pool, all go one by one: its server does not look into
-what it gets, and times nothing for its clients.
-"""
+How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece
+of work is shared by many short calls, and long ones go one by one. To a served pool, all go one by
+one: its server does not look into what it gets, and times nothing for its clients."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["OneByOne", "Source"]
 
 AHEAD = 1.0
-"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken: while a long call holds
-up those after it, whose results wait for it, the others are not to run dry."""
+"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken:
+while a long call holds up those after it, whose results wait for it, the others are not to run
+dry."""
 MOST_AHEAD = 8192
 """Calls under way; also bounds the results that a slow consumer leaves waiting."""
 BYTES_AHEAD = 64 << 20
@@ -50,15 +50,23 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """To take from these runs no code of users, so several rows are taken at the same moment."""
 
 
-_TAKE_THEM = "a map sends its calls as its results are taken: take them all before the pool ends (list(...))"
+_TAKE_THEM = (
+    "a map sends its calls as its results are taken: take them all before the pool ends (list(...))"
+)
 
 
 class OneByOne:
-    """Each call is a piece of work. `error` is what ended the input, if not its end: an error of its own, or the pool's
-    shutdown. It is raised in its place, after the results of what was sent before."""
+    """Each call is a piece of work. `error` is what ended the input, if not its end: an error of
+    its own, or the pool's shutdown. It is raised in its place, after the results of what was sent
+    before."""
 
     def __init__(
-        self, crew: Dispatcher, terms: TaskOptions | None, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]], ahead: int
+        self,
+        crew: Dispatcher,
+        terms: TaskOptions | None,
+        fn: Callable[..., Any],
+        iterables: Sequence[Iterable[Any]],
+        ahead: int,
     ) -> None:
         self.error: Exception | None = None
         self._crew = crew
@@ -120,7 +128,11 @@ class Source(OneByOne):
     """Short calls of known length go in slices."""
 
     def __init__(
-        self, crew: Dispatcher, terms: TaskOptions, fn: Callable[..., Any], iterables: Sequence[Iterable[Any]]
+        self,
+        crew: Dispatcher,
+        terms: TaskOptions,
+        fn: Callable[..., Any],
+        iterables: Sequence[Iterable[Any]],
     ) -> None:
         super().__init__(crew, terms, fn, iterables, 0)
         self._given = terms
@@ -129,7 +141,9 @@ class Source(OneByOne):
         self._range = iterables[0] if self._single and type(iterables[0]) is range else None
         if self._single:
             self._rows = iter(iterables[0])
-        self._length = self._rows if self._single and self._at_once else ()  # whose hint of it is no code of users
+        self._length = (
+            self._rows if self._single and self._at_once else ()
+        )  # whose hint of it is no code of users
         self._next: Task | None = None
         self._row_bytes = 1.0
         self._answered = 0
@@ -188,7 +202,12 @@ class Source(OneByOne):
 
     def best(self) -> int:
         seconds = self._definition.seconds
-        if seconds is None or self._one_by_one or self._definition.overlaps or self._definition.captures:
+        if (
+            seconds is None
+            or self._one_by_one
+            or self._definition.overlaps
+            or self._definition.captures
+        ):
             return 1
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
         left = length_hint(self._length, 0) if self._range is None else _length(self._range)
@@ -210,7 +229,9 @@ class Source(OneByOne):
         if self._at_once and most > 1:
             try:
                 rows = list(source)
-            except Exception as error:  # it was changed since the last time, so at the first row of these
+            except (
+                Exception
+            ) as error:  # it was changed since the last time, so at the first row of these
                 self.error = error
             if self._travel_together(rows):
                 return self._slice(form, rows)
@@ -218,7 +239,11 @@ class Source(OneByOne):
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, most)
         for row in self._taken(source):
-            if form != PICKLED and most > 1 and (type(row) in SMALL or self._travel_together([row])):
+            if (
+                form != PICKLED
+                and most > 1
+                and (type(row) in SMALL or self._travel_together([row]))
+            ):
                 rows.append(row)
                 continue
             args = (row,) if self._single else row
@@ -251,7 +276,9 @@ class Source(OneByOne):
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
         """A call's arguments, unless it has to go by itself."""
         for arg in args:
-            if isinstance(arg, (Promise, Shared, Kept)) or (type(arg) in BULKY and len(arg) >= BYTES_MOST):
+            if isinstance(arg, (Promise, Shared, Kept)) or (
+                type(arg) in BULKY and len(arg) >= BYTES_MOST
+            ):
                 return None
         try:
             with meeting(None) as pickling:
@@ -271,7 +298,10 @@ class Source(OneByOne):
             kinds = set(map(type, args))
         if kinds <= SMALL:
             return True
-        return kinds <= TOGETHER and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
+        return (
+            kinds <= TOGETHER
+            and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
+        )
 
     def untaken(self) -> list[Task]:
         return super().untaken() + ([] if self._next is None else [self._next])

@@ -42,11 +42,12 @@ _names = itertools.count(1)
 
 
 class Pool(ExecutorBase):
-    """``drones`` headless copies of this image behind one queue (by default as many as usable cores).
+    """``drones`` headless copies of this image behind one queue (by default as many as usable
+    cores).
 
     All are of one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
-    `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer` and
-    `timeout`. Further:
+    `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer`
+    and `timeout`. Further:
 
     ``width``
         how many coroutine functions a drone runs at once, as green threads; everything else is done one by one
@@ -77,13 +78,14 @@ class Pool(ExecutorBase):
         ``address`` (Ray's own meaning: "auto", "HOST:PORT", or None). Then ``num_cpus``, ``num_gpus``, ``resources``,
         ``memory``, ``runtime_env``, ``scheduling_strategy`` and the like are given to Ray with each drone
 
-    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An ``async with`` block,
-    in asyncio or in green threads, does so too and holds up nobody else while it waits. A pool to
-    which no reference is left finishes its work and ends. All methods may be called from any thread.
+    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An
+    ``async with`` block, in asyncio or in green threads, does so too and holds up nobody else while
+    it waits. A pool to which no reference is left finishes its work and ends. All methods may be
+    called from any thread.
 
-    Raises `ValueError` for numbers and names that make no sense and for resources that the cluster has not, `OSError`
-    where the machine's limits do not allow so many drones (those already started are ended then) or no cluster is
-    reached, and `ImportError` for an engine that is not installed.
+    Raises `ValueError` for numbers and names that make no sense and for resources that the cluster
+    has not, `OSError` where the machine's limits do not allow so many drones (those already started
+    are ended then) or no cluster is reached, and `ImportError` for an engine that is not installed.
 
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool:
@@ -148,16 +150,17 @@ class Pool(ExecutorBase):
             self._crew.wait_ended()
             raise
 
-    # -- work -------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
         return Source(self._crew, self._terms or self._crew.terms, fn, iterables)
 
     def share(self, obj: T) -> Shared[T]:
-        """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see `Shared`.
+        """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see
+        `Shared`.
 
-        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the pool may share:
-        half of the machine's memory, results and arguments on their way included.
+        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the
+        pool may share: half of the machine's memory, results and arguments on their way included.
 
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
@@ -169,7 +172,7 @@ class Pool(ExecutorBase):
         shared: Shared[T] = self._crew.roster.engine.share(obj)
         return shared
 
-    # -- the pool itself --------------------------------------------------------------------------
+    # -- the pool itself ---------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -193,16 +196,15 @@ class Pool(ExecutorBase):
     def refresh(self) -> None:
         """Takes a new snapshot of this image and replaces the drones by new ones forked from it.
 
-        Work that runs is finished by the old drones; what waits is done by the new ones. What the old ones
-        had in their namespaces beyond the snapshot is gone.
-        """
+        Work that runs is finished by the old drones; what waits is done by the new ones. What the
+        old ones had in their namespaces beyond the snapshot is gone."""
         self._crew.refresh()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more work, finishes what there is, and ends; waits for that unless told not to.
 
-        With `cancel_futures`, work that no drone has begun is cancelled. Doing so twice is no error.
-        """
+        With `cancel_futures`, work that no drone has begun is cancelled. Doing so twice is no
+        error."""
         self._crew.close(cancel=cancel_futures)
         if wait:
             self._crew.finish()
@@ -211,7 +213,12 @@ class Pool(ExecutorBase):
         entered(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         left(self)
         self._crew.finish(cancel=kind is not None)
 
@@ -220,7 +227,10 @@ class Pool(ExecutorBase):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         left(self)
         await self._crew.finish_async(cancel=kind is not None)

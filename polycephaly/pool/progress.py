@@ -45,7 +45,8 @@ def _bar_type() -> Any:
     from tqdm.auto import tqdm
 
     class ProgressBar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
-        """Without tqdm's own thread, and without its lock for several processes: neither goes with forks."""
+        """Without tqdm's own thread, and without its lock for several processes: neither goes with
+        forks."""
 
         monitor_interval = 0
 

@@ -2,10 +2,9 @@
 
     somebody waits for work ── which waits for a promise ── ... ── which only the program can settle ──> a warning, once
 
-Circles of promises are refused when they are closed (promises/promise.py). But nobody can know what a program will
-settle by hand; so where a pool has had nothing to run for `tuning.stall_report_seconds`, and somebody waits, it is
-said for what. In turns.
-"""
+Circles of promises are refused when they are closed (promises/promise.py). But nobody can know what
+a program will settle by hand; so where a pool has had nothing to run for
+`tuning.stall_report_seconds`, and somebody waits, it is said for what. In turns."""
 
 from __future__ import annotations
 
@@ -60,7 +59,8 @@ class StallDetector:
 
 
 def by_hand_for(work: Task, seen: set[Any]) -> Promise[Any] | None:
-    """A promise that nobody but the program settles, for which it waits in the end; none that was `seen` before."""
+    """A promise that nobody but the program settles, for which it waits in the end; none that was
+    `seen` before."""
     todo: list[Any] = [work]
     while todo:
         each = todo.pop()

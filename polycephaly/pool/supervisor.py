@@ -4,9 +4,10 @@
                                                                                     │ max_tasks, refresh, release
     slot and name free again <── DEAD <──exited── STOPPING <──STOP, when all is answered── RETIRING
 
-A drone that dies is taken off, what it had not begun goes back to the crew, and another takes its place, from the same
-snapshot. Starts that fail are counted; after a few in a row the crew breaks, with the reason. How drones are started,
-and who tells that they have ended, is the engine's business (engine.py).
+A drone that dies is taken off, what it had not begun goes back to the crew, and another takes its
+place, from the same snapshot. Starts that fail are counted; after a few in a row the crew breaks,
+with the reason. How drones are started, and who tells that they have ended, is the engine's
+business (engine.py).
 
 All of this happens in turns of the hub.
 """
@@ -46,7 +47,8 @@ TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are th
 
 class Supervisor:
     def __init__(self, crew: Dispatcher) -> None:
-        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits forbid it."""
+        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits
+        forbid it."""
         self._crew = crew
         self._plan = crew.plan
         self._hub = crew.hub
@@ -77,11 +79,18 @@ class Supervisor:
         definition = self.book.define(initializer)
         first = Task(self._crew)
         if first.capture(definition, initargs, {}, self.book):
-            raise TypeError(f"a promise is among the initargs of {definition.label}: give its value")
+            raise TypeError(
+                f"a promise is among the initargs of {definition.label}: give its value"
+            )
 
         def once_more() -> Task:
             work = Task(self._crew)
-            work.definition, work.args, work.kind, work.payload = definition, first.args, first.kind, first.payload
+            work.definition, work.args, work.kind, work.payload = (
+                definition,
+                first.args,
+                first.kind,
+                first.payload,
+            )
             return work
 
         return once_more
@@ -89,7 +98,7 @@ class Supervisor:
     def fail(self, error: Exception) -> None:
         self._crew.fail(error)
 
-    # -- starting ---------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.engine.begin()
@@ -97,7 +106,9 @@ class Supervisor:
 
     def fill_up(self) -> None:
         """Starts drones until there are as many as wanted; those on their way out do not count."""
-        if not self.engine.can_start() or (self._plan.on_death == "end" and self._crew.begun.done()):
+        if not self.engine.can_start() or (
+            self._plan.on_death == "end" and self._crew.begun.done()
+        ):
             return
         have = sum(each.state < State.RETIRING for each in self.links)
         for _ in range(self._crew.wanted() - have):
@@ -157,13 +168,17 @@ class Supervisor:
             self._ready(link)
         else:
             self.stop(link)
-            self._start_failed(because(f"the initializer of {self._plan.name} failed", promise._exception))
+            self._start_failed(
+                because(f"the initializer of {self._plan.name} failed", promise._exception)
+            )
 
     def _ready(self, link: DroneHandle) -> None:
         link.state = State.READY
         link.tasks_done = 0  # its initializer does not count
         self._failed_starts = 0
-        if link.pinned or self._crew.favours:  # and no `|=`, between whose two halves others may say it
+        if (
+            link.pinned or self._crew.favours
+        ):  # and no `|=`, between whose two halves others may say it
             self._crew.pinned_waiting = True
         self._crew.look_for_end = True
         if link.retires:
@@ -182,7 +197,7 @@ class Supervisor:
         if self._failed_starts >= tries or self._plan.on_death != "replace":
             self._crew.break_(error)
 
-    # -- retiring and stopping ----------------------------------------------------------------------
+    # -- retiring and stopping ---------------------------------------------------------------------
 
     def retire(self, link: DroneHandle) -> None:
         """No new work for it; it ends when it has done what is its own."""
@@ -218,7 +233,8 @@ class Supervisor:
             link.kill(why)
 
     def renew(self, snapshot: Any, renewed: Promise[None]) -> None:
-        """Replaces all drones by new ones from that snapshot; tells `renewed` when they are started."""
+        """Replaces all drones by new ones from that snapshot; tells `renewed` when they are
+        started."""
         if self._crew.wanted() == 0:  # it has been closed, or broken, in the meantime
             return
         old = list(self.links)
@@ -228,14 +244,16 @@ class Supervisor:
             self.retire(link)
         self.fill_up()
 
-    # -- deaths -----------------------------------------------------------------------------------
+    # -- deaths ------------------------------------------------------------------------------------
 
     def died(self, link: DroneHandle, exitcode: int | None) -> None:
         """None where the engine cannot know."""
         before = link.state
         link.exitcode = exitcode
         if before <= State.RETIRING:
-            link.death = _death(link, None)  # for who looks at it from now on; what it ran is added below
+            link.death = _death(
+                link, None
+            )  # for who looks at it from now on; what it ran is added below
         link.state = State.DEAD
         print_lines(link)
         link.last_words()
@@ -312,7 +330,9 @@ def _death(link: DroneHandle, work: Task | None) -> DroneDied:
     if code is None:
         how = f"died ({link.fate})"
     else:
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+        how = (
+            f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+        )
     why = f", because {link.verdict}" if link.verdict and code in (None, -signal.SIGKILL) else ""
     message = f"drone {link.name} (pid {link.pid}) {how}{why}"
     running = work.definition.label if work is not None else None
@@ -323,7 +343,9 @@ def _death(link: DroneHandle, work: Task | None) -> DroneDied:
         message += f"\nits last lines on stderr:\n{stderr}"
     if stack:
         message += f"\n{stack}"
-    died = DroneDied(message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack)
+    died = DroneDied(
+        message, drone=link.name, exitcode=code, running=running, stderr=stderr, stack=stack
+    )
     died.__cause__ = link.cause
     return died
 

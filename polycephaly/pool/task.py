@@ -1,11 +1,12 @@
-"""One piece of work on its way: what was called, where it is, and, being a promise, what came of it.
+"""One piece of work on its way: what was called, where it is, and, being a promise, what came of
+it.
 
     call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
 
-Arguments are pickled when the call is made. Where there is a promise among them, a *hole* is pickled in its place (see
-inputs.py); a synchronization counter (CEFOS) counts the promises still open, and the work is queued as it reaches zero.
-A call of nothing but promises and what is small and immutable is not pickled before that: nobody can see that.
-"""
+Arguments are pickled when the call is made. Where there is a promise among them, a *hole* is
+pickled in its place (see inputs.py); a synchronization counter (CEFOS) counts the promises still
+open, and the work is queued as it reaches zero. A call of nothing but promises and what is small
+and immutable is not pickled before that: nobody can see that."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ _CURE = " (a future of the standard library does not go along: give `polycephaly
 
 
 class Task(Promise[Any]):
-    """The work is its promise: one object for both. After the call it is changed in the hub's turns only."""
+    """The work is its promise: one object for both. After the call it is changed in the hub's turns
+    only."""
 
     _can_be_interrupted = True
     target: DroneHandle | None = None  # the only drone it may run on, if there is one
@@ -53,10 +55,14 @@ class Task(Promise[Any]):
     keeps = False  # its value stays where it is computed
     sending: Sending | None = None  # with which it was sent
     kind = CALL
-    args: tuple[Any, ...] | None = None  # small and immutable ones, which are pickled together with those of others;
+    args: tuple[Any, ...] | None = (
+        None  # small and immutable ones, which are pickled together with those of others;
+    )
     # while it waits for them, promises too
     weight = 16  # bytes of these, about
-    payload: Any = b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
+    payload: Any = (
+        b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
+    )
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # calls
     item: int | None = None  # of a `map`: the index of its first call
@@ -67,18 +73,28 @@ class Task(Promise[Any]):
     retries = 0  # how often it is run again when its drone dies
     party = ""  # the client of a served pool that has given it (server/fairness.py)
     relays: Any = None  # what of another process's it is, where it is such (server/session.py)
-    leases: Any = None  # of a remote pool's shared values (engines/remote/shared.py), until it is sent
-    given: list[RemoteObject] | None = None  # of which handles are in what came back, until that is opened
+    leases: Any = (
+        None  # of a remote pool's shared values (engines/remote/shared.py), until it is sent
+    )
+    given: list[RemoteObject] | None = (
+        None  # of which handles are in what came back, until that is opened
+    )
     lent = False  # another process has it, and may be running it
     runs_elsewhere = False  # another process has told that it has begun
-    inputs: Sequence[Any] = ()  # while it waits: the promises for which it does; and what else is in `args`
+    inputs: Sequence[
+        Any
+    ] = ()  # while it waits: the promises for which it does; and what else is in `args`
     recipe: Any = None  # its pickled arguments, where its value lies with a node that may be lost, and `retries` allow
-    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None  # the arguments without what lies so, and the promises
+    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = (
+        None  # the arguments without what lies so, and the promises
+    )
     _lying: Any = None
     needed: tuple[int, ...] = ()  # the numbers of works whose values it waited for
     followed: Sequence[Any] = ()  # by these, which went along and want to know whether they arrived
     is_node = False  # of a graph (flow.py): cancelling it goes upstream
-    _filling: Iterator[int]  # as many steps as there are inputs but one: the synchronization counter
+    _filling: Iterator[
+        int
+    ]  # as many steps as there are inputs but one: the synchronization counter
 
     def __init__(self, crew: Dispatcher) -> None:
         self._open = None  # as Promise.__init__ does
@@ -89,9 +105,14 @@ class Task(Promise[Any]):
         self.queued = monotonic()
 
     def capture(
-        self, definition: RemoteFunction, args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry
+        self,
+        definition: RemoteFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        book: FunctionRegistry,
     ) -> Sequence[Promise[Any]]:
-        """Pickles the arguments; gives the promises among them. Raises what their pickling raises."""
+        """Pickles the arguments; gives the promises among them. Raises what their pickling
+        raises."""
         self.definition = definition
         inputs: list[Promise[Any]] = []
         together, bulky, shared, nested = not kwargs, False, False, False
@@ -135,7 +156,9 @@ class Task(Promise[Any]):
                 elif args:
                     self.payload = pack(args, book.snapshot, book.store, bulky)
             except Exception as error:
-                error.add_note(f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}")
+                error.add_note(
+                    f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}"
+                )
                 raise
         self._note(pickling)
         return inputs
@@ -177,7 +200,8 @@ class Task(Promise[Any]):
             each._goes_with(self)
 
     def never_began(self) -> None:
-        """In a turn: it was settled while its drone had it, and that has not opened it, nor will, or has died."""
+        """In a turn: it was settled while its drone had it, and that has not opened it, nor will,
+        or has died."""
         self.payload = b""
         followed, self.followed = self.followed, ()
         for each in followed:
@@ -185,7 +209,9 @@ class Task(Promise[Any]):
 
     def take(self, deposits: dict[int, RemoteObject]) -> None:
         """It needs these kept values."""
-        if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):  # else see `_fill`
+        if self.args is not None and not any(
+            isinstance(arg, Promise) for arg in self.args
+        ):  # else see `_fill`
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
         self.payload = taking(self.payload, deposits)
 
@@ -195,15 +221,17 @@ class Task(Promise[Any]):
             return self.args
         payload = self.payload
         if isinstance(payload, Serialized):
-            views = [pristine_view(segment)[at : at + length] for segment, at, length in payload.places]
+            views = [
+                pristine_view(segment)[at : at + length] for segment, at, length in payload.places
+            ]
             args: tuple[Any, ...] = load_beside(payload.inline, views)
         else:
             args = loads(payload) if payload else ()
         return args
 
     def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
-        """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and this work is
-        rejected too."""
+        """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and
+        this work is rejected too."""
         self.inputs = inputs if self.args is None else self.args
         self.needed = tuple([each.number for each in inputs if isinstance(each, Task)])
         self._filling = iter(range(1, len(inputs)))
@@ -223,14 +251,18 @@ class Task(Promise[Any]):
         if self._state == PENDING:
             if settled._exception is not None or settled._state != FINISHED:
                 fall(self, settled)
-            elif next(self._filling, None) is None:  # the counter: one step, which also tells who is the last
+            elif (
+                next(self._filling, None) is None
+            ):  # the counter: one step, which also tells who is the last
                 self._fill()
 
     def _fill(self) -> None:
         self.queued = monotonic()
         args, inputs = self.args, self.inputs
         if args is not None:
-            values = [arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args]
+            values = [
+                arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args
+            ]
             captured = self.payload.deposits if type(self.payload) is PayloadWithRefs else None
             if SMALL.issuperset(map(type, values)):
                 self.args = tuple(values)
@@ -252,8 +284,14 @@ class Task(Promise[Any]):
                 if captured:
                     self.take(captured)
             if self.kind == CALL_KEYWORDS and inputs:
-                parts = {index: part for index, each in enumerate(inputs) if (part := each._part(book)) is not None}
-                results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
+                parts = {
+                    index: part
+                    for index, each in enumerate(inputs)
+                    if (part := each._part(book)) is not None
+                }
+                results = [
+                    None if index in parts else each.result() for index, each in enumerate(inputs)
+                ]
                 with meeting(book.vault) as pickling:
                     packed = pack(results, book.snapshot, book.store)
                 inner = pickling.met or {}
@@ -276,39 +314,47 @@ class Task(Promise[Any]):
     """From what came back to its value. Raises what unpickling raises."""
 
     def open(self, payload: Any) -> Any:
-        """The value, or what stands for it until somebody asks. What has handles in it is opened: they are written for
-        this image."""
+        """The value, or what stands for it until somebody asks. What has handles in it is opened:
+        they are written for this image."""
         if isinstance(payload, Received) and not self.given and (self.is_node or payload.is_far()):
             self._lying = payload  # first: from the next line on, others look at it
             self.__class__ = LazyTask  # this adds methods only: its attributes are stored as before
             return None
         return self.read(payload)
 
-    # -- what it says of itself as a promise ----------------------------------------------------------
+    # -- what it says of itself as a promise -------------------------------------------------------
 
     def cancel(self, running: bool = True) -> bool:
-        """As any promise; of a node of a graph, what only led to it is cancelled too: see `flow`."""
+        """As any promise; of a node of a graph, what only led to it is cancelled too: see
+        `flow`."""
         inputs = self.inputs
         cancelled = super().cancel(running)
         if cancelled and inputs and self.is_node:
             cancel_upstream(inputs, running)
         return cancelled
 
-    def _settle(self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False) -> bool:
+    def _settle(
+        self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False
+    ) -> bool:
         settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
             note_failure(self, state)
         return settled
 
     def fill_again(self, lost: Lost) -> None:
-        """In a turn. It was not begun, as what it takes was lost: that is computed once more. Raises `lost` as
-        `computed_again` does."""
+        """In a turn. It was not begun, as what it takes was lost: that is computed once more.
+        Raises `lost` as `computed_again` does."""
         if self.unfilled is None:
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
         far = [each if isinstance(each, LazyTask) and each._is_far() else None for each in inputs]
-        self.wait_for([it if each is None else each.computed_again(lost) for each, it in zip(far, inputs, strict=True)])
+        self.wait_for(
+            [
+                it if each is None else each.computed_again(lost)
+                for each, it in zip(far, inputs, strict=True)
+            ]
+        )
 
     def let_go(self) -> None:
         """It is settled: it keeps nothing for which it waited."""
@@ -351,7 +397,9 @@ class Task(Promise[Any]):
 
     def running(self) -> bool:
         link = self.link
-        return self._state == PENDING and (self.runs_elsewhere or (link is not None and link.runs(self.number)))
+        return self._state == PENDING and (
+            self.runs_elsewhere or (link is not None and link.runs(self.number))
+        )
 
     @property
     def spans(self) -> Spans:
@@ -360,10 +408,14 @@ class Task(Promise[Any]):
         if answer is None:
             return Spans(queued=self.queued, sent=sent, drone=name)
         there, back = answer.there, answer.back
-        if self.args is not None:  # they went together with others: so many bytes is what it would be by itself
+        if (
+            self.args is not None
+        ):  # they went together with others: so many bytes is what it would be by itself
             there = len(dumps(self.args, 5))
             back = back or len(dumps(self._result, 5))
-        return Spans(self.queued, sent, answer.started, answer.finished, answer.received, there, back, name)
+        return Spans(
+            self.queued, sent, answer.started, answer.finished, answer.received, there, back, name
+        )
 
     def answered_with(self) -> Answer | None:
         answer = self.answer
@@ -371,9 +423,9 @@ class Task(Promise[Any]):
 
 
 class LazyTask(Task):
-    """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes from there, and is
-    opened here only when somebody asks. For a node of a graph that is shared memory; for all work of a cluster's, a
-    node of that."""
+    """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes
+    from there, and is opened here only when somebody asks. For a node of a graph that is shared
+    memory; for all work of a cluster's, a node of that."""
 
     _lies = True
     _opened = False
@@ -396,11 +448,15 @@ class LazyTask(Task):
 
     def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
         """What asyncio asks for from CPython 3.14 on, in place of `result` and `exception`."""
-        return (self.done(), self.cancelled(), *(outcome(self) if self._state == FINISHED else (None, None)))
+        return (
+            self.done(),
+            self.cancelled(),
+            *(outcome(self) if self._state == FINISHED else (None, None)),
+        )
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of any promise. Where there is a value that cannot be opened here, why; but one that lies in another
-        node is not brought here to find that out."""
+        """As of any promise. Where there is a value that cannot be opened here, why; but one that
+        lies in another node is not brought here to find that out."""
         error = super().exception(timeout)
         if error is None and not self._is_far():
             try:
@@ -414,14 +470,19 @@ class LazyTask(Task):
         return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
     def computed_again(self, lost: Lost) -> Task:
-        """The same work once more, on its way; the same again for who else asks. Raises `lost` where `retries` do not
-        allow it."""
+        """The same work once more, on its way; the same again for who else asks. Raises `lost`
+        where `retries` do not allow it."""
         if self._again is not None:
             return self._again
         if not self.retries or self.recipe is None:
             raise lost
         again = self._again = Task(self.crew)
-        again.definition, again.kind, again.args, again.payload = self.definition, self.kind, self.args, self.recipe
+        again.definition, again.kind, again.args, again.payload = (
+            self.definition,
+            self.kind,
+            self.args,
+            self.recipe,
+        )
         again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
         self.crew.start(again)
         return again
@@ -448,7 +509,9 @@ class Sending:
 
     __slots__ = ("at", "by_bulk", "estimate", "link")
 
-    def __init__(self, link: DroneHandle, at: float, estimate: float, by_bulk: bool = False) -> None:
+    def __init__(
+        self, link: DroneHandle, at: float, estimate: float, by_bulk: bool = False
+    ) -> None:
         self.link = link
         self.at = at
         self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
@@ -470,7 +533,9 @@ class AnswersTogether:
 
     __slots__ = ("_finished", "_numbers", "_received", "_started")
 
-    def __init__(self, numbers: list[int], started: list[float], finished: list[float], received: float) -> None:
+    def __init__(
+        self, numbers: list[int], started: list[float], finished: list[float], received: float
+    ) -> None:
         self._numbers = numbers
         self._started = started
         self._finished = finished
@@ -488,9 +553,12 @@ class Slice(Task):
     followers: Sequence[Slice] = ()
     """What comes after it, where it was answered before its end."""
     continues = False
-    """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a repeated message."""
+    """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a
+    repeated message."""
 
-    def __init__(self, crew: Dispatcher, definition: RemoteFunction, calls: bytes, count: int) -> None:
+    def __init__(
+        self, crew: Dispatcher, definition: RemoteFunction, calls: bytes, count: int
+    ) -> None:
         super().__init__(crew)
         self.definition = definition
         self.payload = calls
@@ -503,7 +571,8 @@ class Slice(Task):
         return Answers(payload)
 
     def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
-        """In a turn. Its first calls are `done`: the one that is being run, if there is one, and the `rest`."""
+        """In a turn. Its first calls are `done`: the one that is being run, if there is one, and
+        the `rest`."""
         begun = self.count - rest
         running, later = (
             Slice(self.crew, self.definition, part_of(self.payload, start, stop), stop - start)
@@ -547,7 +616,11 @@ def _has_future(arg: Any) -> bool:
         if isinstance(each, Future) and not isinstance(each, Promise):
             return True
         if type(each) in CONTAINERS:
-            new = {id(it): it for it in (each.values() if type(each) is dict else each) if id(it) not in seen}
+            new = {
+                id(it): it
+                for it in (each.values() if type(each) is dict else each)
+                if id(it) not in seen
+            }
             seen.update(new)
             todo += new.values()
     return False

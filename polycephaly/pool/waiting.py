@@ -11,9 +11,11 @@ __all__ = ["Waiting"]
 
 @dataclass(frozen=True)
 class Waiting:
-    """In what a drone has waited without processor time: see `Drone.waiting`. It prints as one line.
+    """In what a drone has waited without processor time: see `Drone.waiting`. It prints as one
+    line.
 
-    A wait cannot be told from a hang, so nothing is done about either: this only says what is known.
+    A wait cannot be told from a hang, so nothing is done about either: this only says what is
+    known.
 
     Attributes
     ----------

@@ -2,9 +2,8 @@
 
     settler of one ──> one_settled, its hook ──> the promise that stands for all, the first, or the next
 
-Of the threads that settle the parts, any may be the last, or the first: who that is, an atomic step decides (a pop, a
-`next`, a `_settle`, of which only the first has an effect).
-"""
+Of the threads that settle the parts, any may be the last, or the first: who that is, an atomic step
+decides (a pop, a `next`, a `_settle`, of which only the first has an effect)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,9 @@ F = TypeVar("F", bound="Future[Any]")
 @overload
 def gather(first: Future[T1], second: Future[T2], /) -> Promise[list[T1 | T2]]: ...
 @overload
-def gather(first: Future[T1], second: Future[T2], third: Future[T3], /) -> Promise[list[T1 | T2 | T3]]: ...
+def gather(
+    first: Future[T1], second: Future[T2], third: Future[T3], /
+) -> Promise[list[T1 | T2 | T3]]: ...
 @overload
 def gather(*promises: Future[T]) -> Promise[list[T]]: ...
 
@@ -37,7 +38,8 @@ def gather(*promises: Future[T]) -> Promise[list[T]]: ...
 def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     """A promise of the list of values, in the order given; the first error rejects it.
 
-    Cancelling it cancels all of them, as `asyncio.gather` does. Raises `TypeError` for what is no promise.
+    Cancelling it cancels all of them, as `asyncio.gather` does. Raises `TypeError` for what is no
+    promise.
 
     >>> import polycephaly as poly
     >>> a, b = poly.Promise(), poly.Promise()
@@ -114,8 +116,8 @@ def race(*promises: Future[Any]) -> Promise[Any]:
 class as_completed(Iterator[F], AsyncIterator[F]):
     """Iterates over promises in the order in which they settle; with ``async for`` too.
 
-    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator, which ends there; plain
-    iteration only.
+    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator, which ends
+    there; plain iteration only.
 
     >>> import polycephaly as poly
     >>> a, b = poly.Promise(), poly.Promise()
@@ -136,7 +138,9 @@ class as_completed(Iterator[F], AsyncIterator[F]):
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
-        def one_settled(future: Any) -> None:  # does not know the iterator, which may be dropped before
+        def one_settled(
+            future: Any,
+        ) -> None:  # does not know the iterator, which may be dropped before
             still_open.pop(future, None)
             places[next(turn)]._settle(FINISHED, future, None)
 

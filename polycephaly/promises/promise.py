@@ -1,7 +1,7 @@
 """Promises: a value that is not there yet.
 
-A `Promise` is a `concurrent.futures.Future` that costs one object: no lock and no condition is made until
-somebody waits in a way that needs one.
+A `Promise` is a `concurrent.futures.Future` that costs one object: no lock and no condition is made
+until somebody waits in a way that needs one.
 
     settler (hub, canceller, user)                  waiter, callback, `await`
     --------------------------------                -------------------------------------
@@ -15,39 +15,45 @@ somebody waits in a way that needs one.
     there is one, give the claim back, and do       C2  claimed, and not settled? wait for that
     S1, S2 under it and tell self._waiters          C3  under it: look at _state, append to self._waiters
 
-Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly one goes
-on and the others learn that they lost. A hook is called by whoever pops it from the list, and `list.pop` is
-atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if it came after, then S2 came
-before W2, and the waiter finds the promise settled and pops the hook itself. While many hooks are being called
-(`_calling`), a new one is called at once and not put behind them: in a hook, that would be within all that are left.
+Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly
+one goes on and the others learn that they lost. A hook is called by whoever pops it from the list,
+and `list.pop` is atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if
+it came after, then S2 came before W2, and the waiter finds the promise settled and pops the hook
+itself. While many hooks are being called (`_calling`), a new one is called at once and not put
+behind them: in a hook, that would be within all that are left.
 
-A pop from the front moves all the rest: 100,000 calls that wait for one promise took seconds so. Where there are many
-hooks, their list is turned round, once (`_turn`), and popped from its end from then on, as `_first` says. Turning takes
-no hook out and puts none in, so still each is popped by exactly one. `_first` is set and the list turned in one run of
-straight-line code, so Ctrl-C finds both as they belong together; another thread that is popping from the front just
-then pops from the wrong end, which is a matter of order only.
+A pop from the front moves all the rest: 100,000 calls that wait for one promise took seconds so.
+Where there are many hooks, their list is turned round, once (`_turn`), and popped from its end from
+then on, as `_first` says. Turning takes no hook out and puts none in, so still each is popped by
+exactly one. `_first` is set and the list turned in one run of straight-line code, so Ctrl-C finds
+both as they belong together; another thread that is popping from the front just then pops from the
+wrong end, which is a matter of order only.
 
-**Conditions.** If C1 came before the settler looked, settler and waiter exclude each other by the condition. If C1 came
-after that look, it came after S1 too, so C2 sees the claim and waits until S2 is done; C3 then finds the promise
-settled. So no waiter is installed between a settler's look and its S2, wherever threads are switched:
-tests/test_forced_switches.py forces a switch at every bytecode of either side.
+**Conditions.** If C1 came before the settler looked, settler and waiter exclude each other by the
+condition. If C1 came after that look, it came after S1 too, so C2 sees the claim and waits until S2
+is done; C3 then finds the promise settled. So no waiter is installed between a settler's look and
+its S2, wherever threads are switched: tests/test_forced_switches.py forces a switch at every
+bytecode of either side.
 
-**RUNNING** is set under the condition only, which `set_running_or_notify_cancel` makes. So a settler that finds no
-condition has come before it (C2), and `cancel` looks for RUNNING under the condition.
+**RUNNING** is set under the condition only, which `set_running_or_notify_cancel` makes. So a
+settler that finds no condition has come before it (C2), and `cancel` looks for RUNNING under the
+condition.
 
-S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal handlers only
-at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and the state. Therefore no subclass
-may make a property of `_result`, `_exception` or `_state`: the store would be a call. A value that lies elsewhere is
-opened by `result`, which looks at `_lies` after the state: work may have become a `LazyTask` during the wait.
+S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal
+handlers only at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and
+the state. Therefore no subclass may make a property of `_result`, `_exception` or `_state`: the
+store would be a call. A value that lies elsewhere is opened by `result`, which looks at `_lies`
+after the state: work may have become a `LazyTask` during the wait.
 
-CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an instance's `__dict__` out of
-what the instance holds inline. What the collection runs may be at the same promise, or let another thread be, and make
-a `__dict__` of the same values, which are then freed twice: the interpreter crashed of it, minutes later. So there a
-promise has its `__dict__` from its birth (`DICT_AT_BIRTH`), when nobody else knows it.
+CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an
+instance's `__dict__` out of what the instance holds inline. What the collection runs may be at the
+same promise, or let another thread be, and make a `__dict__` of the same values, which are then
+freed twice: the interpreter crashed of it, minutes later. So there a promise has its `__dict__`
+from its birth (`DICT_AT_BIRTH`), when nobody else knows it.
 
-This module knows nothing of drones. Whoever works on a promise makes it of a class of its own, which says how it is
-withdrawn (`_withdraw`), whether it runs (`running`), and how a waiting thread can help (`_help`): see pool/task.py.
-"""
+This module knows nothing of drones. Whoever works on a promise makes it of a class of its own,
+which says how it is withdrawn (`_withdraw`), whether it runs (`running`), and how a waiting thread
+can help (`_help`): see pool/task.py."""
 
 from __future__ import annotations
 
@@ -73,7 +79,9 @@ U = TypeVar("U")
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
-CANCELLED = "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
+CANCELLED = (
+    "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
+)
 FINISHED = "FINISHED"
 
 DICT_AT_BIRTH = sys.version_info < (3, 12)
@@ -87,21 +95,27 @@ _chain = Trampoline(deep=50)
 _STEPS_SHOWN = 10
 """Of a circle of promises, in a message."""
 
-logging.getLogger("polycephaly").addHandler(logging.NullHandler())  # the library's own loggers are below it
+logging.getLogger("polycephaly").addHandler(
+    logging.NullHandler()
+)  # the library's own loggers are below it
 callbacks = logging.getLogger("concurrent.futures")
-"""What users' callbacks raise is told where the standard library's futures tell it, so that it is never silent."""
+"""What users' callbacks raise is told where the standard library's futures tell it, so that it is
+never silent."""
 
 green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None = None
-"""Where green threads are in use: whether the caller is one, between two awaits; how it awaits a promise."""
+"""Where green threads are in use: whether the caller is one, between two awaits; how it awaits a
+promise."""
 
 waiting: dict[int, tuple[Promise[Any], float | None]] = {}
 """The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
 
 asked_to_end: Callable[[int, bool], bool] | None = None
-"""Where green threads are in use: whether what that native thread waits for is to be cancelled; with True: it was."""
+"""Where green threads are in use: whether what that native thread waits for is to be cancelled;
+with True: it was."""
 
 in_turn: Callable[[], bool] | None = None
-"""Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer there."""
+"""Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer
+there."""
 
 
 class _Pickling(threading.local):
@@ -109,20 +123,21 @@ class _Pickling(threading.local):
 
 
 pickling = _Pickling()
-"""Where a thread pickles a call's arguments: what goes in place of a promise, as `__reduce__` gives it."""
+"""Where a thread pickles a call's arguments: what goes in place of a promise, as `__reduce__` gives
+it."""
 
 settlers: set[int] = set()
-"""Threads that settle promises. One that waited for a promise would wait for itself, so it gets an error."""
+"""Threads that settle promises. One that waited for a promise would wait for itself, so it gets an
+error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The life of one piece of work. Times are ``time.monotonic`` seconds, None while not reached.
 
-    ``queued`` (the call; or when the last promise among its arguments had its value), ``sent`` (by the hub),
-    ``started`` and ``finished`` (on the drone), ``received`` (by the hub); ``bytes_sent`` and ``bytes_received`` count
-    the pickles, and ``bytes`` both; ``drone`` is the drone's name.
-    """
+    ``queued`` (the call; or when the last promise among its arguments had its value), ``sent`` (by
+    the hub), ``started`` and ``finished`` (on the drone), ``received`` (by the hub); ``bytes_sent``
+    and ``bytes_received`` count the pickles, and ``bytes`` both; ``drone`` is the drone's name."""
 
     queued: float | None = None
     sent: float | None = None
@@ -146,7 +161,8 @@ def misplaced(promise: Promise[Any]) -> TypeError:
 
 
 class Promise(Future[T], Generic[T]):
-    """A value to come. Settled once, by a value or an error; every method may be called from any thread.
+    """A value to come. Settled once, by a value or an error; every method may be called from any
+    thread.
 
     >>> from polycephaly import Promise
     >>> p = Promise()
@@ -172,7 +188,7 @@ class Promise(Future[T], Generic[T]):
         if DICT_AT_BIRTH:
             self.__dict__  # noqa: B018 - looking makes it
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     @property
     def value(self) -> T:
@@ -218,7 +234,7 @@ class Promise(Future[T], Generic[T]):
         """When it was queued, sent, started, finished and received; bytes; drone."""
         return Spans()
 
-    # -- acting -----------------------------------------------------------------------------------
+    # -- acting ------------------------------------------------------------------------------------
 
     def cancel(self, running: bool = True) -> bool:
         """Withdraws work that is queued; interrupts work that runs, unless ``running=False``.
@@ -235,23 +251,26 @@ class Promise(Future[T], Generic[T]):
                 self._withdraw()
         return self._state == CANCELLED
 
-    # -- what those who work on promises say of theirs ----------------------------------------------
+    # -- what those who work on promises say of theirs ---------------------------------------------
 
     _can_be_interrupted = False
     _cancels_with_waiter = True
     """Whether a green thread or asyncio task that is cancelled while it waits for it cancels it."""
 
     _may_be_anywhere = False
-    """Whether it may also be found in objects among the arguments of a call: it is of a handle, not a user's."""
+    """Whether it may also be found in objects among the arguments of a call: it is of a handle, not
+    a user's."""
 
     from_outside = True
     """Whether something else than green threads of this image may settle it."""
 
     def _withdraw(self) -> None:
-        """It was cancelled: its work is to be withdrawn or interrupted. Must not block. Twice is no error."""
+        """It was cancelled: its work is to be withdrawn or interrupted. Must not block. Twice is no
+        error."""
 
     def _help(self, end: float | None) -> None:
-        """The caller waits: it may do what settles promises, until this one is or `time.monotonic()` is `end`."""
+        """The caller waits: it may do what settles promises, until this one is or
+        `time.monotonic()` is `end`."""
 
     _stands_for: tuple[Future[Any], ...] = ()
     """Of which it tells, while it is not settled."""
@@ -276,7 +295,8 @@ class Promise(Future[T], Generic[T]):
         return None
 
     def _break_off(self) -> None:
-        """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to stop."""
+        """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to
+        stop."""
         break_off(self._stands_for)
 
     def _look_up(self) -> None:
@@ -288,11 +308,13 @@ class Promise(Future[T], Generic[T]):
     def then(self, fn: Callable[[T], U]) -> Promise[U]: ...
 
     def then(self, fn: Callable[[T], Any]) -> Promise[Any]:
-        """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is followed.
+        """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is
+        followed.
 
-        `fn` is called in the thread that settles this promise, so it must not wait. Where `fn` is another promise's
-        ``set_result`` for which this one waits, or gives a promise that waits for the one given here, nobody would
-        ever settle them: that raises `Deadlock`, or is what the promise is rejected with.
+        `fn` is called in the thread that settles this promise, so it must not wait. Where `fn` is
+        another promise's ``set_result`` for which this one waits, or gives a promise that waits for
+        the one given here, nobody would ever settle them: that raises `Deadlock`, or is what the
+        promise is rejected with.
 
         >>> from polycephaly import Promise
         >>> price = Promise()
@@ -312,7 +334,11 @@ class Promise(Future[T], Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._stands_for = ()
-            _chain.go(after._settle, inner._state, *((None, None) if inner._state == CANCELLED else outcome(inner)))
+            _chain.go(
+                after._settle,
+                inner._state,
+                *((None, None) if inner._state == CANCELLED else outcome(inner)),
+            )
 
         def go_on(done: Promise[Any]) -> None:
             after._stands_for = ()
@@ -359,7 +385,9 @@ class Promise(Future[T], Generic[T]):
 
     def set_running_or_notify_cancel(self) -> bool:
         """For executors, as in the standard library: False where the promise was cancelled."""
-        with self._condition:  # whoever settles or cancels it from now on does so under it: see the head of this file
+        with (
+            self._condition
+        ):  # whoever settles or cancels it from now on does so under it: see the head of this file
             if self._state == CANCELLED:
                 return False
             if self._state != PENDING:
@@ -379,9 +407,11 @@ class Promise(Future[T], Generic[T]):
             _raise_asyncio_cancelled()  # to a green thread that is not cancelled itself it is an error like others
         return self.result()
 
-    # -- settling and waiting ---------------------------------------------------------------------
+    # -- settling and waiting ----------------------------------------------------------------------
 
-    def _settle(self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False) -> bool:
+    def _settle(
+        self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False
+    ) -> bool:
         """Settles unless somebody else did; tells which. See the head of this file."""
         try:
             del self._open
@@ -389,7 +419,9 @@ class Promise(Future[T], Generic[T]):
             return False
         if self._made_condition is not None:
             self._open = None  # also if Ctrl-C ends the next call, it is as if nobody had tried
-            return self._settle_watched(self._made_condition, state, result, exception, unless_running)
+            return self._settle_watched(
+                self._made_condition, state, result, exception, unless_running
+            )
         self._result = result
         self._exception = exception
         self._state = state
@@ -398,10 +430,16 @@ class Promise(Future[T], Generic[T]):
         return True
 
     def _settle_watched(
-        self, condition: Condition, state: str, result: Any, exception: BaseException | None, unless_running: bool
+        self,
+        condition: Condition,
+        state: str,
+        result: Any,
+        exception: BaseException | None,
+        unless_running: bool,
     ) -> bool:
-        """The same where the standard library's `wait` or `as_completed` may be at it: they look at `_state` and
-        install their waiter under the condition, so it is set, and they are told, under the condition too."""
+        """The same where the standard library's `wait` or `as_completed` may be at it: they look at
+        `_state` and install their waiter under the condition, so it is set, and they are told,
+        under the condition too."""
         with condition:
             if unless_running and self._state == RUNNING:
                 return False
@@ -443,8 +481,9 @@ class Promise(Future[T], Generic[T]):
             self._run_hooks(self._first)
 
     def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        """By identity: comparing would run code of users. The look and the removal are straight-line code. Where others
-        pop from the front meanwhile, ours may be passed over; then it is about to be called."""
+        """By identity: comparing would run code of users. The look and the removal are
+        straight-line code. Where others pop from the front meanwhile, ours may be passed over; then
+        it is about to be called."""
         hooks = self._hooks
         index = 0
         while hooks is not None:
@@ -482,7 +521,10 @@ class Promise(Future[T], Generic[T]):
             callbacks.exception("exception calling callback for %r", self)
 
     def _run_many(
-        self, hook: Callable[[Promise[Any]], object], hooks: list[Callable[[Promise[Any]], object]], first: int
+        self,
+        hook: Callable[[Promise[Any]], object],
+        hooks: list[Callable[[Promise[Any]], object]],
+        first: int,
     ) -> None:
         self._calling = True
         if len(hooks) > _MANY:
@@ -493,7 +535,9 @@ class Promise(Future[T], Generic[T]):
                 hook(self)
             except Exception:
                 callbacks.exception("exception calling callback for %r", self)
-            except BaseException as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
+            except (
+                BaseException
+            ) as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
                 worst = error
             try:
                 hook = hooks.pop(first)
@@ -522,7 +566,11 @@ class Promise(Future[T], Generic[T]):
             before = waiting.get(me)  # in a callback, while it waits for something else
             try:
                 waiting[me] = self, end
-                if self._cancels_with_waiter and asked_to_end is not None and asked_to_end(me, False):
+                if (
+                    self._cancels_with_waiter
+                    and asked_to_end is not None
+                    and asked_to_end(me, False)
+                ):
                     self.cancel()
                 self._help(end)
                 if not self.done():
@@ -571,7 +619,9 @@ class Promise(Future[T], Generic[T]):
                 turn.set_result(None)
 
         def settled(_: Promise[Any]) -> None:
-            with suppress(RuntimeError):  # the loop was closed in the meantime: nobody is there to be told
+            with suppress(
+                RuntimeError
+            ):  # the loop was closed in the meantime: nobody is there to be told
                 loop.call_soon_threadsafe(wake)
 
         self._hook(settled)
@@ -582,7 +632,7 @@ class Promise(Future[T], Generic[T]):
                 self.cancel()
             raise
 
-    # -- what the standard library's wait() and as_completed() look at ------------------------------
+    # -- what the standard library's wait() and as_completed() look at -----------------------------
 
     @property
     def _condition(self) -> Condition:  # type: ignore[override]
@@ -590,7 +640,9 @@ class Promise(Future[T], Generic[T]):
         if condition is None:
             self.__dict__.setdefault("_waiters", [])
             condition = self.__dict__.setdefault("_made_condition", Condition())
-        if not hasattr(self, "_open") and not self.done():  # the settler may not have seen the condition
+        if (
+            not hasattr(self, "_open") and not self.done()
+        ):  # the settler may not have seen the condition
             self._wait_for_settler(None, None)
         return condition
 
@@ -643,7 +695,8 @@ def _raise_asyncio_cancelled() -> NoReturn:
 
 
 def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
-    """`goal` is to wait for `waiting`. Raises `Deadlock` where that one waits for it, by whatever steps."""
+    """`goal` is to wait for `waiting`. Raises `Deadlock` where that one waits for it, by whatever
+    steps."""
     came_from: dict[Future[Any], Future[Any] | None] = {waiting: None}
     todo: list[Future[Any]] = [waiting]
     while todo:
@@ -655,7 +708,9 @@ def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
                 step = came_from[step]
             path = [*path[::-1], path[-1]]
             if len(path) > _STEPS_SHOWN:
-                path[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"({len(path) - _STEPS_SHOWN} more)"]
+                path[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [
+                    f"({len(path) - _STEPS_SHOWN} more)"
+                ]
             from ..errors import Deadlock
 
             raise Deadlock(f"promises would wait for each other in a circle: {' -> '.join(path)}")

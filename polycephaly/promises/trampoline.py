@@ -1,11 +1,12 @@
-"""What leads to more of its kind, as one settled promise to those that follow it, without recursing too deep.
+"""What leads to more of its kind, as one settled promise to those that follow it, without recursing
+too deep.
 
     step ──> step ──> … `deep` of them one within the other ──> the next is put off until the outermost is done
 
-Each thread has a cascade of its own, so nothing here is shared. What is put off is done whatever a step raises: that
-is raised when all are. Ctrl-C may fall between two steps too (CPython runs signal handlers where a function is entered
-and at the end of a loop, and neither is in a `try` there): then the rest is gone through once more.
-"""
+Each thread has a cascade of its own, so nothing here is shared. What is put off is done whatever a
+step raises: that is raised when all are. Ctrl-C may fall between two steps too (CPython runs signal
+handlers where a function is entered and at the end of a loop, and neither is in a `try` there):
+then the rest is gone through once more."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Trampoline(threading.local):
 
     def go(self, step: Callable[..., object], *args: Any) -> None:
         """Does this step, now or before the outermost step of this thread returns."""
-        if self._pid != getpid():  # forked within a step: those around it, and what is put off, are the parent's
+        if (
+            self._pid != getpid()
+        ):  # forked within a step: those around it, and what is put off, are the parent's
             self._pid = getpid()
             self._depth = 0
             self._later = deque()

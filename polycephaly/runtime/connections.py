@@ -1,17 +1,18 @@
 """Connections of the main image, which stay behind when it is forked.
 
-A connection ends, for its other side, when the last process that has its socket closes it, and a port is free when the
-last listener has gone. So the zygote, and with it each drone, keeps none of these:
+A connection ends, for its other side, when the last process that has its socket closes it, and a
+port is free when the last listener has gone. So the zygote, and with it each drone, keeps none of
+these:
 
     stream sockets of a network; named unix ones (listening, or connected)  ──> one whose other end is closed
     datagram sockets of a network                                           ──> a new one of the same kind
     pipes to the standard streams of programs that were started             ──> one whose other end is closed
     epoll descriptors, which all processes would share                      ──> a new one
 
-The numbers stay taken, so code in a drone that closes its object, or a finalizer, closes nothing of anybody else's; and
-a library that uses its connection is told that the other side has closed it. What was made to cross a fork does:
-unnamed pairs of sockets and pipes, as `multiprocessing` makes them; and what is among the initargs of a pool.
-"""
+The numbers stay taken, so code in a drone that closes its object, or a finalizer, closes nothing of
+anybody else's; and a library that uses its connection is told that the other side has closed it.
+What was made to cross a fork does: unnamed pairs of sockets and pipes, as `multiprocessing` makes
+them; and what is among the initargs of a pool."""
 
 from __future__ import annotations
 
@@ -34,15 +35,20 @@ _STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 
 
 class Search(Pickler):
-    """Pickles to nowhere, and notes the descriptors (`found`) of open files, sockets and connections that it meets, and
-    whether it has met a lock, queue or the like of `multiprocessing`, which says that it has to be inherited."""
+    """Pickles to nowhere, and notes the descriptors (`found`) of open files, sockets and
+    connections that it meets, and whether it has met a lock, queue or the like of
+    `multiprocessing`, which says that it has to be inherited."""
 
     def __init__(self) -> None:
         super().__init__(self, 5, buffer_callback=lambda _: False)
         self.found: set[int] = set()
         self.inherits = False
         connection: Any = sys.modules.get("multiprocessing.connection")
-        self._kinds = (socket.socket, io.IOBase, *([connection.Connection] if connection is not None else ()))
+        self._kinds = (
+            socket.socket,
+            io.IOBase,
+            *([connection.Connection] if connection is not None else ()),
+        )
 
     def write(self, piece: object) -> None:
         pass
@@ -82,7 +88,9 @@ def leave_connections(owner: int, given: Iterable[object]) -> None:
 def _leave(fd: int, ended: socket.socket, programs: set[tuple[str, int]]) -> None:
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind == stat.S_IFSOCK:
-        end = socket.SocketType(fileno=fd)  # without the Python part of `socket.socket`, which takes four times as long
+        end = socket.SocketType(
+            fileno=fd
+        )  # without the Python part of `socket.socket`, which takes four times as long
         try:
             if end.type == socket.SOCK_DGRAM and end.family in _NETWORK:
                 with socket.socket(end.family, end.type, end.proto) as fresh:
@@ -115,7 +123,8 @@ def _has_name(end: socket.SocketType) -> bool:
 
 
 def _streams_of_programs(owner: int) -> set[tuple[str, int]]:
-    """Pipes, and in which way the owner of the other end uses them: as the standard streams of its children."""
+    """Pipes, and in which way the owner of the other end uses them: as the standard streams of its
+    children."""
     found: set[tuple[str, int]] = set()
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{owner}/task"):

@@ -1,4 +1,5 @@
-"""What is a coroutine, and what a coroutine function. Asked for often, so without `inspect` where it can be."""
+"""What is a coroutine, and what a coroutine function. Asked for often, so without `inspect` where
+it can be."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
 
 
 def is_coroutine(value: Any) -> bool:
-    """Whether it is one, be it made by `types.coroutine`, or what a green thread's `sleep` gives in place of one."""
+    """Whether it is one, be it made by `types.coroutine`, or what a green thread's `sleep` gives in
+    place of one."""
     if isinstance(value, GeneratorType):
         return bool(value.gi_code.co_flags & _ITERABLE)
     return isinstance(value, CoroutineType) or getattr(type(value), "is_parking", False)
@@ -23,7 +25,8 @@ def is_awaitable(value: Any) -> bool:
 
 
 def is_coroutine_function(fn: Any) -> bool:
-    """Whether calling `fn` gives a coroutine: partials, methods and instances with ``async __call__`` too."""
+    """Whether calling `fn` gives a coroutine: partials, methods and instances with ``async
+    __call__`` too."""
     code = getattr(fn, "__code__", None)
     if code is not None and code.co_flags & _FLAGS:
         return True

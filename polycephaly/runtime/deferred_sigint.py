@@ -1,14 +1,13 @@
 """Ctrl-C must not fall into a turn.
 
-Code that changes the hub's state may run in the main thread (it drives while it waits), where CPython runs
-signal handlers between any two bytecodes, and Python's own handler for SIGINT raises. A `DeferredSigint` puts a
-handler in its place that only takes a note; the real one is called when the shield is lowered, with the state
-whole again. Swapping twice costs about 0.5 us.
+Code that changes the hub's state may run in the main thread (it drives while it waits), where
+CPython runs signal handlers between any two bytecodes, and Python's own handler for SIGINT raises.
+A `DeferredSigint` puts a handler in its place that only takes a note; the real one is called when
+the shield is lowered, with the state whole again. Swapping twice costs about 0.5 us.
 
-Other signals' handlers may raise as well (an alarm used as a time limit). Their swapping would cost more than
-it is worth: where the program has installed one, the shield cannot be raised, and the work is left to the
-hub's thread, which no handler ever enters.
-"""
+Other signals' handlers may raise as well (an alarm used as a time limit). Their swapping would cost
+more than it is worth: where the program has installed one, the shield cannot be raised, and the
+work is left to the hub's thread, which no handler ever enters."""
 
 from __future__ import annotations
 
@@ -65,7 +64,12 @@ class DeferredSigint:
         if self._on_trip is not None:
             self._on_trip()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         handler = self._handler
         if handler is not None:
             set_handler(_SIGINT, handler)

@@ -1,20 +1,22 @@
 """Forking an image that has threads of ours.
 
-A fork copies one thread. Whatever another thread had half done, and whatever lock it held, stays so in the
-child for ever. So while `fork` forks, each of our threads stands at a *safe point*, where it holds no lock
-and has nothing half done: each does its work under a lock of its own, a *turn*, listed here, and `fork` takes
-all turns first. Afterwards the parent gives them back; in the child, hooks make everything anew.
+A fork copies one thread. Whatever another thread had half done, and whatever lock it held, stays so
+in the child for ever. So while `fork` forks, each of our threads stands at a *safe point*, where it
+holds no lock and has nothing half done: each does its work under a lock of its own, a *turn*,
+listed here, and `fork` takes all turns first. Afterwards the parent gives them back; in the child,
+hooks make everything anew.
 
-A thread that has nothing half done is an `OwnThread` and needs no turn. One that runs code of users all the
-time, as green threads' does, cannot be under a lock for so long; it gives a context manager (`add_pause`) in
-which it stands still, if it can do so soon.
+A thread that has nothing half done is an `OwnThread` and needs no turn. One that runs code of users
+all the time, as green threads' does, cannot be under a lock for so long; it gives a context manager
+(`add_pause`) in which it stands still, if it can do so soon.
 
-Lock order: `guard` before turns; a thread in its turn never takes `guard`, and runs no code of users.
+Lock order: `guard` before turns; a thread in its turn never takes `guard`, and runs no code of
+users.
 
-Python 3.12 warns of every fork with threads. Where all Python threads but this one are ours, they stand safe
-and the warning would be wrong; silencing it changes `warnings`' global state for a moment, and that is safe
-for the same reason: nobody else is there to see it. With threads of the user's own it is left to speak.
-"""
+Python 3.12 warns of every fork with threads. Where all Python threads but this one are ours, they
+stand safe and the warning would be wrong; silencing it changes `warnings`' global state for a
+moment, and that is safe for the same reason: nobody else is there to see it. With threads of the
+user's own it is left to speak."""
 
 from __future__ import annotations
 
@@ -76,9 +78,12 @@ def remove_turn(thread: threading.Thread) -> None:
 
 
 def fork() -> int:
-    """`os.fork` at a safe point. In the child every lock of ours is new and no thread of ours exists."""
+    """`os.fork` at a safe point. In the child every lock of ours is new and no thread of ours
+    exists."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # None, closed, or a stand-in: what it holds must not be written twice
+        with suppress(
+            Exception
+        ):  # None, closed, or a stand-in: what it holds must not be written twice
             stream.flush()
     with guard, ExitStack() as standing:
         for pause in _pauses:

@@ -3,10 +3,10 @@
     our frames ──> code of users ── os.fork() ──> parent: back to our frames
                                         └───────> child: its copy of our frames must not go on
 
-A frame of ours that calls such code takes `generation` before the call and compares it afterwards. Where the two
-differ, this is a child that was forked meanwhile, and the queue, socket or promise that the frame would go on with is
-the parent's. `leave_if_forked` then ends the child as the main program of an interpreter ends.
-"""
+A frame of ours that calls such code takes `generation` before the call and compares it afterwards.
+Where the two differ, this is a child that was forked meanwhile, and the queue, socket or promise
+that the frame would go on with is the parent's. `leave_if_forked` then ends the child as the main
+program of an interpreter ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ generation = 0
 
 
 def leave_if_forked(since: int, error: BaseException | None = None) -> None:
-    """End this process if it was forked after the generation `since`. Code of users has returned, or raised `error`.
+    """End this process if it was forked after the generation `since`. Code of users has returned,
+    or raised `error`.
 
-    The exit status is 0 after a return, that of ``sys.exit`` after a `SystemExit`, and 1 after any other error, of
-    which the traceback is printed. Threads that the child has started end first, then its exit handlers run.
-    """
+    The exit status is 0 after a return, that of ``sys.exit`` after a `SystemExit`, and 1 after any
+    other error, of which the traceback is printed. Threads that the child has started end first,
+    then its exit handlers run."""
     if generation != since:
         _leave(error)
 

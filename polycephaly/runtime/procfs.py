@@ -1,4 +1,5 @@
-"""What the kernel tells of a process. Of one that is gone, or where there is no /proc: nothing, or 0."""
+"""What the kernel tells of a process. Of one that is gone, or where there is no /proc: nothing, or
+0."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _GENERIC = {
     449: "futex_waitv",
 }  # fmt: skip
 _SYSTEM_CALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
-"""Those that may wait, by number. The kernel tells numbers only; x86_64 has its own, newer machines common ones."""
+"""Those that may wait, by number. The kernel tells numbers only; x86_64 has its own, newer machines
+common ones."""
 _OWN = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
@@ -44,14 +46,14 @@ def _stat(what: str) -> list[str]:
 
 
 def state_of(pid: int, thread: str = "") -> str:
-    """Of its main thread, or of another. One letter: R(unning), S(leeping), D(isk), T (stopped), t (traced), Z(ombie);
-    empty where there is none."""
+    """Of its main thread, or of another. One letter: R(unning), S(leeping), D(isk), T (stopped), t
+    (traced), Z(ombie); empty where there is none."""
     return (_stat(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
 
 
 def birth_of(pid: int) -> str:
-    """What tells it from all others that have had its pid: the boot of the machine, and when it began after that.
-    Empty where there is none, or nothing of it but an exit status."""
+    """What tells it from all others that have had its pid: the boot of the machine, and when it
+    began after that. Empty where there is none, or nothing of it but an exit status."""
     fields = _stat(str(pid))
     if not fields or fields[0] in "ZX":
         return ""
@@ -87,8 +89,8 @@ def processor_times(pid: int, thread: str) -> tuple[float, float]:
 
 
 def system_call_of(pid: int, thread: str) -> str | None:
-    """In which one a thread waits, by name, or by number for a rare one; None where it runs, or the kernel does not
-    tell. (It tells who may trace the process: its user, in most containers too.)"""
+    """In which one a thread waits, by name, or by number for a rare one; None where it runs, or the
+    kernel does not tell. (It tells who may trace the process: its user, in most containers too.)"""
     try:
         with open(f"/proc/{pid}/task/{thread}/syscall") as told:
             number = int(told.read().split()[0])
@@ -111,11 +113,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_of(pid: int, at_least: int) -> int:
-    """Bytes that it and its descendants hold for themselves: in memory or swapped out, and shared with nobody.
+    """Bytes that it and its descendants hold for themselves: in memory or swapped out, and shared
+    with nobody.
 
-    What a fork has in common with its parent is not its own. Telling that takes the kernel milliseconds a gigabyte, so
-    it is not asked while all that is in memory is less than `at_least`; then that is the answer.
-    """
+    What a fork has in common with its parent is not its own. Telling that takes the kernel
+    milliseconds a gigabyte, so it is not asked while all that is in memory is less than `at_least`;
+    then that is the answer."""
     everyone = [pid, *descendants(pid)]
     resident = sum(map(_resident, everyone))
     return resident if resident < at_least else sum(map(_own, everyone))

@@ -7,18 +7,20 @@
     zygotes ──reports──> lifeline ─┤
     drones' output ────> pipes ────┘
 
-All state of crews and links is changed in a *turn*, by whoever holds the turn's lock: the hub's thread, a caller
-that finds a drone idle (it sends its work itself), or a caller that waits (it reads the answers itself). So a
-round trip crosses no thread. A turn calls no code of users (but the garbage collector may run a finalizer of theirs in
-it: that can submit, and an attempt to wait is refused): values are unpickled, promises settled (and so
-callbacks called) and lines printed after it, from `deliveries`, by one thread at a time and in order.
+All state of crews and links is changed in a *turn*, by whoever holds the turn's lock: the hub's
+thread, a caller that finds a drone idle (it sends its work itself), or a caller that waits (it
+reads the answers itself). So a round trip crosses no thread. A turn calls no code of users (but the
+garbage collector may run a finalizer of theirs in it: that can submit, and an attempt to wait is
+refused): values are unpickled, promises settled (and so callbacks called) and lines printed after
+it, from `deliveries`, by one thread at a time and in order.
 
-Waiting is driving. The lanes have an epoll of their own inside the hub's. A waiting thread takes it out (the
-lanes are *lent*) and reads them itself until its promise is settled. All else (zygotes, output, ZeroMQ, timers)
-goes on waking the hub's thread. A promise that is settled by another thread nudges the driver. One thread
-drives at a time; the others wait for locks. Lanes stay lent after the drive, since another is likely to
-follow, and the hub's thread would otherwise be woken by each answer for nothing; so while they are lent it
-ticks, and takes them back at the first tick that saw no drive.
+Waiting is driving. The lanes have an epoll of their own inside the hub's. A waiting thread takes it
+out (the lanes are *lent*) and reads them itself until its promise is settled. All else (zygotes,
+output, ZeroMQ, timers) goes on waking the hub's thread. A promise that is settled by another thread
+nudges the driver. One thread drives at a time; the others wait for locks. Lanes stay lent after the
+drive, since another is likely to follow, and the hub's thread would otherwise be woken by each
+answer for nothing; so while they are lent it ticks, and takes them back at the first tick that saw
+no drive.
 
 Going to sleep without losing a wake-up:
     sleeper  H1 `hungry`, then offers the bell   H2 looks at inbox and queues   H3 sleeps in epoll
@@ -29,8 +31,8 @@ caller has just taken it, and rings). Who ends a turn looks again (H2), so an en
 Taking the bell and writing to the eventfd are straight-line code up to the call itself, where CPython runs no
 signal handler, so Ctrl-C cannot come between them.
 
-The hub starts with the first crew and ends with the last: an image without drones has no thread of ours.
-"""
+The hub starts with the first crew and ends with the last: an image without drones has no thread of
+ours."""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ def lease_hub() -> Reactor:
 
 
 def _forget_hub() -> None:
-    """In a forked child: the hub stayed behind with its threads; nothing of it may be used or tidied up here."""
+    """In a forked child: the hub stayed behind with its threads; nothing of it may be used or
+    tidied up here."""
     global _hub
     if _hub is not None:
         _hub.stay_behind()
@@ -103,13 +106,15 @@ os.register_at_fork(after_in_child=_forget_hub)
 
 
 def _end_with_interpreter() -> None:
-    """As a ``with`` block ends: what was given to `submit` is finished, as the standard library does; after an error
-    that ended the program it is not."""
+    """As a ``with`` block ends: what was given to `submit` is finished, as the standard library
+    does; after an error that ended the program it is not."""
     hub = _hub
     if hub is None:
         return
     try:
-        if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:  # at a prompt, errors do not end it
+        if (
+            hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None
+        ):  # at a prompt, errors do not end it
             for crew in list(hub.crews):
                 if crew.has_promised_to_finish:
                     crew.finish()
@@ -126,10 +131,11 @@ class Reactor:
         self.left_behind = False
         self.crews: list[Dispatcher] = []
         self.ending: list[Promise[None]] = []
-        """Told when the hub has ended too, if they were the last: then nothing of theirs is left."""
+        """Told when the hub has ended too, if they were the last: then nothing of theirs is
+        left."""
         self.last_zygotes: list[Launcher] = []
-        """Of crews that have ended. If this process is killed they remove its directory, so those of the last crew end
-        when that is gone."""
+        """Of crews that have ended. If this process is killed they remove its directory, so those
+        of the last crew end when that is gone."""
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
         self._turn = fork_guard.GuardedLock()
@@ -164,16 +170,20 @@ class Reactor:
         self.thread.start()
 
     def stay_behind(self) -> None:
-        """In a forked child: what crossed the fork says so when used; the threads it would wait for are not here."""
+        """In a forked child: what crossed the fork says so when used; the threads it would wait for
+        are not here."""
         self.gone = self.left_behind = True
         self._asleep = False
         for crew in self.crews:
-            crew.refusal = RuntimeError(f"{crew.plan.name} belongs to another process, of which this one is a fork")
+            crew.refusal = RuntimeError(
+                f"{crew.plan.name} belongs to another process, of which this one is a fork"
+            )
 
-    # -- from any thread --------------------------------------------------------------------------
+    # -- from any thread ---------------------------------------------------------------------------
 
     def open_endpoint(self) -> None:
-        """Makes the directory and the socket, once the first zygote is there to see to their end."""
+        """Makes the directory and the socket, once the first zygote is there to see to their
+        end."""
         with fork_guard.guard, self._turn:
             if self._router is None:
                 self._router = self.endpoint.open()
@@ -214,11 +224,13 @@ class Reactor:
                     self.wake()
 
     def catch_up(self) -> None:
-        """A caller submits much, and leaves no other thread the interpreter: sends and hears in between. What was
-        heard is settled by the hub's thread, since here it is not waited for."""
+        """A caller submits much, and leaves no other thread the interpreter: sends and hears in
+        between. What was heard is settled by the hub's thread, since here it is not waited for."""
         if can_be_raised() and not self._turn.is_mine():
             with DeferredSigint():
-                if self._turn.acquire(timeout=TICK):  # who has it may be waiting for the interpreter, which we have
+                if self._turn.acquire(
+                    timeout=TICK
+                ):  # who has it may be waiting for the interpreter, which we have
                     try:
                         self._read_lanes(self._lanes.poll(0))
                         self._serve_crews(self.timers.now())
@@ -228,14 +240,18 @@ class Reactor:
                     self.wake()
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
-        """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where another
-        thread does so, or this one cannot: then its caller waits for a lock."""
+        """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where
+        another thread does so, or this one cannot: then its caller waits for a lock."""
         if self.left_behind:
-            raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
+            raise RuntimeError(
+                f"{promise!r} belongs to another process, of which this one is a fork"
+            )
         if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
         with DeferredSigint(self._nudge) as shield:
-            again = self._driving == get_ident()  # a finalizer in a drive of this thread: nobody else would drive
+            again = (
+                self._driving == get_ident()
+            )  # a finalizer in a drive of this thread: nobody else would drive
             if not again and not self._driver.acquire(blocking=False):
                 return
             self._driving = get_ident()
@@ -275,7 +291,9 @@ class Reactor:
         news: list[tuple[int, int]] = []
         while not (promise.done() or shield.tripped or self.gone):
             waits = not any(crew.hungry and crew.queue for crew in self.crews)
-            if waits and not promise.done():  # a finalizer may just have driven, and heard the answer
+            if (
+                waits and not promise.done()
+            ):  # a finalizer may just have driven, and heard the answer
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     return
@@ -293,13 +311,13 @@ class Reactor:
             os.eventfd_write(self._nudge_fd, 1)
 
     def _nudge_driver(self, promise: Promise[Any]) -> None:
-        """In the thread that settles it. `_end` closes the descriptor under the same lock; while somebody drives, whom
-        a Ctrl-C may nudge without it, there is no end."""
+        """In the thread that settles it. `_end` closes the descriptor under the same lock; while
+        somebody drives, whom a Ctrl-C may nudge without it, there is no end."""
         if get_ident() not in settlers or get_ident() == self.thread.ident:
             with self._nudging:
                 self._nudge()
 
-    # -- in a turn: what crews use --------------------------------------------------------------------
+    # -- in a turn: what crews use -----------------------------------------------------------------
 
     def add_link(self, link: LocalHandle) -> None:
         self._links[link.identity] = link
@@ -344,7 +362,8 @@ class Reactor:
         self.wake()
 
     def receive_by_lane(self, link: LocalHandle, *, all_of_it: bool = False) -> None:
-        """Reads one message (the lane's descriptor tells if there are more), or all that there are."""
+        """Reads one message (the lane's descriptor tells if there are more), or all that there
+        are."""
         while link.lane is not None:
             try:
                 frames = link.lane.receive()
@@ -369,7 +388,9 @@ class Reactor:
             most -= 1
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
             link = self._links.get(identity)
-            if link is None:  # a drone that is gone by now, or a stranger: nothing of it is looked at
+            if (
+                link is None
+            ):  # a drone that is gone by now, or a stranger: nothing of it is looked at
                 log.info("a message of nobody's drone was dropped")
                 continue
             if not link.bulk_open:
@@ -386,7 +407,7 @@ class Reactor:
         for crew in list(self.crews):
             crew.abandon()
 
-    # -- the hub's thread: its life ---------------------------------------------------------------
+    # -- the hub's thread: its life ----------------------------------------------------------------
 
     def _live(self) -> None:
         while True:
@@ -445,7 +466,8 @@ class Reactor:
                 log.exception("a bug in polycephaly: %r failed", act)
 
     def _take_deliveries(self) -> list[Callable[[], object]] | None:
-        """In a turn: what is to be delivered, unless another thread is at it; that one will see to it."""
+        """In a turn: what is to be delivered, unless another thread is at it; that one will see to
+        it."""
         if self._delivering or not self._deliveries:
             return None
         self._delivering = True
@@ -482,15 +504,21 @@ class Reactor:
             waits, left = not self._anything_to_do(), self.timers.left()
         if waits:
             timeout = LONGEST if left is None else min(left, LONGEST)
-            news = self._epoll.poll(min(timeout, TICK) if self._lent or not self.leases else timeout)
+            news = self._epoll.poll(
+                min(timeout, TICK) if self._lent or not self.leases else timeout
+            )
             if self._lent:
                 self._take_back_lanes()
         else:
-            news = self._epoll.poll(0)  # or who sends by bulk without end would keep it from all others
+            news = self._epoll.poll(
+                0
+            )  # or who sends by bulk without end would keep it from all others
         self._asleep = False
         try:
             del self._bell
-        except AttributeError:  # somebody has taken it: he rings now, if he has not yet, and not later
+        except (
+            AttributeError
+        ):  # somebody has taken it: he rings now, if he has not yet, and not later
             ring = select.poll()  # not select(), which takes no descriptor from 1024 on
             ring.register(self._wake_fd, select.POLLIN)
             ring.poll()
@@ -516,7 +544,8 @@ class Reactor:
         return any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
 
     def _end(self) -> bool:
-        """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon after."""
+        """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon
+        after."""
         global _hub
         with fork_guard.guard, ExitStack() as last:
             if self.leases or self._inbox or not self._driver.acquire(blocking=False):

@@ -1,4 +1,5 @@
-"""The machine's limits, named when they are met: an error number alone does not tell what to raise."""
+"""The machine's limits, named when they are met: an error number alone does not tell what to
+raise."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["ZMQ_THREADS", "check_descriptors", "check_threads", "named", "shared
 
 
 def check_descriptors(drones: int) -> None:
-    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in mid-start."""
+    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in
+    mid-start."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
@@ -36,9 +38,8 @@ ZMQ_THREADS = 2
 def check_threads(count: int) -> None:
     """Start and end `count` threads: libzmq aborts the process where it cannot start its own.
 
-    Other processes of this user, of a container or of a control group count too, so a look at the limit would not
-    tell. Raises `OSError`.
-    """
+    Other processes of this user, of a container or of a control group count too, so a look at the
+    limit would not tell. Raises `OSError`."""
     gate = allocate_lock()
     threads: list[int] = []
     begun = allocate_lock()
@@ -83,11 +84,14 @@ def named(error: Exception) -> BaseException:
     if error.errno not in limits:
         return error
     what, where = limits[error.errno]
-    return OSError(error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}")
+    return OSError(
+        error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}"
+    )
 
 
 def shared_memory_ceiling() -> int:
-    """Bytes that one pool may have in shared memory: half of this machine's, or of what its control group may use."""
+    """Bytes that one pool may have in shared memory: half of this machine's, or of what its control
+    group may use."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError), open(limit) as file:

@@ -1,10 +1,10 @@
-"""Timers: a heap of things to do at some time. The time is real, or a test's (green/testing.py, tests/in_time.py).
+"""Timers: a heap of things to do at some time. The time is real, or a test's (green/testing.py,
+tests/in_time.py).
 
-The scheduler of green threads, the hub and each connection have one. Only its owner touches more than `now`: the
-scheduler's thread, the hub's turn, the connection's thread. A timer that is called off stays in the heap, marked,
-until its time or until the marked ones are the majority; then all of those go at once, so that a loop under a long
-`timeout` costs no memory.
-"""
+The scheduler of green threads, the hub and each connection have one. Only its owner touches more
+than `now`: the scheduler's thread, the hub's turn, the connection's thread. A timer that is called
+off stays in the heap, marked, until its time or until the marked ones are the majority; then all of
+those go at once, so that a loop under a long `timeout` costs no memory."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Timers:
                 alarm.go_off()
 
     def left(self) -> float | None:
-        """Seconds until the next one is due, None if there is none; or if that is not told, because a test's time
-        stands still while somebody runs."""
+        """Seconds until the next one is due, None if there is none; or if that is not told, because
+        a test's time stands still while somebody runs."""
         heap = self.heap
         while heap and heap[0][2].off:
             heappop(heap)

@@ -1,14 +1,16 @@
-"""The TCP connections of a server, as the kernel sees them: who has sent much that makes no message.
+"""The TCP connections of a server, as the kernel sees them: who has sent much that makes no
+message.
 
-libzmq keeps the frames of a multipart message until the last one has come, and bounds neither their number nor their
-sum. The kernel tells how many bytes were taken from each connection (TCP_INFO), and libzmq tells of each message by
-which descriptor it came. What was taken since a connection's last message is what libzmq may be holding of it. A peer
-of ours sends no message of more than `LARGEST` bytes, so a sum over `HELD` and that for each connection is not theirs.
+libzmq keeps the frames of a multipart message until the last one has come, and bounds neither their
+number nor their sum. The kernel tells how many bytes were taken from each connection (TCP_INFO),
+and libzmq tells of each message by which descriptor it came. What was taken since a connection's
+last message is what libzmq may be holding of it. A peer of ours sends no message of more than
+`LARGEST` bytes, so a sum over `HELD` and that for each connection is not theirs.
 
-Descriptors are libzmq's, which closes them in its own thread, so that a number may stand for another file at any
-moment. What is shut down is therefore a duplicate, and only while its two addresses are those of the connection that
-was meant: these can be no other's while that one is open.
-"""
+Descriptors are libzmq's, which closes them in its own thread, so that a number may stand for
+another file at any moment. What is shut down is therefore a duplicate, and only while its two
+addresses are those of the connection that was meant: these can be no other's while that one is
+open."""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from ..engines.remote.messages import LARGEST
 __all__ = ["Accepted"]
 
 HELD = 64 << 20  # bytes of unfinished messages, all connections together
-_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
+_BYTES_RECEIVED = (
+    128  # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
+)
 
 
 class _Tcp:
@@ -52,9 +56,10 @@ class Accepted:
             self._tcps[fd] = _Tcp(end, self.count)
 
     def condemn(self, fd: int, known: int) -> None:
-        """Have the next look shut the connection by which a message came, of a peer that was let in when `known`
-        connections had been accepted. If its descriptor is another connection's by now, that one was accepted later:
-        after the peer had been let in, because its own was open until then."""
+        """Have the next look shut the connection by which a message came, of a peer that was let in
+        when `known` connections had been accepted. If its descriptor is another connection's by
+        now, that one was accepted later: after the peer had been let in, because its own was open
+        until then."""
         tcp = self._tcps.get(fd)
         if tcp is not None and tcp.number <= known:
             tcp.condemned = True
@@ -67,8 +72,9 @@ class Accepted:
         self._heard.add(fd)
 
     def look(self, silence: float, every: float) -> list[str]:
-        """Shut connections that send no messages; return of each who it was, and why. To be called `every` so many
-        seconds; `silence` is counted in these, or a server that stood still would shut all."""
+        """Shut connections that send no messages; return of each who it was, and why. To be called
+        `every` so many seconds; `silence` is counted in these, or a server that stood still would
+        shut all."""
         shut = []
         for fd, tcp in list(self._tcps.items()):
             try:
@@ -93,7 +99,11 @@ class Accepted:
         while left and held > HELD + LARGEST * len(left):
             fd = left.pop()
             held -= self._tcps[fd].unfinished
-            shut.append(self._shut(fd, f"{self._tcps[fd].unfinished:,} bytes of its message came, and no end of it"))
+            shut.append(
+                self._shut(
+                    fd, f"{self._tcps[fd].unfinished:,} bytes of its message came, and no end of it"
+                )
+            )
         return shut
 
     def _shut(self, fd: int, why: str) -> str:

@@ -1,10 +1,11 @@
-"""What clients ask beside work: status, the end, single drones; and what they want to lie in shared memory.
+"""What clients ask beside work: status, the end, single drones; and what they want to lie in shared
+memory.
 
     ASK, SHARE ──> here ──> at once, or in a short-lived thread ── tell ──> TELL
 
-In a thread of its own is what may take long (a status looks at memory, a timeline is long, a refresh forks, a large
-value is copied), and what is code of the pool's owner (`on_stop`). All else is done in the server's turn.
-"""
+In a thread of its own is what may take long (a status looks at memory, a timeline is long, a
+refresh forks, a large value is copied), and what is code of the pool's owner (`on_stop`). All else
+is done in the server's turn."""
 
 from __future__ import annotations
 
@@ -39,13 +40,18 @@ class AdminService:
         self._server = server
         self._pool = server._pool
         self._on_stop = on_stop
-        self._long = threading.Lock()  # one at a time of what takes the processor for long; each client's in turn
+        self._long = (
+            threading.Lock()
+        )  # one at a time of what takes the processor for long; each client's in turn
         self._asides: set[threading.Thread] = set()
 
     def finish(self) -> None:
-        """Who has asked for the server's end is to be told that he was heard, though it comes at once."""
+        """Who has asked for the server's end is to be told that he was heard, though it comes at
+        once."""
         for aside in list(self._asides):
-            if aside is not threading.current_thread() and aside.is_alive():  # not if it is just being started
+            if (
+                aside is not threading.current_thread() and aside.is_alive()
+            ):  # not if it is just being started
                 aside.join(ASIDE)
 
     def ask(self, client: Client, note: dict[str, Any]) -> None:
@@ -64,8 +70,14 @@ class AdminService:
             elif what == "status":
                 self._aside(tell, partial(self._look, client, self._server.status))
             elif what == "drones":
-                own = [known_of(link) for link in list(self._pool._crew.links) if link.state < State.RETIRING]
-                tell(value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()])
+                own = [
+                    known_of(link)
+                    for link in list(self._pool._crew.links)
+                    if link.state < State.RETIRING
+                ]
+                tell(
+                    value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()]
+                )
             elif what == "setup":
                 tell(value=self._server.setup)
             elif what == "timeline":
@@ -92,7 +104,8 @@ class AdminService:
         return self._look(client, look)
 
     def _look(self, client: Client, look: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """One question of each client waits for those of others, so many that one asks delay himself only."""
+        """One question of each client waits for those of others, so many that one asks delay
+        himself only."""
         with client.asking, self._long:
             if client.identity not in self._server._clients:  # it has gone: nobody needs it
                 return None
@@ -120,7 +133,9 @@ class AdminService:
     def _tell(self, client: Client, number: int, **said: Any) -> None:
         """In any thread."""
         server = self._server
-        note = pack_note(TELL, {"id": number, **said})  # here, as it may be long: not in the server's turn
+        note = pack_note(
+            TELL, {"id": number, **said}
+        )  # here, as it may be long: not in the server's turn
         server._post(lambda: server._say(client, note, questions=1))
 
     def _aside(self, tell: Tell, act: Callable[[], Any]) -> None:

@@ -1,4 +1,5 @@
-"""What may be asked of a pool's single drones, from another process. `tell` takes the answer, in any thread."""
+"""What may be asked of a pool's single drones, from another process. `tell` takes the answer, in
+any thread."""
 
 from __future__ import annotations
 
@@ -38,5 +39,9 @@ def _kill(pool: Pool, number: int, tell: Tell) -> None:
     pool._crew.hub.post(link.kill)
 
 
-OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {"drone": _look_at, "interrupt": _interrupt, "kill": _kill}
+OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {
+    "drone": _look_at,
+    "interrupt": _interrupt,
+    "kill": _kill,
+}
 """Each raises `RuntimeError` where there is no such drone any more."""

@@ -1,4 +1,5 @@
-"""Clients take turns: whoever has one call waits for one of each other, however many these have given.
+"""Clients take turns: whoever has one call waits for one of each other, however many these have
+given.
 
     the pool's queue   a1 a2 a3 a4 ... b1 c1      ── order ──>      a1 b1 c1 a2 a3 a4 ...
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["FairTurns"]
 
 REST = 20
-"""Times as long as the last ordering took nothing is ordered again: the hub has other things to do."""
+"""Times as long as the last ordering took nothing is ordered again: the hub has other things to
+do."""
 
 
 class FairTurns:
@@ -35,7 +37,8 @@ class FairTurns:
             self._crew.hub.post(self._order)
 
     def _order(self) -> None:
-        """In a turn of the hub: others only add to the queue's end, and take nothing, until the crew is over."""
+        """In a turn of the hub: others only add to the queue's end, and take nothing, until the
+        crew is over."""
         begun, crew = monotonic(), self._crew
         if not crew.over:
             queue = crew.queue
@@ -43,7 +46,12 @@ class FairTurns:
             for work in [*queue]:
                 parties.setdefault(work.party, []).append(work)
             if len(parties) > 1:
-                places = (work for each in zip_longest(*parties.values()) for work in each if work is not None)
+                places = (
+                    work
+                    for each in zip_longest(*parties.values())
+                    for work in each
+                    if work is not None
+                )
                 for place, work in enumerate(places):
                     if queue[place] is not work:
                         queue[place] = work

@@ -13,17 +13,24 @@
                                     calls, which count as unanswered. Meanwhile no call of it is begun; nor are ever
                                     more than give as much, if each gives what the largest of its newest results had
 
-A peer of ours keeps to all of this, so one that does not is no peer of ours: it is put out at the first such message.
-Nothing depends on how fast either side is, or the way between them. Silence is counted in the server's own looks, so
-a server that stood still itself blames nobody for it.
-"""
+A peer of ours keeps to all of this, so one that does not is no peer of ours: it is put out at the
+first such message. Nothing depends on how fast either side is, or the way between them. Silence is
+counted in the server's own looks, so a server that stood still itself blames nobody for it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-from ..engines.remote.messages import AHEAD, ASKS, BYTES_AHEAD, PART, PING, pack_numbers, read_numbers
+from ..engines.remote.messages import (
+    AHEAD,
+    ASKS,
+    BYTES_AHEAD,
+    PART,
+    PING,
+    pack_numbers,
+    read_numbers,
+)
 from ..runtime.tuning import tuning
 from ..wire.messages import Malformed
 
@@ -42,7 +49,9 @@ class Flow:
         self.unfinished = 0  # bytes of the message that comes in parts
         self._parts: list[bytes] = []
         self._sent = self._read = 0  # bytes
-        self._probes: deque[int] = deque()  # of each PING that has not come back yet: `_sent` when it was sent
+        self._probes: deque[int] = (
+            deque()
+        )  # of each PING that has not come back yet: `_sent` when it was sent
 
     def whole(self, frames: list[bytes]) -> list[bytes] | None:
         """Return the message that ends with `frames`, or None if more of it is to come."""
@@ -60,7 +69,7 @@ class Flow:
         """Bytes that the server has of it."""
         return self.unfinished
 
-    # -- what it reads --------------------------------------------------------------------------------
+    # -- what it reads -----------------------------------------------------------------------------
 
     @property
     def unread(self) -> int:
@@ -101,7 +110,8 @@ class ClientFlow(Flow):
         self._result = RESULT
         self.outbox_bytes = 0
         self.outbox: deque[tuple[list[bytes], Sequence[int], int]] = deque()
-        """What is to be sent when it has read more: with the calls that it answers, and how many questions."""
+        """What is to be sent when it has read more: with the calls that it answers, and how many
+        questions."""
 
     @property
     def held(self) -> int:
@@ -129,8 +139,8 @@ class ClientFlow(Flow):
         self._cancellable += 1
 
     def lives(self, now: float) -> None:
-        """Raises `Malformed`. Those of a client that keeps to its clock come half as often; its first one comes after
-        our welcome, so that they may all come late, but never early."""
+        """Raises `Malformed`. Those of a client that keeps to its clock come half as often; its
+        first one comes after our welcome, so that they may all come late, but never early."""
         self._signs += 1
         every = tuning.client_sign_seconds
         if self._signs > 1 + 2 * (now - self._since) / every:

@@ -4,12 +4,12 @@
            <── RESULTS ───────────────────────────────────── promises, as they settle
            <── RETURNED ── what is asked back, or when we leave ── crew.lend ──┘
 
-The header of joined.py says who owns a call at each moment. Here: what is given back is taken out of the crew's queue
-in a turn of the hub, so no drone has got it. All else is finished and answered, and then the worker says BYE.
+The header of joined.py says who owns a call at each moment. Here: what is given back is taken out
+of the crew's queue in a turn of the hub, so no drone has got it. All else is finished and answered,
+and then the worker says BYE.
 
-The worker knows the server by its key, and runs what that says: see docs/security.md. As in the server, nothing of a
-client's is unpickled in this process.
-"""
+The worker knows the server by its key, and runs what that says: see docs/security.md. As in the
+server, nothing of a client's is unpickled in this process."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ log = logging.getLogger("polycephaly")
 
 NEWS_EVERY = 1.0  # seconds
 AHEAD = 0.05
-"""Seconds of work that each drone has waiting here: the way there and back, and some of what others do meanwhile."""
+"""Seconds of work that each drone has waiting here: the way there and back, and some of what others
+do meanwhile."""
 MOST_AHEAD = 500  # calls for each drone
 
 
 class Joined:
     """A pool whose drones work for another; made by `join`. Any thread may call it.
 
-    ``address`` is the server's, ``name`` its pool's. An exception in its ``with`` block leaves at once; else the block
-    ends as `leave` does.
-    """
+    ``address`` is the server's, ``name`` its pool's. An exception in its ``with`` block leaves at
+    once; else the block ends as `leave` does."""
 
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
@@ -123,11 +123,12 @@ class Joined:
             self.leave(now=True)
             raise
 
-    # -- any thread -----------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def leave(self, now: bool = False) -> None:
-        """Gives back what no drone has begun, finishes the rest, and goes; or goes `now`: then what runs is cancelled
-        here, and rejected there with `DroneDied`. Returns when it is gone. Twice is no error."""
+        """Gives back what no drone has begun, finishes the rest, and goes; or goes `now`: then what
+        runs is cancelled here, and rejected there with `DroneDied`. Returns when it is gone. Twice
+        is no error."""
         self._leaving = True
         self._at_once |= now
         self._bell.ring()
@@ -135,8 +136,8 @@ class Joined:
             self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
 
     def run(self) -> None:
-        """Works until the server ends or the connection is lost, which is a `ConnectionError`; Ctrl-C `leave`s, and a
-        second one leaves at once."""
+        """Works until the server ends or the connection is lost, which is a `ConnectionError`;
+        Ctrl-C `leave`s, and a second one leaves at once."""
         try:
             self._over.result()
         except KeyboardInterrupt:
@@ -149,7 +150,12 @@ class Joined:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.leave(now=kind is not None)
 
     def __repr__(self) -> str:
@@ -173,7 +179,7 @@ class Joined:
         self._acts.append(act)
         self._bell.ring()
 
-    # -- the thread -----------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _live(self) -> None:
         settlers.add(get_ident())
@@ -181,11 +187,15 @@ class Joined:
         for each in (self._dealer.socket, self._dealer.monitor, self._bell):
             poller.register(each, zmq.POLLIN)
         size = self._crew.plan.size
-        self._dealer.send(hello(size, role="worker", name=self._crew.plan.name, host=socket.gethostname()))
+        self._dealer.send(
+            hello(size, role="worker", name=self._crew.plan.name, host=socket.gethostname())
+        )
         try:
             while not self._is_over():
                 self._bell.asleep = True
-                if not (self._acts or self._outcomes or self._lines or self._leaves() or self._is_over()):
+                if not (
+                    self._acts or self._outcomes or self._lines or self._leaves() or self._is_over()
+                ):
                     poller.poll(int(NEWS_EVERY * 1000))
                 self._bell.asleep = False
                 with self._turn:
@@ -223,7 +233,12 @@ class Joined:
     def _is_over(self) -> bool:
         if self._dealer.lost or self._at_once or (self._leaving and not self._dealer.welcomed):
             return True
-        left = self._desk.works or self._outcomes or self._acts or (self._giving_back and not self._crew.over)
+        left = (
+            self._desk.works
+            or self._outcomes
+            or self._acts
+            or (self._giving_back and not self._crew.over)
+        )
         return self._dismissed and not left
 
     def _end(self) -> None:
@@ -236,7 +251,9 @@ class Joined:
         self._desk.drop()
         for tag in self._tags:
             self._crew.audiences.pop(tag, None)
-        error = ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
+        error = (
+            ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
+        )
         for promise in (self._welcome, self._over):
             if not promise.done():
                 promise._settle(FINISHED, None, error)
@@ -280,21 +297,28 @@ class Joined:
                 continue
             self._desk.take(item)
             self._desk.begin()
-            if given_to_any and self._crew.refusal is not None and not isinstance(self._desk.works[item.number], Task):
-                del self._desk.works[item.number]  # our pool was shut down just now, and did not take it
+            if (
+                given_to_any
+                and self._crew.refusal is not None
+                and not isinstance(self._desk.works[item.number], Task)
+            ):
+                del self._desk.works[
+                    item.number
+                ]  # our pool was shut down just now, and did not take it
                 back.append(item.number)
                 self._leaving = True
         if back:
             self._dealer.send(pack_numbers(RETURNED, back))
 
-    # -- giving back ------------------------------------------------------------------------------------
+    # -- giving back -------------------------------------------------------------------------------
 
     def _give_back(self, most: int) -> None:
         self._giving_back += 1
         self._crew.hub.post(partial(self._find_some, most))
 
     def _find_some(self, most: int) -> None:
-        """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work for others too."""
+        """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work
+        for others too."""
         ours = set(map(id, list(self._desk.works.values())))
         works = self._crew.lending.lend(most, lambda work: id(work) in ours)
         self._crew.lending.settled(works)
@@ -309,7 +333,7 @@ class Joined:
         if not self._dealer.lost:
             self._dealer.send(pack_numbers(RETURNED, numbers))
 
-    # -- what it tells ------------------------------------------------------------------------------------
+    # -- what it tells -----------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -327,8 +351,13 @@ class Joined:
             self._dealer.send(pack_results(results))
 
     def _follow(self, promise: Promise[Any]) -> None:
-        """How long calls take: what its definition has lately taken, and with the others some of what they have."""
-        seconds = promise.definition.seconds if isinstance(promise, Task) and hasattr(promise, "definition") else None
+        """How long calls take: what its definition has lately taken, and with the others some of
+        what they have."""
+        seconds = (
+            promise.definition.seconds
+            if isinstance(promise, Task) and hasattr(promise, "definition")
+            else None
+        )
         if seconds is not None:
             old = self._seconds
             self._seconds = seconds if old is None or seconds > old else old + (seconds - old) * 0.1
@@ -336,7 +365,9 @@ class Joined:
     def _open_window(self) -> None:
         if self._leaving:
             return
-        ahead = 0 if self._seconds is None else min(MOST_AHEAD, int(AHEAD / max(self._seconds, 1e-6)))
+        ahead = (
+            0 if self._seconds is None else min(MOST_AHEAD, int(AHEAD / max(self._seconds, 1e-6)))
+        )
         window = self._crew.plan.size * (1 + ahead)
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
@@ -378,12 +409,13 @@ def join(
     keys: tuple[str, str] | None = None,
     timeout: float = 5.0,
 ) -> Joined:
-    """Lets the drones of `pool` work for the pool that another process serves. `where`, the keys and what is raised are
-    as for `connect`; a connection file of a server on another host, which was told to listen at an address that can be
-    reached, is copied from there.
+    """Lets the drones of `pool` work for the pool that another process serves. `where`, the keys
+    and what is raised are as for `connect`; a connection file of a server on another host, which
+    was told to listen at an address that can be reached, is copied from there.
 
-    Clients of that pool need not know: it gives their calls to whichever drones are free. Functions come by value or
-    by the modules that both hosts have; what is only in the memory of the server's image is not here.
+    Clients of that pool need not know: it gives their calls to whichever drones are free. Functions
+    come by value or by the modules that both hosts have; what is only in the memory of the server's
+    image is not here.
 
     >>> import polycephaly as poly, os, tempfile
     >>> from polycephaly.server.join import join

@@ -5,20 +5,20 @@
         ├── come back <── RETURNED ───────────────────┤
         └── retries, or DroneDied <── it was lost ────┘
 
-Who owns a call, and so why each runs once. It is in one place at any moment: in the crew's queue, where no drone has
-got it (only turns of the hub take from it); in the flight of one worker; or in that of one of our own drones. It leaves
-a worker's flight by its result, because the worker gives it back, or by the worker's loss. A worker gives back what it
-has taken out of its own crew's queue in the same way, so it has not begun and cannot begin there any more: it is queued
-here again. Of a worker that is lost nobody knows what it had begun, so all that it had counts as begun: it is rejected
-with `DroneDied`, or, where it has `retries`, run again.
+Who owns a call, and so why each runs once. It is in one place at any moment: in the crew's queue,
+where no drone has got it (only turns of the hub take from it); in the flight of one worker; or in
+that of one of our own drones. It leaves a worker's flight by its result, because the worker gives
+it back, or by the worker's loss. A worker gives back what it has taken out of its own crew's queue
+in the same way, so it has not begun and cannot begin there any more: it is queued here again. Of a
+worker that is lost nobody knows what it had begun, so all that it had counts as begun: it is
+rejected with `DroneDied`, or, where it has `retries`, run again.
 
-How much a worker gets it says itself, by its window: one call for each drone where calls are long, as many as fill the
-way there and back where they are short. What turns out to lie there behind long calls, while somebody else is idle, is
-asked back.
+How much a worker gets it says itself, by its window: one call for each drone where calls are long,
+as many as fill the way there and back where they are short. What turns out to lie there behind long
+calls, while somebody else is idle, is asked back.
 
-A worker that leaves sets its window to 0. We answer BYE: nothing more comes. So when it has had that, and has nothing
-left, nothing is on its way to it.
-"""
+A worker that leaves sets its window to 0. We answer BYE: nothing more comes. So when it has had
+that, and has nothing left, nothing is on its way to it."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ class JoinedHosts:
         worker = self._workers[identity] = JoinedHost(identity, key, next(self._indices), who)
         log.info("%s has joined", worker.name)
 
-    # -- calls ------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def share(self) -> None:
-        """Has the hub lend what no drone has got to those who have room; those who have what is not used any more are
-        told."""
+        """Has the hub lend what no drone has got to those who have room; those who have what is not
+        used any more are told."""
         for each in self:
             if each.defined.unused:
                 unused = [Item(number, 0, FORGET) for number in each.defined.take_unused()]
@@ -160,7 +160,17 @@ class JoinedHosts:
                 self._post(partial(self._crew.lending.lost, [work], error))
                 continue
             self._define(worker, work.relays, items)
-            items.append(Item(work.number, work.relays.number, kind, payload, target, work.timeout, work.retries))
+            items.append(
+                Item(
+                    work.number,
+                    work.relays.number,
+                    kind,
+                    payload,
+                    target,
+                    work.timeout,
+                    work.retries,
+                )
+            )
             given.append(work)
         if not given:
             return
@@ -181,7 +191,14 @@ class JoinedHosts:
     def _define(self, worker: JoinedHost, given: ClientFunction, items: list[Item]) -> None:
         if given.number not in worker.defined:
             items += [Item(oldest, 0, FORGET) for oldest in worker.defined.add(given)]
-            items.append(Item(given.number, 0, given.kind, pack_definition(given.label, given.payload, given.tag)))
+            items.append(
+                Item(
+                    given.number,
+                    0,
+                    given.kind,
+                    pack_definition(given.label, given.payload, given.tag),
+                )
+            )
 
     def _look_if_cancelled(self, worker: JoinedHost, work: Promise[Any]) -> None:
         """In any thread."""
@@ -199,13 +216,17 @@ class JoinedHosts:
             return
         idle = sum(link.state is State.READY and not link.flight for link in list(self._crew.links))
         for worker in self:
-            others = sum(max(0, len(each.drones) - len(each.flight)) for each in self if each is not worker)
+            others = sum(
+                max(0, len(each.drones) - len(each.flight)) for each in self if each is not worker
+            )
             waiting = len(worker.flight) - len(worker.drones)
             if waiting > 0 and idle + others > 0 and not worker.recalled:
                 worker.recalled = True
-                self._server._send(worker.identity, pack_numbers(RECALL, [min(waiting, idle + others)]))
+                self._server._send(
+                    worker.identity, pack_numbers(RECALL, [min(waiting, idle + others)])
+                )
 
-    # -- what a worker says -------------------------------------------------------------------------------
+    # -- what a worker says ------------------------------------------------------------------------
 
     def hear(self, worker: JoinedHost, frames: list[bytes]) -> None:
         """Raises `Malformed`."""
@@ -214,7 +235,11 @@ class JoinedHosts:
             self._settle(worker, list(read_results(frames)))
         elif kind == RETURNED:
             worker.recalled = False
-            back = [work for number in read_numbers(frames) if (work := worker.flight.pop(number, None)) is not None]
+            back = [
+                work
+                for number in read_numbers(frames)
+                if (work := worker.flight.pop(number, None)) is not None
+            ]
             self._post(partial(self._crew.lending.come_back, back))
         elif kind == WINDOW:
             worker.window = sum(read_numbers(frames))  # of one
@@ -232,7 +257,11 @@ class JoinedHosts:
             self._server.tell_lines(read_lines(frames, 4))
         elif kind == TELL:
             note = read_note(frames)
-            tell = worker.asked.pop(note.get("id", 0), None) if isinstance(note.get("id"), int) else None
+            tell = (
+                worker.asked.pop(note.get("id", 0), None)
+                if isinstance(note.get("id"), int)
+                else None
+            )
             if tell is not None:
                 tell(**{name: note[name] for name in ("value", "error") if name in note})
         elif kind == BYE:
@@ -258,7 +287,13 @@ class JoinedHosts:
         if self._workers.pop(worker.identity, None) is None:
             return
         works = list(worker.flight.values())
-        log.log(logging.WARNING if works else logging.INFO, "%s: %s; it had %d calls", worker.name, why, len(works))
+        log.log(
+            logging.WARNING if works else logging.INFO,
+            "%s: %s; it had %d calls",
+            worker.name,
+            why,
+            len(works),
+        )
         for work in works:
             label = work.relays.label
             error = DroneDied(
@@ -275,13 +310,17 @@ class JoinedHosts:
             self._server._send(worker.identity, [BYE])
             self.drop(worker, "the server was closed")
 
-    # -- single drones --------------------------------------------------------------------------------------
+    # -- single drones -----------------------------------------------------------------------------
 
     def drones(self) -> list[dict[str, Any]]:
         """In any thread: as their workers last told."""
         now = monotonic()
         return [
-            {**each, "number": worker.index << _INDEX | each["number"], "seconds": _aged(each, now - worker.told)}
+            {
+                **each,
+                "number": worker.index << _INDEX | each["number"],
+                "seconds": _aged(each, now - worker.told),
+            }
             for worker in self
             for each in worker.drones
         ]
@@ -293,7 +332,9 @@ class JoinedHosts:
         for worker in self:
             if worker.index == number >> _INDEX:
                 return worker
-        raise RuntimeError(f"the drone has ended: its worker is not connected to {self._crew.plan.name} any more")
+        raise RuntimeError(
+            f"the drone has ended: its worker is not connected to {self._crew.plan.name} any more"
+        )
 
     def run(self, given: ClientFunction, item: Item) -> Promise[Any]:
         """A call for one of its drones. Raises `RuntimeError` where its worker is gone."""
@@ -349,7 +390,8 @@ def _is_relayed(work: Task) -> bool:
 def _checked(drones: Any) -> list[dict[str, Any]]:
     """Raises `Malformed`."""
     if not isinstance(drones, list) or not all(
-        isinstance(each, dict) and each.keys() >= {*KNOWN} and isinstance(each["number"], int) for each in drones
+        isinstance(each, dict) and each.keys() >= {*KNOWN} and isinstance(each["number"], int)
+        for each in drones
     ):
         raise Malformed("drones that are none")
     return drones

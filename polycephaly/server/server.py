@@ -7,23 +7,24 @@
             <── OUTPUT <─────────────────┘     <── lines with the client's tag, as they come
             <── TELL <──── thread <── acts <── short-lived threads: what may take long (status, refresh, on_stop)
 
-One thread owns the sockets. It opens no payload: see drone/forwarded.py. What somebody sends who has not proved that he
-has the secret of a key on the allow-list ends in libzmq's handshake: nothing of it comes here, and he gets nothing but
-the greeting that every ZeroMQ socket sends (64 bytes: the protocol's version and "CURVE").
+One thread owns the sockets. It opens no payload: see drone/forwarded.py. What somebody sends who
+has not proved that he has the secret of a key on the allow-list ends in libzmq's handshake: nothing
+of it comes here, and he gets nothing but the greeting that every ZeroMQ socket sends (64 bytes: the
+protocol's version and "CURVE").
 
-Each client has a desk (session.py) with its own definitions and work. A client that leaves, or is not heard of for
-`tuning.client_silence_seconds`, has its work cancelled; nobody else's is touched.
+Each client has a desk (session.py) with its own definitions and work. A client that leaves, or is
+not heard of for `tuning.client_silence_seconds`, has its work cancelled; nobody else's is touched.
 
-A turn reads a bounded number of messages, of which libzmq gives each peer its share. A peer may send and leave unread
-only so much (flow_control.py). A peer that goes beyond, or sends malformed messages, is put out: a ROUTER closes no
-single peer, so its TCP connection is shut beneath libzmq (accepted.py). A high-water mark (RCVHWM) must not be set, nor
-may a peer's identity be handed over: libzmq 4.3.5 then stops reading the connection and, if the connection ends while a
-heartbeat is due, aborts the process ("Assertion failed: !_io_error").
+A turn reads a bounded number of messages, of which libzmq gives each peer its share. A peer may
+send and leave unread only so much (flow_control.py). A peer that goes beyond, or sends malformed
+messages, is put out: a ROUTER closes no single peer, so its TCP connection is shut beneath libzmq
+(accepted.py). A high-water mark (RCVHWM) must not be set, nor may a peer's identity be handed over:
+libzmq 4.3.5 then stops reading the connection and, if the connection ends while a heartbeat is due,
+aborts the process ("Assertion failed: !_io_error").
 
-Forks. The thread works under a turn (runtime/fork_guard.py), so nothing is half done in a child. What a child has
-inherited of this server's sockets is closed there at once, or a zygote would keep the port, and clients would wait
-for it.
-"""
+Forks. The thread works under a turn (runtime/fork_guard.py), so nothing is half done in a child.
+What a child has inherited of this server's sockets is closed there at once, or a zygote would keep
+the port, and clients would wait for it."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ class Client(ClientFlow):
 
 
 class Server:
-    """Serves `pool`; made by `serve`. Closed by `close`, at the end of its ``with`` block, or with the pool's process.
+    """Serves `pool`; made by `serve`. Closed by `close`, at the end of its ``with`` block, or with
+    the pool's process.
 
     ``address`` is where it listens, ``key`` its public key. Any thread may call it.
     """
@@ -142,7 +144,9 @@ class Server:
         on_stop: Callable[[bool], object] | None = None,
         setup: dict[str, Any] | None = None,
     ) -> None:
-        self.setup = setup  # what its drones had loaded before they were forked: for those that are to join
+        self.setup = (
+            setup  # what its drones had loaded before they were forked: for those that are to join
+        )
         self._pool = pool
         check_address(address)
         self.key, secret = new_pair()
@@ -181,7 +185,9 @@ class Server:
                 (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
-            self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            self._monitor = self._router.get_monitor_socket(
+                zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            )
             undo.callback(self._monitor.close)
             undo.callback(self._router.disable_monitor)
             try:
@@ -206,7 +212,8 @@ class Server:
         return int(self.address.rpartition(":")[2])
 
     def allow(self, key: str) -> None:
-        """Lets in whoever has the secret half of this public key. Raises `ValueError` for what is no key."""
+        """Lets in whoever has the secret half of this public key. Raises `ValueError` for what is
+        no key."""
         self._allowed.add(check_key(key))
 
     def forbid(self, key: str) -> None:
@@ -218,7 +225,8 @@ class Server:
         return len(self._clients)
 
     def close(self) -> None:
-        """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no error."""
+        """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no
+        error."""
         if self.card is not None:
             pool_registry.leave(self.card)
         self._questions.finish()
@@ -229,13 +237,18 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"<Server of {self._pool!r} at {self.address}, {len(self._clients)} clients>"
 
-    # -- any thread -----------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def _settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((client, number, promise))
@@ -253,7 +266,8 @@ class Server:
             self._acts.clear()
 
     def status(self) -> dict[str, Any]:
-        """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones hold."""
+        """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones
+        hold."""
         crew = self._pool._crew
         return {
             "name": self.name,
@@ -264,15 +278,18 @@ class Server:
             "started": self.started,
             "width": crew.plan.width,
             "clients": self.clients,
-            "queued": queued_in(self._pool) + sum(len(each.desk.waiting) for each in list(self._clients.values())),
+            "queued": queued_in(self._pool)
+            + sum(len(each.desk.waiting) for each in list(self._clients.values())),
             "tasks_done": self._tasks_done,
             "drones": drones_of(self._pool) + self._workers.drones(),
         }
 
-    # -- the server's thread --------------------------------------------------------------------------
+    # -- the server's thread -----------------------------------------------------------------------
 
     def _live(self) -> None:
-        settlers.add(get_ident())  # it must not wait for the pool: its clients' credit bounds it, not `max_queued`
+        settlers.add(
+            get_ident()
+        )  # it must not wait for the pool: its clients' credit bounds it, not `max_queued`
         poller = zmq.Poller()
         for each in (self._router, self._zap, self._monitor, self._bell):
             poller.register(each, zmq.POLLIN)
@@ -344,11 +361,17 @@ class Server:
                 return
             request = self._zap.recv_multipart(zmq.NOBLOCK)
             version, number, domain, _, _, mechanism = request[:6]
-            key = z85.encode(request[6]).decode() if mechanism == b"CURVE" and len(request) == 7 else ""
+            key = (
+                z85.encode(request[6]).decode()
+                if mechanism == b"CURVE" and len(request) == 7
+                else ""
+            )
             # Compared with each in constant time: how long it takes tells nothing of the keys.
             known = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
             self._see_connections()
-            user = f"{key} {self._accepted.count}".encode()  # whose, and not of a connection accepted later than these
+            user = (
+                f"{key} {self._accepted.count}".encode()
+            )  # whose, and not of a connection accepted later than these
             status = (b"200", b"OK", user) if known and domain == DOMAIN else (b"400", b"", b"")
             if not known:
                 self._turned_away += 1
@@ -375,7 +398,8 @@ class Server:
         self._gone |= gone  # when all that they have said was heard
 
     def _put(self, identity: bytes, key: str, fd: int, known: int, why: str) -> None:
-        """Out: its connection is shut when it has had time to get our last word, and it is heard no more."""
+        """Out: its connection is shut when it has had time to get our last word, and it is heard no
+        more."""
         self._note_put_out(key[:8], why)
         self._send(identity, [REFUSED, f"put out: {why}".encode()])
         self._let_go(identity, f"put out: {why}")
@@ -387,7 +411,8 @@ class Server:
         self._put_out[key] = times + 1, why
 
     def _check_ceiling(self) -> None:
-        """Who has most is put out: what it still sends is of nobody's, and so ends its connection."""
+        """Who has most is put out: what it still sends is of nobody's, and so ends its
+        connection."""
         peers: list[Client | JoinedHost] = [*self._clients.values(), *self._workers]
         if sum(each.held for each in peers) > self._ceiling:
             most = max(peers, key=lambda each: each.held)
@@ -491,14 +516,18 @@ class Server:
         self._clients[identity] = client
         self._send(identity, hello(size, name=self.name))
 
-    def _run(self, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]]) -> Promise[Any]:
+    def _run(
+        self, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
+    ) -> Promise[Any]:
         if not self._workers.has(item.target):
             return run(self._pool, given, item, shared)
         if shared:
-            raise RuntimeError(f"a shared value lies in the memory of {socket.gethostname()}, and this drone is joined")
+            raise RuntimeError(
+                f"a shared value lies in the memory of {socket.gethostname()}, and this drone is joined"
+            )
         return self._workers.run(given, item)
 
-    # -- what goes back -------------------------------------------------------------------------------
+    # -- what goes back ----------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         results: dict[Client, list[Result]] = {}
@@ -512,7 +541,10 @@ class Server:
                 continue  # nobody waits for it
             self._tasks_done += not settled.cancelled()
             results.setdefault(client, []).append(outcome(number, settled))
-        for client, lines in printed.items():  # what work has printed is there before what came of it
+        for (
+            client,
+            lines,
+        ) in printed.items():  # what work has printed is there before what came of it
             self._send_lines(client, lines)
         for client, some in results.items():
             client.gave(max(len(payload) for _, _, payload, _ in some))
@@ -544,7 +576,9 @@ class Server:
             if listener is not None:
                 listener(Line(text, drone, stream, tag))
 
-    def _say(self, client: Client, frames: list[bytes], answers: Sequence[int] = (), questions: int = 0) -> None:
+    def _say(
+        self, client: Client, frames: list[bytes], answers: Sequence[int] = (), questions: int = 0
+    ) -> None:
         """As soon as it has read enough of what was said before."""
         client.outbox.append((frames, answers, questions))
         client.outbox_bytes += sum(map(len, frames))
@@ -595,10 +629,20 @@ class Server:
 
     def _tell_of_strangers(self) -> None:
         if self._turned_away:  # now and then, or they could fill the log
-            log.warning("%s: %d times somebody without an allowed key was turned away", self.address, self._turned_away)
+            log.warning(
+                "%s: %d times somebody without an allowed key was turned away",
+                self.address,
+                self._turned_away,
+            )
             self._turned_away = 0
         for key, (times, why) in self._put_out.items():
-            log.warning("%s: %d peers (%s) were put out, the last one for: %s", self.address, times, key, why)
+            log.warning(
+                "%s: %d peers (%s) were put out, the last one for: %s",
+                self.address,
+                times,
+                key,
+                why,
+            )
         self._put_out.clear()
 
     def _drop(self, client: Client, why: str) -> None:
@@ -608,7 +652,13 @@ class Server:
         self._pool._crew.audiences.pop(client.tag, None)
         works = client.desk.drop()
         level = logging.INFO if works else logging.DEBUG
-        log.log(level, "a client (%s) is let go: %s; %d of its works are cancelled", client.key[:8], why, works)
+        log.log(
+            level,
+            "a client (%s) is let go: %s; %d of its works are cancelled",
+            client.key[:8],
+            why,
+            works,
+        )
 
 
 def _discard(line: Line) -> None:
@@ -630,15 +680,18 @@ def serve(
 ) -> Server:
     """Lets other processes use `pool`, by TCP, encrypted and for known keys only.
 
-    `address` is ``tcp://HOST:PORT``; port 0 takes any that is free. By `name`, other processes of yours on this machine
-    find it (``connect(name)``) for as long as it is served: a file in your runtime directory tells them. `file` gets
-    what a client of your own needs to `connect`, a secret key included, with mode 0600. `allow` are public keys of
-    other clients, who made theirs with `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever
-    has a key runs code as you**; see docs/security.md. `on_stop` is called, in a thread of its own, when a client asks
-    for the pool's end (`RemotePool.stop`); with True if that is to be at once. Without it they are refused.
+    `address` is ``tcp://HOST:PORT``; port 0 takes any that is free. By `name`, other processes of
+    yours on this machine find it (``connect(name)``) for as long as it is served: a file in your
+    runtime directory tells them. `file` gets what a client of your own needs to `connect`, a secret
+    key included, with mode 0600. `allow` are public keys of other clients, who made theirs with
+    `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever has a key runs
+    code as you**; see docs/security.md. `on_stop` is called, in a thread of its own, when a client
+    asks for the pool's end (`RemotePool.stop`); with True if that is to be at once. Without it they
+    are refused.
 
-    Raises `ValueError` for an address, name or key that is none, `OSError` where it cannot listen there, and
-    `FileExistsError` (with the other's pid) where a pool of that name is being served already.
+    Raises `ValueError` for an address, name or key that is none, `OSError` where it cannot listen
+    there, and `FileExistsError` (with the other's pid) where a pool of that name is being served
+    already.
 
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
@@ -660,7 +713,15 @@ def serve(
             server.allow(public)
             pid = os.getpid()
             card = Card(
-                server.address, server.key, public, secret, name or "", pid, birth_of(pid), server.started, __version__
+                server.address,
+                server.key,
+                public,
+                secret,
+                name or "",
+                pid,
+                birth_of(pid),
+                server.started,
+                __version__,
             )
             if name is not None:
                 pool_registry.claim(card)
@@ -674,7 +735,8 @@ def serve(
 
 
 def _forget_servers() -> None:
-    """In a forked child. Their objects stay, untouched: libzmq's part of them belongs to threads that are not here."""
+    """In a forked child. Their objects stay, untouched: libzmq's part of them belongs to threads
+    that are not here."""
     for server in _serving:
         server._bell.asleep = False  # its lock may be held by a thread that is not here
     _left_behind.extend(_serving)

@@ -3,9 +3,8 @@
     WORK ── take ──> definitions: label, ForwardedFunction(bytes)
                 └──> calls that wait ── begin ──> a promise for each ── settled ──> outcome ──> RESULTS
 
-Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is unpickled here: see
-drone/forwarded.py.
-"""
+Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is
+unpickled here: see drone/forwarded.py."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ _numbers = itertools.count(1)
 
 
 class ClientSession:
-    """`settled` is called with the number and the promise of each call, in any thread. What the calls print is marked
-    with `tag`; None: with what came with their definition."""
+    """`settled` is called with the number and the promise of each call, in any thread. What the
+    calls print is marked with `tag`; None: with what came with their definition."""
 
     def __init__(
         self,
@@ -80,7 +79,9 @@ class ClientSession:
         """Raises `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
             label, payload, tag = read_definition(item.payload)
-            self._definitions[item.number] = ClientFunction(item.kind, label, payload, tag if self._tag is None else self._tag)
+            self._definitions[item.number] = ClientFunction(
+                item.kind, label, payload, tag if self._tag is None else self._tag
+            )
         elif item.kind == FORGET:
             self._definitions.pop(item.number, None)
         elif item.kind & ~SHARES in (CALL, CALL_KEYWORDS, CALL_FILLED):
@@ -98,7 +99,8 @@ class ClientSession:
             raise Malformed(f"an item of kind {item.kind}")
 
     def begin(self, room: int = sys.maxsize) -> None:
-        """Give waiting calls to the pool, in their order, until it has `room` calls of this desk."""
+        """Give waiting calls to the pool, in their order, until it has `room` calls of this
+        desk."""
         while self.waiting and len(self.works) < room:
             number = next(iter(self.waiting))
             given, item, shared = self.waiting.pop(number)
@@ -116,7 +118,11 @@ class ClientSession:
     def begun(self) -> list[int]:
         """The calls that are running, and were not told of by this."""
         self._told &= self.works.keys()
-        begun = [number for number, work in self.works.items() if number not in self._told and work.running()]
+        begun = [
+            number
+            for number, work in self.works.items()
+            if number not in self._told and work.running()
+        ]
         self._told.update(begun)
         return begun
 
@@ -136,20 +142,29 @@ class ClientSession:
         self.waiting.clear()
         self.shared.clear()
         self._definitions.clear()
-        for promise in reversed(works):  # those that wait first, or they would begin as what runs is broken off
+        for promise in reversed(
+            works
+        ):  # those that wait first, or they would begin as what runs is broken off
             promise.cancel()
         return count
 
 
-def run(pool: Pool, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()) -> Promise[Any]:
-    """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has ended."""
+def run(
+    pool: Pool, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
+) -> Promise[Any]:
+    """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has
+    ended."""
     crew = pool._crew
     link = find(pool, item.target) if item.target else None
     terms = None
     if item.timeout is not None or item.retries is not None:
         own = crew.terms
-        terms = TaskOptions(item.timeout or own.timeout, own.retries if item.retries is None else item.retries)
-    crew.book.define(given.call).label = given.label  # before it is recorded; each time: a refresh makes new ones
+        terms = TaskOptions(
+            item.timeout or own.timeout, own.retries if item.retries is None else item.retries
+        )
+    crew.book.define(
+        given.call
+    ).label = given.label  # before it is recorded; each time: a refresh makes new ones
     work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
     if hasattr(work, "definition"):
         work.party = given.tag
@@ -162,7 +177,9 @@ def find(pool: Pool, number: int) -> DroneHandle:
     for link in list(pool._crew.links):
         if link.number == number and link.state is not State.DEAD:
             return link
-    raise RuntimeError(f"the drone has ended: {pool._crew.plan.name} has none of number {number} any more")
+    raise RuntimeError(
+        f"the drone has ended: {pool._crew.plan.name} has none of number {number} any more"
+    )
 
 
 def outcome(number: int, promise: Promise[Any]) -> Result:

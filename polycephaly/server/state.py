@@ -17,8 +17,8 @@ KNOWN = ("number", "name", "pid", "host")
 
 
 def drones_of(pool: Pool) -> list[dict[str, Any]]:
-    """One entry for each drone. `memory` is what it and what it has started hold for themselves, in bytes; asking for
-    that may take milliseconds for each gigabyte."""
+    """One entry for each drone. `memory` is what it and what it has started hold for themselves, in
+    bytes; asking for that may take milliseconds for each gigabyte."""
     links = [link for link in list(pool._crew.links) if link.state is not State.DEAD]
     return [known_of(link) | _doing(link) for link in links]
 
@@ -56,7 +56,9 @@ def _doing(link: DroneHandle) -> dict[str, Any]:
         "state": state,
         "running": label,
         "seconds": None if since is None else max(0.0, now - since),
-        "waiting": None if link.waiting is None else link.waiting.as_dict() | {"seconds": link.waiting.seconds},
+        "waiting": None
+        if link.waiting is None
+        else link.waiting.as_dict() | {"seconds": link.waiting.seconds},
         "memory": link.memory(0),
         "tasks_done": link.tasks_done,
     }

@@ -1,24 +1,28 @@
-"""The arena: memory that a controller and all its drones share, for what is too large to go through a socket.
+"""The arena: memory that a controller and all its drones share, for what is too large to go through
+a socket.
 
     writer                       the arena, one memfd                        reader
     Store.put ──one copy──> [ block ][ block ]..  ..[ block ]  ──mmap──> views, copy-on-write
        ^                     region 0: controller    region 7: drone 7            │
        └── recycled <── Segment dies <── ... the number of the loan comes back <──┘ Loan dies with the last view
 
-Made before the zygote, so that every drone has it by inheritance: no descriptor is ever passed, and what one of
-them wrote stays when it dies. The kernel owns it: it has no name, cannot be left behind, and is freed with the
-last process that has it. It is sparse: each writer has a region of addresses to itself, so writers need no lock
-between them, and a drone gets a region that no other has had.
+Made before the zygote, so that every drone has it by inheritance: no descriptor is ever passed, and
+what one of them wrote stays when it dies. The kernel owns it: it has no name, cannot be left
+behind, and is freed with the last process that has it. It is sparse: each writer has a region of
+addresses to itself, so writers need no lock between them, and a drone gets a region that no other
+has had.
 
-Who may look at a range has a `Keep` on it: a `Segment` at the writer's, a `ObjectRef` at the reader's. They end with
-Python's own references, in any thread and in the middle of anything, so their ends only append to a deque.
+Who may look at a range has a `Keep` on it: a `Segment` at the writer's, a `ObjectRef` at the
+reader's. They end with Python's own references, in any thread and in the middle of anything, so
+their ends only append to a deque.
 
 Why nobody's data changes under him:
-* a block is used again only when its Segment is gone, and whoever has lent it holds that until the reader's
-  Loan came back, or the reader is dead;
+* a block is used again only when its Segment is gone, and whoever has lent it holds that until the
+  reader's Loan came back, or the reader is dead;
 * a Loan is held by the mapping, and the mapping by every view of it;
-* a fork takes mappings along. So before each fork a reference to every mapped Keep is taken, until the child has
-  ended: of our own forks the launcher knows when; of those of others a pipe tells, whose other end the child has.
+* a fork takes mappings along. So before each fork a reference to every mapped Keep is taken, until
+  the child has ended: of our own forks the launcher knows when; of those of others a pipe tells,
+  whose other end the child has.
 * what is written into a mapping is the reader's alone: it is private (copy-on-write).
 """
 
@@ -60,7 +64,14 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -71,9 +82,8 @@ class Full(MemoryError):
 class Arena:
     """The memory itself, and what this image may look at in it. Any thread may call it.
 
-    `ceiling` bounds the bytes in use, all writers together; writers that come to it at the same time may pass it
-    by what each of them writes.
-    """
+    `ceiling` bounds the bytes in use, all writers together; writers that come to it at the same
+    time may pass it by what each of them writes."""
 
     def __init__(self, ceiling: int, fd: int | None = None) -> None:
         self.ceiling = ceiling
@@ -85,13 +95,15 @@ class Arena:
         self._keeps: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, weakref.ref[Mapping]] = {}
         self.ring: Callable[[], object] = lambda: None
-        """Called, in any thread and in the middle of anything, when there may be something to tidy."""
+        """Called, in any thread and in the middle of anything, when there may be something to
+        tidy."""
         self._warned = False
         key = id(self)
         _arenas[key] = weakref.ref(self, lambda _: _arenas.pop(key, None))
 
     def enter(self) -> None:
-        """In a drone: it is now this image's, too. (It does not warn: the controller sees which way results come.)
+        """In a drone: it is now this image's, too. (It does not warn: the controller sees which way
+        results come.)
 
         What came along from the images that it descends from is theirs: its end here means nothing.
         """
@@ -119,7 +131,8 @@ class Arena:
         return os.fstat(self.fd).st_size
 
     def punch(self, offset: int, length: int) -> None:
-        """Gives the memory of a range's pages back to the system. Not from a forked child: it is its parent's."""
+        """Gives the memory of a range's pages back to the system. Not from a forked child: it is
+        its parent's."""
         marker = object()
         self._keeps[id(marker)] = (0, 0)  # from here on it is not closed: see `_let_go`
         if self._open and os.getpid() == self._pid:
@@ -140,7 +153,9 @@ class Arena:
         """Nobody else uses it any more. What this image still looks at stays until it does not."""
         self._keeps[0] = (0, 0)  # so that no Keep that ends now closes it meanwhile
         self.ended = True
-        for keep in (forked := _forked_from(self)):  # a child of somebody's may look at them for ever
+        for keep in (
+            forked := _forked_from(self)
+        ):  # a child of somebody's may look at them for ever
             keep.lasting = True
         self.clear(0, REGIONS * SPAN)
         forked.clear()
@@ -148,9 +163,9 @@ class Arena:
         self._let_go(0)
 
     def _let_go(self, key: int = -1) -> None:
-        """The last one closes it. The look and the taking are one run of straight-line code, in which CPython gives
-        the interpreter to nobody; so whoever entered himself before it is seen, and who does after it finds
-        nothing open."""
+        """The last one closes it. The look and the taking are one run of straight-line code, in
+        which CPython gives the interpreter to nobody; so whoever entered himself before it is seen,
+        and who does after it finds nothing open."""
         self._keeps.pop(key, None)
         if self._open and os.getpid() != self._pid:
             return
@@ -162,7 +177,9 @@ class Arena:
             os.close(fd)
 
 
-_arenas: dict[int, weakref.ref[Arena]] = {}  # its values are listed in one step, while others make some
+_arenas: dict[
+    int, weakref.ref[Arena]
+] = {}  # its values are listed in one step, while others make some
 
 
 class Keep:
@@ -179,11 +196,12 @@ class Keep:
         arena._keeps[id(self)] = (offset, length)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """In any thread, at any point of its code; when the interpreter ends, the kernel sees to all of it.
+        """In any thread, at any point of its code; when the interpreter ends, the kernel sees to
+        all of it.
 
-        It leaves the keeps first, and looks then who else has come to an end; `Arena.end`, and `Ledger.close`, say that
-        they have, and look at the keeps then. So one of the two gives the memory back.
-        """
+        It leaves the keeps first, and looks then who else has come to an end; `Arena.end`, and
+        `Ledger.close`, say that they have, and look at the keeps then. So one of the two gives the
+        memory back."""
         if finalizing():
             return
         arena = self.arena
@@ -206,7 +224,7 @@ def _whole_pages(length: int) -> int:
     return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-# -- looking at a range -------------------------------------------------------------------------------
+# -- looking at a range ----------------------------------------------------------------------------
 
 
 class Mapping(mmap.mmap):
@@ -219,11 +237,13 @@ class Mapping(mmap.mmap):
 def view(keep: Keep) -> memoryview:
     """The range, to be read and written: what is written is this image's alone.
 
-    It is copied where the system allows no more mappings. Raises `ValueError` for a range that is not there.
-    """
+    It is copied where the system allows no more mappings. Raises `ValueError` for a range that is
+    not there."""
     arena = keep.arena
     if keep.offset + keep.length > _whole_pages(arena.size()):
-        raise ValueError(f"a range of {keep.length} bytes at {keep.offset}, beyond the end of the arena")
+        raise ValueError(
+            f"a range of {keep.length} bytes at {keep.offset}, beyond the end of the arena"
+        )
     try:
         mapping = map_range(arena.fd, keep.offset, keep.length, mmap.MAP_PRIVATE)
     except OSError:
@@ -237,8 +257,8 @@ def view(keep: Keep) -> memoryview:
 def map_range(fd: int, offset: int, length: int, flags: int) -> Mapping:
     """A mapping that holds no descriptor, while each `mmap.mmap` of a file has one of its own.
 
-    So that thousands of arrays can be held, an anonymous mapping is replaced by that of the file, in place.
-    """
+    So that thousands of arrays can be held, an anonymous mapping is replaced by that of the file,
+    in place."""
     mapping = Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = address_of(mapping)
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
@@ -262,14 +282,16 @@ def _read(fd: int, offset: int, length: int) -> bytearray:
     return target
 
 
-# -- forks ----------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------
 
 _starting: dict[int, tuple[list[Keep], tuple[int, int]]] = {}
-"""By thread: what is mapped at the moment of its fork, and the pipe that will tell of the child's end."""
+"""By thread: what is mapped at the moment of its fork, and the pipe that will tell of the child's
+end."""
 _ours: dict[int, list[Keep]] = {}
 """By thread: it forks for us, and holds on to these until the child has ended."""
 _forks: dict[int, list[Keep]] = {}
-"""By the pipe's descriptor (-1: there was none to be had): what is held for a child that somebody else has forked."""
+"""By the pipe's descriptor (-1: there was none to be had): what is held for a child that somebody
+else has forked."""
 _looking = threading.Lock()
 
 
@@ -287,7 +309,9 @@ def kept_through_fork(keeps: list[Keep]) -> Iterator[None]:
 def _before_fork() -> None:
     look_for_ended_forks()
     me = os.getpid()  # what this image has inherited is held by who lent it
-    arenas = [arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me]
+    arenas = [
+        arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me
+    ]
     mapped = [ref() for arena in arenas for ref in list(arena._mapped.values())]
     held = [each.keep for each in mapped if each is not None and each.keep.is_of_this_image()]
     pipe = -1, -1
@@ -311,7 +335,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Of its own pipe this one keeps the writing end, to its end or until it becomes another program."""
+    """Of its own pipe this one keeps the writing end, to its end or until it becomes another
+    program."""
     _, mine = _starting.pop(threading.get_ident(), ([], (-1, -1)))
     others = [fd for _, pipe in _starting.values() for fd in pipe]
     for fd in (mine[0], *others, *_forks):
@@ -323,7 +348,8 @@ def _after_fork_in_child() -> None:
 
 
 def look_for_ended_forks() -> None:
-    """At the end of a pipe, all who had its other end have closed it. One thread at a time: it closes what it reads."""
+    """At the end of a pipe, all who had its other end have closed it. One thread at a time: it
+    closes what it reads."""
     if _forks and _looking.acquire(blocking=False):
         try:
             for fd, held in list(_forks.items()):
@@ -355,4 +381,6 @@ def _forked_from(arena: Arena) -> list[Keep]:
     return taken
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

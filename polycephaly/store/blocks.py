@@ -1,9 +1,10 @@
-"""The store: where an image writes what others shall look at; blocks of its region of the arena, used again and again.
+"""The store: where an image writes what others shall look at; blocks of its region of the arena,
+used again and again.
 
-How fast: fresh pages cost more than the copy (100 MB on a 2-core machine: 47 ms by `write`, 81 by memory
-mapped; used again 8 by memory mapped, 16 by `write`). So blocks are kept warm for a while, and fresh ones are filled by
-`write`, which saves zeroing them. The GIL is let go between pieces of a copy.
-"""
+How fast: fresh pages cost more than the copy (100 MB on a 2-core machine: 47 ms by `write`, 81 by
+memory mapped; used again 8 by memory mapped, 16 by `write`). So blocks are kept warm for a while,
+and fresh ones are filled by `write`, which saves zeroing them. The GIL is let go between pieces of
+a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ ALIGN = 64
 LARGE_PICKLE = 32 * 1024
 """Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
 MAPPED_FROM = 1 << 20
-"""Bytes of a block that its writer maps when it is used again; smaller ones are written, which is as fast."""
+"""Bytes of a block that its writer maps when it is used again; smaller ones are written, which is
+as fast."""
 PIECE = 4 << 20
 """Bytes copied between two chances for other threads."""
 
@@ -88,10 +90,11 @@ class Store:
         self._owner = 0  # the thread that has it
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
-        """Copies each of `runs`, its pieces end to end: the segment, and each run's offset in it and length.
+        """Copies each of `runs`, its pieces end to end: the segment, and each run's offset in it
+        and length.
 
-        Raises `Full` where that would be more than the ceiling, and `OSError` where the system refuses.
-        """
+        Raises `Full` where that would be more than the ceiling, and `OSError` where the system
+        refuses."""
         if os.getpid() != self._pid:  # somebody forked: what it would write into is its parent's
             raise Full("the pool belongs to another process")
         places: list[tuple[int, int]] = []
@@ -122,8 +125,8 @@ class Store:
         return segment, places
 
     def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Serialized:
-        """Puts a pickle, if it is large, and the buffers beside it there; those that lie in the arena stay where they
-        are. Raises `Full`, or `OSError`, where there is no room."""
+        """Puts a pickle, if it is large, and the buffers beside it there; those that lie in the
+        arena stay where they are. Raises `Full`, or `OSError`, where there is no room."""
         inline = b"".join(pieces) if sum(map(len, pieces)) < LARGE_PICKLE else b""
         borrowed = [place_of(buffer, self.arena) for buffer in buffers]
         runs: list[Sequence[Any]] = [] if inline else [pieces]
@@ -180,11 +183,19 @@ class Store:
                     f"{used:,} of at most {arena.ceiling:,} are in use"
                 )
 
-    def _fill(self, block: _Block, runs: Sequence[Sequence[Buffer]], places: list[tuple[int, int]], size: int) -> None:
+    def _fill(
+        self,
+        block: _Block,
+        runs: Sequence[Sequence[Buffer]],
+        places: list[tuple[int, int]],
+        size: int,
+    ) -> None:
         target: memoryview | None = None
         if MAPPED_FROM <= size <= block.filled:
             if block.mapping is None or len(block.mapping) < size:
-                block.mapping = map_range(self.arena.fd, block.offset, block.filled, mmap.MAP_SHARED | _MAP_POPULATE)
+                block.mapping = map_range(
+                    self.arena.fd, block.offset, block.filled, mmap.MAP_SHARED | _MAP_POPULATE
+                )
             target = memoryview(block.mapping)
         for run, (at, _) in zip(runs, places, strict=True):
             for piece in run:
@@ -196,10 +207,13 @@ class Store:
         block.filled = max(block.filled, size)
 
     def tidy(self, idle: float | None = None) -> bool:
-        """Gives back the memory of blocks that nobody has used for `idle` seconds (`tuning.warm_seconds` if None), and
-        lets go of what was held for forked children that have ended. Is there more to come?"""
+        """Gives back the memory of blocks that nobody has used for `idle` seconds
+        (`tuning.warm_seconds` if None), and lets go of what was held for forked children that have
+        ended. Is there more to come?"""
         look_for_ended_forks()
-        if not self._lock.acquire(blocking=False):  # who has it may run a finalizer that waits for who calls this
+        if not self._lock.acquire(
+            blocking=False
+        ):  # who has it may run a finalizer that waits for who calls this
             return True
         try:
             self._owner = threading.get_ident()
@@ -225,7 +239,8 @@ class Store:
 
 
 def _rounded(size: int) -> int:
-    """Whole pages, and few different sizes: a sixteenth more at most. What is not written takes no memory."""
+    """Whole pages, and few different sizes: a sixteenth more at most. What is not written takes no
+    memory."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
     return max(step, -(-size // step) * step)
 
@@ -243,7 +258,8 @@ def _copy(target: memoryview, at: int, piece: memoryview) -> None:
 
 
 def pristine_view(segment: Keep) -> memoryview:
-    """A view of what this image has written itself: nobody may write into it. What is pickled of it is not copied."""
+    """A view of what this image has written itself: nobody may write into it. What is pickled of it
+    is not copied."""
     assert isinstance(segment, Segment)
     whole = view(segment)
     if isinstance(whole.obj, Mapping):

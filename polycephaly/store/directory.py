@@ -5,15 +5,17 @@
                          └─────────> drone 1: FETCH from 0, PACKED, BRING to 1          calls ─┘    (strong references)
     Kept.value ─────────────────────────> FETCH, PACKED, opened here
 
-Who owns what. A `RemoteObject` stands for one kept value. It is owned by references: of handles, of the payloads of
-calls that take it (placeholders.py), and of recipes. The vault itself knows it weakly. When the last reference has gone, in
-any thread and in the middle of anything, a finalizer appends the number to a deque of each link that has the value, and
-takes no lock; the drone is told (DROP) with the next work or soon after. Nobody else frees anything. (A finalizer, and
-no `__del__`: while that runs, the vault could still find the deposit.)
+Who owns what. A `RemoteObject` stands for one kept value. It is owned by references: of handles, of
+the payloads of calls that take it (placeholders.py), and of recipes. The vault itself knows it
+weakly. When the last reference has gone, in any thread and in the middle of anything, a finalizer
+appends the number to a deque of each link that has the value, and takes no lock; the drone is told
+(DROP) with the next work or soon after. Nobody else frees anything. (A finalizer, and no `__del__`:
+while that runs, the vault could still find the deposit.)
 
-What a drone has made itself (`Kept(value)`) is also held by the handles that there are in it. It may give such handles
-away many times, one perhaps while an older one is dropped: there may be two deposits of a value, one after the other.
-So drones count the hub's claims, and DROP gives up as many as its deposit had (drone/store.py).
+What a drone has made itself (`Kept(value)`) is also held by the handles that there are in it. It
+may give such handles away many times, one perhaps while an older one is dropped: there may be two
+deposits of a value, one after the other. So drones count the hub's claims, and DROP gives up as
+many as its deposit had (drone/store.py).
 
 A value is in up to three forms, and exists while there is one of them:
 
@@ -24,23 +26,29 @@ A value is in up to three forms, and exists while there is one of them:
 
 Interleavings, and why each is right:
 
-* The last handle goes while a call that takes it waits, or runs: the call's payload holds the deposit until its answer
-  replaces it; a drone that runs it has its own reference to the value.
-* A drone is told to drop what a call still to come needs: no. That call's payload would have held the deposit; no
-  number is used for a second value; and a second deposit of the same value has claims of its own.
-* A call is given back, or lost and run again: its payload is unchanged. Each time it is sent, `fits` looks at where its
-  deposits are at that moment.
-* The holder dies before the answer that tells of the value is heard: what it had sent, or left in its page, is heard
-  first, and `add` finds the drone dead. After that: `died` takes it from the holders of all deposits. Both in turns.
+* The last handle goes while a call that takes it waits, or runs: the call's payload holds the
+  deposit until its answer replaces it; a drone that runs it has its own reference to the value.
+* A drone is told to drop what a call still to come needs: no. That call's payload would have held
+  the deposit; no number is used for a second value; and a second deposit of the same value has
+  claims of its own.
+* A call is given back, or lost and run again: its payload is unchanged. Each time it is sent,
+  `fits` looks at where its deposits are at that moment.
+* The holder dies before the answer that tells of the value is heard: what it had sent, or left in
+  its page, is heard first, and `add` finds the drone dead. After that: `died` takes it from the
+  holders of all deposits. Both in turns.
 * The holder dies while it packs: no PACKED will come; `died` tells who waits, and each looks again.
-* A drone retires (max_tasks, max_memory, refresh): what only it has is fetched first, and it ends when that is here.
-* The handle is dropped while its value is on its way from the drone: PACKED finds no deposit, and its loan goes back.
-* Work with keep=True is cancelled while it runs: its deposit is made, nobody has it, and it is dropped like any other.
-* The pool ends: all who wait are told; what is packed stays readable in this image, the rest is lost.
+* A drone retires (max_tasks, max_memory, refresh): what only it has is fetched first, and it ends
+  when that is here.
+* The handle is dropped while its value is on its way from the drone: PACKED finds no deposit, and
+  its loan goes back.
+* Work with keep=True is cancelled while it runs: its deposit is made, nobody has it, and it is
+  dropped like any other.
+* The pool ends: all who wait are told; what is packed stays readable in this image, the rest is
+  lost.
 
-Whoever waits for something of a deposit leaves a function in `waiting`. Whenever anything changes, all of these are
-called, in a turn, and look for themselves; so no change needs to know who it is for.
-"""
+Whoever waits for something of a deposit leaves a function in `waiting`. Whenever anything changes,
+all of these are called, in a turn, and look for themselves; so no change needs to know who it is
+for."""
 
 from __future__ import annotations
 
@@ -82,7 +90,9 @@ class RefCount:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.holders: dict[DroneHandle, int] = {}  # who has it, or will before any call that takes it: how many claims
+        self.holders: dict[
+            DroneHandle, int
+        ] = {}  # who has it, or will before any call that takes it: how many claims
         self._pid = os.getpid()
 
     def give_up(self) -> None:
@@ -95,7 +105,9 @@ class RefCount:
 class RemoteObject:
     """One kept value. It is changed in turns only; any thread may look."""
 
-    def __init__(self, vault: ObjectDirectory, number: int, label: str, nbytes: int, kind: str) -> None:
+    def __init__(
+        self, vault: ObjectDirectory, number: int, label: str, nbytes: int, kind: str
+    ) -> None:
         self.vault = vault
         self.number = number
         self.label = label
@@ -119,9 +131,16 @@ class RemoteObject:
 
     @property
     def burden(self) -> int:
-        """Bytes that are pickled, copied or unpickled to have it elsewhere, about. What is packed is mapped there."""
+        """Bytes that are pickled, copied or unpickled to have it elsewhere, about. What is packed
+        is mapped there."""
         packed = self.packed
-        return self.nbytes if packed is None else packed.pickle_bytes if isinstance(packed, Received) else len(packed)
+        return (
+            self.nbytes
+            if packed is None
+            else packed.pickle_bytes
+            if isinstance(packed, Received)
+            else len(packed)
+        )
 
     @property
     def is_stuck(self) -> bool:
@@ -143,7 +162,11 @@ class RemoteObject:
         now = here.now
         other = None if now is None else now.vault
         if now is None or other is not self.vault:
-            where = f"was given to a call of {other.name}" if other is not None else "was to be pickled elsewhere"
+            where = (
+                f"was given to a call of {other.name}"
+                if other is not None
+                else "was to be pickled elsewhere"
+            )
             raise TypeError(
                 f"{self.what} is kept in {self.home or 'shared memory'}, and its handle {where}: "
                 "it goes among the arguments of its own pool's calls; elsewhere, send its `value`"
@@ -155,7 +178,9 @@ class RemoteObject:
         """The value, built anew. Waits; raises what `Kept.value` says."""
         crew, packed = self.vault.crew, self.packed
         if self.vault.pid != os.getpid():
-            raise RuntimeError(f"{self.what} belongs to another process, of which this one is a fork")
+            raise RuntimeError(
+                f"{self.what} belongs to another process, of which this one is a fork"
+            )
         if packed is None:
             fetch = _Fetch(self.vault)
             crew.hub.post(partial(self.vault.fetch, self, fetch))
@@ -195,8 +220,8 @@ class ObjectDirectory:
         return self.crew.plan.name
 
     def home(self, deposits: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
-        """Who has most bytes of these, of those who take work; the least loaded of several. And how many bytes it takes
-        to have them elsewhere. In any thread."""
+        """Who has most bytes of these, of those who take work; the least loaded of several. And how
+        many bytes it takes to have them elsewhere. In any thread."""
         held: dict[DroneHandle, int] = {}
         burden = 0
         for deposit in deposits:
@@ -204,10 +229,14 @@ class ObjectDirectory:
             for link in list(deposit.holders):
                 if link.state < State.RETIRING:
                     held[link] = held.get(link, 0) + deposit.nbytes
-        best = max(held, key=lambda link: (held[link], -len(link.favoured), -len(link.flight)), default=None)
+        best = max(
+            held,
+            key=lambda link: (held[link], -len(link.favoured), -len(link.flight)),
+            default=None,
+        )
         return best, burden
 
-    # -- what comes, and what goes --------------------------------------------------------------------
+    # -- what comes, and what goes -----------------------------------------------------------------
 
     def add(self, link: DroneHandle, work: KeptTask, payload: Any) -> RemoteObject:
         """`link` has answered `work`: its value is on the shelf there."""
@@ -217,7 +246,9 @@ class ObjectDirectory:
             deposit = RemoteObject(self, work.number, work.definition.label, nbytes, kind)
             self._deposits[work.number] = deposit
             if work.retries > 0 and work.target is None:
-                deposit.recipe = Recipe(work.definition, work.kind, work.args, work.payload, work.timeout)
+                deposit.recipe = Recipe(
+                    work.definition, work.kind, work.args, work.payload, work.timeout
+                )
         deposit.again = work.deposit = deposit.unpackable = None
         deposit.retries = work.retries
         self._put(deposit, link)
@@ -225,13 +256,16 @@ class ObjectDirectory:
         return deposit
 
     def given(self, link: DroneHandle, work: Task | None, payload: Any) -> None:
-        """`link` has made these itself, and handles of them are in what comes of `work`, or will be."""
+        """`link` has made these itself, and handles of them are in what comes of `work`, or will
+        be."""
         given = []
         for number, nbytes, kind in grants(payload):
             deposit = self._deposits.get(number)
             if deposit is None:
                 label = work.definition.label if work is not None else "work that was lost"
-                deposit = self._deposits[number] = known[number] = RemoteObject(self, number, label, nbytes, kind)
+                deposit = self._deposits[number] = known[number] = RemoteObject(
+                    self, number, label, nbytes, kind
+                )
             self._put(deposit, link)
             given.append(deposit)
         if work is not None:
@@ -300,10 +334,11 @@ class ObjectDirectory:
         for look in waiting:
             look()
 
-    # -- who needs it -----------------------------------------------------------------------------------
+    # -- who needs it ------------------------------------------------------------------------------
 
     def fits(self, work: Task, link: DroneHandle) -> bool:
-        """Can it be sent to `link` now? Else it has been put where it can be, or waits for what it takes."""
+        """Can it be sent to `link` now? Else it has been put where it can be, or waits for what it
+        takes."""
         deposits = work.payload.deposits.values()
         missing = [each for each in deposits if link not in each.holders and each.packed is None]
         if not missing:
@@ -312,7 +347,9 @@ class ObjectDirectory:
         if home is not None and home is not link:
             self.crew.favours.add(work, home)
             return False
-        stuck = next((each for each in missing if each.is_stuck or not self._bring_about(each)), None)
+        stuck = next(
+            (each for each in missing if each.is_stuck or not self._bring_about(each)), None
+        )
         if stuck is not None:
             self.crew.reject(work, partial(self.why, stuck))
         else:
@@ -321,7 +358,8 @@ class ObjectDirectory:
         return False
 
     def can_move(self, work: Task, link: DroneHandle) -> bool:
-        """Whether it can be sent to `link`; has what it takes packed, if it cannot yet, but could then."""
+        """Whether it can be sent to `link`; has what it takes packed, if it cannot yet, but could
+        then."""
         here = True
         for each in work.payload.deposits.values():
             if link not in each.holders and each.packed is None:
@@ -341,7 +379,8 @@ class ObjectDirectory:
             self.crew.hub.deliver(lambda: fetch._settle(FINISHED, None, self.why(deposit)))
 
     def _bring_about(self, deposit: RemoteObject) -> bool:
-        """Sees to it that it will be packed, or that something else changes; False where it is lost."""
+        """Sees to it that it will be packed, or that something else changes; False where it is
+        lost."""
         if self.crew.over:
             return False
         return self._ask(deposit) or self._compute_again(deposit)
@@ -370,19 +409,24 @@ class ObjectDirectory:
         work.definition, work.kind, work.args, work.payload, work.timeout = recipe
         deposit.retries -= 1
         work.retries = deposit.retries
-        work._hook(lambda promise: self.crew.hub.post(partial(self._computed_again, deposit, promise)))
+        work._hook(
+            lambda promise: self.crew.hub.post(partial(self._computed_again, deposit, promise))
+        )
         self.crew.go_on(work)
         return True
 
     def _computed_again(self, deposit: RemoteObject, promise: Promise[Any]) -> None:
-        if deposit.again is promise:  # or it is being computed once more, as it was lost again before this
+        if (
+            deposit.again is promise
+        ):  # or it is being computed once more, as it was lost again before this
             deposit.again = None
         if promise._exception is not None:
             deposit.lost, deposit.recipe = promise._exception, None
         self._changed(deposit)
 
     def why(self, deposit: RemoteObject) -> BaseException:
-        """Why nobody can have it any more. Not in a turn: the error of its own pickling is unpickled."""
+        """Why nobody can have it any more. Not in a turn: the error of its own pickling is
+        unpickled."""
         told, cause, unpackable = f"what {deposit.label} gave", deposit.lost, deposit.unpackable
         refused = None if unpackable is None else unpack_exception(unpackable)
         if refused is not None and deposit.holders:
@@ -396,6 +440,11 @@ class ObjectDirectory:
         else:
             why = f"{told} was lost, and computing it again failed: {type(cause).__name__}: {cause}"
         known = {name: getattr(cause, name, "") for name in ("drone", "stderr", "stack")}
-        error = Lost(why, exitcode=getattr(cause, "exitcode", None), running=getattr(cause, "running", None), **known)
+        error = Lost(
+            why,
+            exitcode=getattr(cause, "exitcode", None),
+            running=getattr(cause, "running", None),
+            **known,
+        )
         error.__cause__ = refused or cause
         return error

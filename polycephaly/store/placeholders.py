@@ -3,13 +3,13 @@
     controller: Kept ──pickled for a call of its pool──> ticket 17 ┐       drone: redeem(17) ──> the shelf ──> the value
                   └── met: deposit 17 ──> Taking(payload, deposits)┘ BRING 17, where it is not there
 
-A handle says how it is pickled only to who pickles for its own pool: `meeting` tells it so, and notes which handles
-were met. A payload with tickets is a `PayloadWithRefs`, which holds what the tickets stand for. So nothing that a call needs
-is given up before it is answered; then the payload makes room for the answer, and holds it no more.
+A handle says how it is pickled only to who pickles for its own pool: `meeting` tells it so, and
+notes which handles were met. A payload with tickets is a `PayloadWithRefs`, which holds what the
+tickets stand for. So nothing that a call needs is given up before it is answered; then the payload
+makes room for the answer, and holds it no more.
 
-Handles that a drone has made itself travel the other way, in results: as a number too, of which the hub is told (GIVEN)
-before the result comes.
-"""
+Handles that a drone has made itself travel the other way, in results: as a number too, of which the
+hub is told (GIVEN) before the result comes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ from .references import Serialized
 if TYPE_CHECKING:
     from .directory import ObjectDirectory, RemoteObject
 
-__all__ = ["PayloadWithRefs", "ValueOwner", "here", "known", "meeting", "redeem", "taking", "untaken"]
+__all__ = [
+    "PayloadWithRefs",
+    "ValueOwner",
+    "here",
+    "known",
+    "meeting",
+    "redeem",
+    "taking",
+    "untaken",
+]
 
 
 class meeting:
-    """What is pickled in this block is for a call of that vault's pool; `met` are the kept values in it, by number, and
-    `moved` is what wants to know what becomes of the call (`_goes_with`).
+    """What is pickled in this block is for a call of that vault's pool; `met` are the kept values
+    in it, by number, and `moved` is what wants to know what becomes of the call (`_goes_with`).
 
     It is entered for every call whose arguments are pickled, and costs a third of a microsecond."""
 
@@ -42,7 +51,9 @@ class meeting:
     def moves(self, thing: Any) -> None:
         if self.moved is None:
             self.moved = [thing]
-        elif all(each is not thing for each in self.moved):  # it is pickled twice, where a quicker way has failed
+        elif all(
+            each is not thing for each in self.moved
+        ):  # it is pickled twice, where a quicker way has failed
             self.moved.append(thing)
 
     def __enter__(self) -> Self:
@@ -89,7 +100,9 @@ def taking(payload: Any, deposits: dict[int, RemoteObject]) -> Any:
 
 def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
     """The payload itself, and what it takes."""
-    return (payload.payload, payload.deposits) if type(payload) is PayloadWithRefs else (payload, {})
+    return (
+        (payload.payload, payload.deposits) if type(payload) is PayloadWithRefs else (payload, {})
+    )
 
 
 def redeem(number: int) -> Any:
@@ -110,7 +123,8 @@ class ValueOwner(Protocol):
     def state(self) -> str: ...
     def fetched(self) -> Any: ...
     def ticket(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        """How a handle of it is pickled, for whom this thread is pickling. Raises `TypeError` where it cannot be."""
+        """How a handle of it is pickled, for whom this thread is pickling. Raises `TypeError` where
+        it cannot be."""
 
 
 class LocalStore(Protocol):
@@ -122,4 +136,5 @@ shelf: LocalStore | None = None
 """This drone's, in a drone."""
 
 known: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
-"""What drones made themselves, by its number: where it was made, and where a handle of it has come."""
+"""What drones made themselves, by its number: where it was made, and where a handle of it has
+come."""

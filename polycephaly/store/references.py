@@ -4,14 +4,15 @@
                holds Segments                                  holds Loans: so do the value's buffers
                Ledger.lent[17] = segment   <──────17────────  the last of them died
 
-A controller lends on what a drone has lent to it: then it is a Loan that is held until the number comes back.
+A controller lends on what a drone has lent to it: then it is a Loan that is held until the number
+comes back.
 
-A `Serialized` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through the socket, with the
-waybill; a large one lies in the segment too, as its first place.
+A `Serialized` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through
+the socket, with the waybill; a large one lies in the segment too, as its first place.
 
-Each sending is a loan with a number of its own. The Segment is held until that number comes back, whatever becomes
-of the message: the receiver makes a Loan of each number that it reads, and a Loan that is dropped unopened
-comes back like any other.
+Each sending is a loan with a number of its own. The Segment is held until that number comes back,
+whatever becomes of the message: the receiver makes a Loan of each number that it reads, and a Loan
+that is dropped unopened comes back like any other.
 
     waybill    loans, places: counts       loan: number, offset, length      place: which loan, start, length
 """
@@ -29,7 +30,17 @@ from typing import Any
 from ..wire.messages import Malformed
 from .arena import REGIONS, SPAN, Arena, Keep, view
 
-__all__ = ["ObjectRef", "Place", "Received", "RefTable", "Serialized", "load", "load_beside", "load_joined", "read_waybill"]
+__all__ = [
+    "ObjectRef",
+    "Place",
+    "Received",
+    "RefTable",
+    "Serialized",
+    "load",
+    "load_beside",
+    "load_joined",
+    "read_waybill",
+]
 
 _COUNTS = Struct("<HI")
 _LOAN = Struct("<QQQ")
@@ -59,12 +70,14 @@ class ObjectRef(Keep):
 
 
 class RefTable:
-    """One end's account of a link. `theirs` is the region of the other end; None: what it lends may be of anybody's.
-    `ring` is called, in any thread, when there is something in `returned`."""
+    """One end's account of a link. `theirs` is the region of the other end; None: what it lends may
+    be of anybody's. `ring` is called, in any thread, when there is something in `returned`."""
 
     def __init__(self, arena: Arena, theirs: int | None, ring: Callable[[], object]) -> None:
         self.arena = arena
-        self.region = (0, REGIONS * SPAN) if theirs is None else (theirs * SPAN, (theirs + 1) * SPAN)
+        self.region = (
+            (0, REGIONS * SPAN) if theirs is None else (theirs * SPAN, (theirs + 1) * SPAN)
+        )
         self.ring = ring
         self.lent: dict[int, Keep] = {}
         self.returned: deque[int] = deque()
@@ -91,20 +104,22 @@ class RefTable:
         return taken
 
     def close(self) -> None:
-        """The other end is dead: what it was lent is free, and of its own region only that stays which this image
-        looks at."""
+        """The other end is dead: what it was lent is free, and of its own region only that stays
+        which this image looks at."""
         self.closed = True
         self.lent.clear()
         self.arena.clear(*self.region)
 
 
 class Serialized:
-    """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the first place."""
+    """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the
+    first place."""
 
     __slots__ = ("inline", "places", "travels")
 
     def __init__(self, inline: bytes, places: Sequence[Place], written: int = 0) -> None:
-        """`written`: bytes of the places that were copied for it. The others were there, and are only referred to."""
+        """`written`: bytes of the places that were copied for it. The others were there, and are
+        only referred to."""
         self.inline = inline
         self.places = places
         self.travels = len(inline) + written
@@ -155,7 +170,10 @@ class Received:
 
     def parcel(self) -> Serialized:
         """To be lent on, as it is: nothing of it is opened."""
-        return Serialized(self._inline, [(self._loans[which], start, length) for which, start, length in self._places])
+        return Serialized(
+            self._inline,
+            [(self._loans[which], start, length) for which, start, length in self._places],
+        )
 
     def is_far(self) -> bool:
         """Whether to look at it would cost time."""
@@ -168,10 +186,14 @@ class Received:
     def content(self) -> tuple[bytes, list[memoryview]]:
         """The pickle, or nothing where it is in the first place; and the places."""
         ranges = [view(loan) for loan in self._loans]
-        return self._inline, [ranges[which][start : start + length] for which, start, length in self._places]
+        return self._inline, [
+            ranges[which][start : start + length] for which, start, length in self._places
+        ]
 
 
-def read_waybill(waybill: Any) -> tuple[bytes, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+def read_waybill(
+    waybill: Any,
+) -> tuple[bytes, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """The pickle, or nothing where it is in the first place; loans; places. Raises `Malformed`."""
     waybill = memoryview(waybill)
     if len(waybill) < _COUNTS.size:
@@ -193,7 +215,8 @@ def load(payload: Any) -> Any:
 
 
 def load_beside(inline: bytes, views: list[Any]) -> Any:
-    """The value of a pickle and its buffers. Where `inline` is empty, the first of them is the pickle."""
+    """The value of a pickle and its buffers. Where `inline` is empty, the first of them is the
+    pickle."""
     if inline:
         return loads(inline, buffers=views)
     return loads(views[0], buffers=views[1:])

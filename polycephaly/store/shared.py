@@ -23,14 +23,15 @@ T = TypeVar("T")
 class Shared(Generic[T]):
     """The handle of a value that was put into shared memory once; made by `Pool.share`.
 
-    Given as an argument by itself, it arrives as the value, as a promise does. Inside another value, or captured
-    by a function, it arrives as a handle: see `value`. Large buffers in the value (arrays, data frames) are not
-    copied for that: every drone maps the same memory, and what a call writes into them is that call's alone.
-    The rest of the value is pickled once and unpickled by each call. To drones of another pool all of it is copied
-    (by itself as an argument: nested or captured, it is what this pool's drones would find that arrives there).
+    Given as an argument by itself, it arrives as the value, as a promise does. Inside another
+    value, or captured by a function, it arrives as a handle: see `value`. Large buffers in the
+    value (arrays, data frames) are not copied for that: every drone maps the same memory, and what
+    a call writes into them is that call's alone. The rest of the value is pickled once and
+    unpickled by each call. To drones of another pool all of it is copied (by itself as an argument:
+    nested or captured, it is what this pool's drones would find that arrives there).
 
-    It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; what drones
-    still look at stays until they do not. Any thread may use it.
+    It lives until `release`, the end of its ``with`` block, or the loss of the last reference to
+    it; what drones still look at stays until they do not. Any thread may use it.
 
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool, pool.share(bytearray(1_000_000)) as zeros:
@@ -39,17 +40,23 @@ class Shared(Generic[T]):
     """
 
     def __init__(
-        self, pickled: bytes, views: list[Any], own: list[Any] | None = None, snapshot: MainSnapshot | None = None
+        self,
+        pickled: bytes,
+        views: list[Any],
+        own: list[Any] | None = None,
+        snapshot: MainSnapshot | None = None,
     ) -> None:
-        """`own`: the same places once more, where this image may write. `snapshot`: for whom it was pickled."""
+        """`own`: the same places once more, where this image may write. `snapshot`: for whom it was
+        pickled."""
         self._content: tuple[bytes, list[Any]] | None = (pickled, views)
         self._own = views if own is None else own
         self._snapshot = snapshot
 
     @property
     def value(self) -> T:
-        """The value, built anew each time. Its large buffers are views of the same memory in this image, into which
-        this image may write; nobody else sees that. Raises `ValueError` after `release`."""
+        """The value, built anew each time. Its large buffers are views of the same memory in this
+        image, into which this image may write; nobody else sees that. Raises `ValueError` after
+        `release`."""
         pickled, _ = self._opened()
         value: T = load_beside(pickled, self._own)
         return value
@@ -72,7 +79,12 @@ class Shared(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -86,7 +98,8 @@ class Shared(Generic[T]):
         return self
 
     def stand_in(self, snapshot: MainSnapshot) -> Any:
-        """What is pickled in its place, to arrive as the value, for an image that shares `snapshot`."""
+        """What is pickled in its place, to arrive as the value, for an image that shares
+        `snapshot`."""
         return Contents(self) if self._snapshot in (None, snapshot) else self.value
 
     def _parts(self) -> tuple[Any, ...]:
@@ -109,7 +122,8 @@ class Contents:
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
-    """Raises `Full`, a `MemoryError`, where it would be more than may be shared, or the system has no room for it."""
+    """Raises `Full`, a `MemoryError`, where it would be more than may be shared, or the system has
+    no room for it."""
     try:
         parcel = pack_strictly(value, snapshot, store)
     except OSError as error:
@@ -120,8 +134,8 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
 
 
 def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
-    """The same for what another process has pickled: the pieces of the pickle, and of each of its buffers. It is not
-    opened here. Raises as `share` does."""
+    """The same for what another process has pickled: the pieces of the pickle, and of each of its
+    buffers. It is not opened here. Raises as `share` does."""
     try:
         segment, places = store.put(runs)
     except OSError as error:
@@ -130,7 +144,9 @@ def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
 
 
 def _stored(parcel: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
-    segments = {id(segment): segment for segment, _, _ in parcel.places}  # also others, of handles in the value
+    segments = {
+        id(segment): segment for segment, _, _ in parcel.places
+    }  # also others, of handles in the value
     stored = {key: pristine_view(segment) for key, segment in segments.items()}
     own = {key: view(segment) for key, segment in segments.items()}
     places = [(id(segment), slice(at, at + length)) for segment, at, length in parcel.places]

@@ -17,7 +17,8 @@ __all__ = ["check", "write"]
 
 
 def check(path: str | os.PathLike[str]) -> Path:
-    """Raises `ValueError` where the name does not say one of the forms, `ModuleNotFoundError` where it needs Pillow."""
+    """Raises `ValueError` where the name does not say one of the forms, `ModuleNotFoundError` where
+    it needs Pillow."""
     path = Path(path)
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
@@ -27,7 +28,9 @@ def check(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write(timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()) -> None:
+def write(
+    timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()
+) -> None:
     """With a bar chart above it, if there are `bars`. See `Timeline.save`."""
     path = check(path)
     path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))

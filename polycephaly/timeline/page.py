@@ -1,6 +1,8 @@
-"""A timeline as a page of its own: `page.html`, `page.css` and `page.js` in one file, with the spans as JSON.
+"""A timeline as a page of its own: `page.html`, `page.css` and `page.js` in one file, with the
+spans as JSON.
 
-Names are data of users. They are in the JSON, whose every ``<`` is escaped, and the script shows them as text.
+Names are data of users. They are in the JSON, whose every ``<`` is escaped, and the script shows
+them as text.
 
     columns, one entry for each span: row, lane, name, status, calls, bytes there, bytes back, note  (indices, numbers)
                                       queued, sent, started, finished, received, processor time      (µs; null: unknown)
@@ -33,7 +35,9 @@ STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
 def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
     here = files(__package__)
-    data = json.dumps(contents(timeline), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(contents(timeline), ensure_ascii=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     page = here.joinpath("page.html").read_text("utf-8")
     parts = {
         "title": escape(title),
@@ -98,12 +102,16 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                 "lanes": max(1, len(row.lanes)),
                 "busy": round(row.busy / whole, 4),
                 "lives": [[at(span.started), at(span.finished)] for span in row.lives],
-                "waits": at(min((span.sent for span in row.sent if span.sent is not None), default=None)),
+                "waits": at(
+                    min((span.sent for span in row.sent if span.sent is not None), default=None)
+                ),
             }
             for row in all_rows
         ],
         "notes": [*notes],
         "spans": columns,
-        "arrows": [(places[giver], taker) for taker, needed in needs for giver in needed if giver in places][:ARROWS],
+        "arrows": [
+            (places[giver], taker) for taker, needed in needs for giver in needed if giver in places
+        ][:ARROWS],
         "table": table(timeline),
     }

@@ -5,9 +5,8 @@
                        │ a row for each drone ...   │
                        └ legend ────────────────────┘
 
-Units are pixels, from the upper left corner. A colour is "ink", "soft", "line", "paper" or "alarm", of which light and
-dark pages have their own, or a function's, as #rrggbb.
-"""
+Units are pixels, from the upper left corner. A colour is "ink", "soft", "line", "paper" or "alarm",
+of which light and dark pages have their own, or a function's, as #rrggbb."""
 
 from __future__ import annotations
 
@@ -90,9 +89,13 @@ def colours(timeline: Timeline) -> dict[str, str]:
             running[name] = running.get(name, 0.0) + sums.running
     names = [*sorted(running, key=lambda name: -running[name])]
     names += [
-        name for name in dict.fromkeys(span.name for span in timeline.spans if not span.whole) if name not in running
+        name
+        for name in dict.fromkeys(span.name for span in timeline.spans if not span.whole)
+        if name not in running
     ]
-    return {name: PALETTE[index] if index < len(PALETTE) else OTHERS for index, name in enumerate(names)}
+    return {
+        name: PALETTE[index] if index < len(PALETTE) else OTHERS for index, name in enumerate(names)
+    }
 
 
 def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
@@ -114,7 +117,7 @@ def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
     return drawing
 
 
-# -- bars -------------------------------------------------------------------------------------------
+# -- bars ------------------------------------------------------------------------------------------
 
 
 def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
@@ -126,18 +129,26 @@ def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
         drawing.add(
             Words(left - 8, y + 14, bar.label, 12, "end"),
             Box(left, y + 3, long, 15, PALETTE[0], title=f"{bar.label}: {seconds(bar.value)}"),
-            Words(left + long + 6, y + 14, f"{seconds(bar.value)}  {bar.note}".rstrip(), 12, colour="soft"),
+            Words(
+                left + long + 6,
+                y + 14,
+                f"{seconds(bar.value)}  {bar.note}".rstrip(),
+                12,
+                colour="soft",
+            ),
         )
         drawing.height += 21
 
 
-# -- rows -------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def _draw_rows(drawing: Drawing, timeline: Timeline) -> None:
     all_rows, start = rows(timeline), timeline.start
     whole = max(timeline.end - start, 1e-9)
-    longest = max((len(row.thread) + 2 if row.thread else len(row.drone) for row in all_rows), default=0)
+    longest = max(
+        (len(row.thread) + 2 if row.thread else len(row.drone) for row in all_rows), default=0
+    )
     left = MARGIN + min(240.0, CHARACTER * longest + 14)
     right = drawing.width - MARGIN - 44
     scale = (right - left) / whole
@@ -153,11 +164,26 @@ def _draw_rows(drawing: Drawing, timeline: Timeline) -> None:
         y, high = drawing.height, _height(row)
         characters = int((left - MARGIN - 12) / CHARACTER)
         if row.thread:
-            drawing.add(Words(left - 10, y + high - 4, _cut(row.thread, characters), 10, "end", "soft"))
+            drawing.add(
+                Words(left - 10, y + high - 4, _cut(row.thread, characters), 10, "end", "soft")
+            )
         else:
             drawing.add(Box(MARGIN, y, right - MARGIN + 44, 1, "line"))
-            drawing.add(Words(left - 10, y + high / 2 + 4, _cut(row.drone, characters), 12, "end", bold=True))
-            drawing.add(Words(drawing.width - MARGIN, y + high / 2 + 4, percent(row.busy / whole), 11, "end", "soft"))
+            drawing.add(
+                Words(
+                    left - 10, y + high / 2 + 4, _cut(row.drone, characters), 12, "end", bold=True
+                )
+            )
+            drawing.add(
+                Words(
+                    drawing.width - MARGIN,
+                    y + high / 2 + 4,
+                    percent(row.busy / whole),
+                    11,
+                    "end",
+                    "soft",
+                )
+            )
         drawing.add(*_boxes(row, y, high, left, scale, start, palette))
         drawing.height += high
     drawing.height += 10
@@ -171,7 +197,13 @@ def _height(row: Row) -> float:
 
 
 def _boxes(
-    row: Row, y: float, high: float, left: float, scale: float, start: float, palette: dict[str, str]
+    row: Row,
+    y: float,
+    high: float,
+    left: float,
+    scale: float,
+    start: float,
+    palette: dict[str, str],
 ) -> Iterable[Box]:
     """What would be narrower than a pixel is drawn with its neighbour."""
     room = high - 5 if not row.thread else high - 4
@@ -190,11 +222,15 @@ def _boxes(
             if span.sent is not None and (span.started - span.sent) * scale > 1.5:
                 before = max(drawn, left + (span.sent - start) * scale)
                 yield Box(before, at + thick / 2 - 1, max(0.0, x - before), 2, "soft", 0.6)
-            yield from _bar(span, max(x, drawn), at, max(0.8, end - max(x, drawn)), thick - 1, palette)
+            yield from _bar(
+                span, max(x, drawn), at, max(0.8, end - max(x, drawn)), thick - 1, palette
+            )
             drawn = max(end, x + 0.8)
 
 
-def _bar(span: Span, x: float, y: float, wide: float, high: float, palette: dict[str, str]) -> Iterable[Box]:
+def _bar(
+    span: Span, x: float, y: float, wide: float, high: float, palette: dict[str, str]
+) -> Iterable[Box]:
     """Filled as far as it computed, where that is known; pale above."""
     colour = palette.get(span.name, OTHERS)
     title = told(span)

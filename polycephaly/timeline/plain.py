@@ -18,7 +18,12 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
         "waiting": timeline.waiting,
         "threads_lost": timeline.threads_lost,
         "folded": [
-            ([(*key, *sums) for key, sums in folded.sums.items()], folded.spans, folded.start, folded.end)
+            (
+                [(*key, *sums) for key, sums in folded.sums.items()],
+                folded.spans,
+                folded.start,
+                folded.end,
+            )
             for folded in timeline._folded
         ],
     }
@@ -38,5 +43,7 @@ def unpack_timeline(plain: dict[str, Any], ahead: float = 0.0) -> Timeline:
 def _ours(span: Span, ahead: float) -> Span:
     names = ("started", "finished", "queued", "sent", "received")
     times: dict[str, Any] = {name: getattr(span, name) for name in names}
-    shifted: dict[str, Any] = {name: None if at is None else at - ahead for name, at in times.items()}
+    shifted: dict[str, Any] = {
+        name: None if at is None else at - ahead for name, at in times.items()
+    }
     return span._replace(**shifted)

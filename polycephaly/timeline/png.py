@@ -16,7 +16,13 @@ __all__ = ["png_of"]
 
 SCALE = 2  # pixels of the picture for one of the drawing
 MOST = 32_000  # pixels in height; what is below is cut off
-LIGHT = {"ink": "#1c2126", "soft": "#66707a", "line": "#e3e7eb", "paper": "#ffffff", "alarm": "#d11f2f"}
+LIGHT = {
+    "ink": "#1c2126",
+    "soft": "#66707a",
+    "line": "#e3e7eb",
+    "paper": "#ffffff",
+    "alarm": "#d11f2f",
+}
 
 
 def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
@@ -32,7 +38,14 @@ def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[part.anchor]
             font = _font(round(part.size * SCALE))
             stroke = 0.4 * SCALE if part.bold else 0
-            pen.text((part.x * SCALE, part.y * SCALE), part.text, colour, font, anchor, stroke_width=stroke)
+            pen.text(
+                (part.x * SCALE, part.y * SCALE),
+                part.text,
+                colour,
+                font,
+                anchor,
+                stroke_width=stroke,
+            )
             continue
         right, bottom = (part.x + part.width) * SCALE - 1, (part.y + part.height) * SCALE - 1
         if right < part.x * SCALE or bottom < part.y * SCALE:

@@ -4,12 +4,12 @@
                                          │
               any thread ──spans()───────┘
 
-It has to cost next to nothing, as hundreds of answers come in one batch: calls too short to be seen in any picture are
-one span together. Neither works nor results are kept. What falls out at the end is added up by drone
-and function, so that tables stay true however much was done.
+It has to cost next to nothing, as hundreds of answers come in one batch: calls too short to be seen
+in any picture are one span together. Neither works nor results are kept. What falls out at the end
+is added up by drone and function, so that tables stay true however much was done.
 
-Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter is only appended to: so no lock.
-"""
+Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter is only appended to:
+so no lock."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Aggregated(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Answers that came together. What was queued and sent first and last stands for what lies between."""
+    """Answers that came together. What was queued and sent first and last stands for what lies
+    between."""
 
     drone: str
     name: str
@@ -72,12 +73,20 @@ class Entry(NamedTuple):
     def spans(self) -> Iterator[Span]:
         count = len(self.started)
         one_by_one = zip(
-            _steps(*self.queued, count), _steps(*self.sent, count), self.started, self.finished, strict=True
+            _steps(*self.queued, count),
+            _steps(*self.sent, count),
+            self.started,
+            self.finished,
+            strict=True,
         )
         numbers = iter(self.works)
         for queued, sent, started, finished in one_by_one:
-            sent = min(self.received, max(queued, sent))  # a turn has one time, and takes what is queued while it lasts
-            started = min(self.received, max(sent, started))  # what the drone says is held against what is known
+            sent = min(
+                self.received, max(queued, sent)
+            )  # a turn has one time, and takes what is queued while it lasts
+            started = min(
+                self.received, max(sent, started)
+            )  # what the drone says is held against what is known
             finished = min(self.received, max(started, finished))
             yield Span(
                 self.name,
@@ -128,9 +137,11 @@ class TraceBuffer:
         self._until: dict[str, float] = {}  # up to when slices of a drone have been noted
         self.threads: deque[Span] = deque(maxlen=THREADS_KEPT)
         self.threads_lost = 0
-        self._cpu: dict[int, float] = {}  # seconds of processor time of works that are answered next, by number
+        self._cpu: dict[
+            int, float
+        ] = {}  # seconds of processor time of works that are answered next, by number
 
-    # -- in turns -----------------------------------------------------------------------------------
+    # -- in turns ----------------------------------------------------------------------------------
 
     def many(
         self,
@@ -143,8 +154,8 @@ class TraceBuffer:
         size: int,
         alike: bool,
     ) -> None:
-        """Works that were answered together, with values of `size` bytes; `alike`: all are calls of one definition.
-        Where they are short, one span is for all."""
+        """Works that were answered together, with values of `size` bytes; `alike`: all are calls of
+        one definition. Where they are short, one span is for all."""
         count = len(works)
         if not alike or not all(works):  # some were lost, and answered all the same
             self._add_by_definition(drone, works, started, finished, received, size / count)
@@ -161,7 +172,22 @@ class TraceBuffer:
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         there = first.weight * count
         name = short_name(first.definition.label)
-        self._add(Entry(drone, name, DONE, calls, queued, sent, *times, running, received, there, size, works=known))
+        self._add(
+            Entry(
+                drone,
+                name,
+                DONE,
+                calls,
+                queued,
+                sent,
+                *times,
+                running,
+                received,
+                there,
+                size,
+                works=known,
+            )
+        )
 
     def _add_by_definition(
         self,
@@ -178,29 +204,43 @@ class TraceBuffer:
                 by_definition.setdefault(work.definition, []).append(index)
         for places in by_definition.values():
             mine = [works[place] for place in places]
-            began, ended = [started[place] for place in places], [finished[place] for place in places]
+            began, ended = (
+                [started[place] for place in places],
+                [finished[place] for place in places],
+            )
             running = sum(ended) - sum(began)
             self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
     def several(self, drone: str, works: list[Task], parts: Mapping[int, int]) -> None:
-        """Works that were answered one by one, in one message; `parts` says of how many calls, where that is not one.
-        Short calls of one definition in a row are one span, too."""
+        """Works that were answered one by one, in one message; `parts` says of how many calls,
+        where that is not one. Short calls of one definition in a row are one span, too."""
         for _, group in groupby(works, _definition):
             run: list[Any] = list(group)
-            if len(run) > 1 and set(map(_status, run)) == {VALUE} and CALL_SLICE not in map(_kind, run):
+            if (
+                len(run) > 1
+                and set(map(_status, run)) == {VALUE}
+                and CALL_SLICE not in map(_kind, run)
+            ):
                 answers = list(map(_answer, run))
                 started, finished, _, there, back = map(sum, zip(*answers, strict=True))
                 if finished - started < SHORT * len(run):
                     first, last = run[0], run[-1]
                     queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-                    times = (answers[0].started,), (answers[-1].finished,), finished - started, answers[-1].received
+                    times = (
+                        (answers[0].started,),
+                        (answers[-1].finished,),
+                        finished - started,
+                        answers[-1].received,
+                    )
                     name = short_name(first.definition.label)
                     self._add(Entry(drone, name, DONE, len(run), queued, sent, *times, there, back))
                     continue
             for work in run:
                 self._add_one(drone, work, work.answer, parts.get(work.number, 1))
 
-    def _add_one(self, drone: str, work: Task, answer: Answer, calls: int, status: str = "") -> None:
+    def _add_one(
+        self, drone: str, work: Task, answer: Answer, calls: int, status: str = ""
+    ) -> None:
         sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished = max(answer.started, sent), answer.finished
         if work.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
@@ -208,13 +248,33 @@ class TraceBuffer:
             self._until[drone] = finished
         status = status or (DONE if work.status != ERRONEOUS else _how_it_failed(work))
         cpu = self._cpu.pop(work.number, None) if self._cpu else None
-        times = (work.queued, work.queued), (sent, sent), (started,), (finished,), max(0.0, finished - started)
+        times = (
+            (work.queued, work.queued),
+            (sent, sent),
+            (started,),
+            (finished,),
+            max(0.0, finished - started),
+        )
         name = short_name(work.definition.label)
         known = ((work.number, work.needed),)
-        self._add(Entry(drone, name, status, calls, *times, answer.received, answer.there, answer.back, cpu, known))
+        self._add(
+            Entry(
+                drone,
+                name,
+                status,
+                calls,
+                *times,
+                answer.received,
+                answer.there,
+                answer.back,
+                cpu,
+                known,
+            )
+        )
 
     def lost(self, drone: str, works: Iterable[Task]) -> None:
-        """What a drone was running as it died. Since when nobody knows: since what it had done before, at most."""
+        """What a drone was running as it died. Since when nobody knows: since what it had done
+        before, at most."""
         before, now = 0.0, monotonic()
         for entry in self.look()[1]:
             if entry.drone == drone:
@@ -238,8 +298,8 @@ class TraceBuffer:
         self._state = folded, (*chapters, self._chapter)
 
     def hear_trail(self, drone: str, sent: bytes, ahead: float) -> None:
-        """What green threads of a drone did, and what its next answers cost; its clock is so many seconds `ahead`.
-        Raises `ValueError` where it is none."""
+        """What green threads of a drone did, and what its next answers cost; its clock is so many
+        seconds `ahead`. Raises `ValueError` where it is none."""
         events, cpu, lost = read(sent, ahead)
         if len(self._cpu) > CPU_KEPT:  # of works that were never answered
             self._cpu.clear()
@@ -247,7 +307,7 @@ class TraceBuffer:
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - THREADS_KEPT)
         self.threads.extend(spans_of(events, drone))
 
-    # -- any thread ---------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def look(self) -> tuple[Aggregated, list[Entry]]:
         """What there is at this moment."""

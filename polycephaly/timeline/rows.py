@@ -1,7 +1,7 @@
 """The rows of a timeline: one for each drone, and below it one for each of its green threads.
 
-Spans that overlap (coroutines that a drone runs beside each other) go to different *lanes* of their row.
-"""
+Spans that overlap (coroutines that a drone runs beside each other) go to different *lanes* of their
+row."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ __all__ = ["Row", "covered", "rows"]
 
 @dataclass(slots=True)
 class Row:
-    """`thread` is "" for the drone's own. `lanes` has the spans that have begun, each lane in order of time, without
-    overlap; `sent` those that have not; `lives` those of green threads as a whole."""
+    """`thread` is "" for the drone's own. `lanes` has the spans that have begun, each lane in order
+    of time, without overlap; `sent` those that have not; `lives` those of green threads as a
+    whole."""
 
     drone: str
     thread: str = ""
@@ -61,7 +62,8 @@ def rows(timeline: Timeline) -> list[Row]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what is in at least one of `intervals`, which come in the order of their starts."""
+    """The length of what is in at least one of `intervals`, which come in the order of their
+    starts."""
     total, until = 0.0, -inf
     for start, end in intervals:
         if end > until:
@@ -89,4 +91,6 @@ def _started(span: Span) -> float:
 
 
 def _first(row: Row) -> float:
-    return min((_started(span) for lane in (row.lives, *row.lanes) for span in lane[:1]), default=inf)
+    return min(
+        (_started(span) for lane in (row.lives, *row.lanes) for span in lane[:1]), default=inf
+    )

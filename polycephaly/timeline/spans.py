@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CANCELLED", "DIED", "DONE", "ERROR", "RUNNING", "SENT", "TIMEOUT", "Span", "Sums", "short_name", "sums_of"]
+__all__ = [
+    "CANCELLED",
+    "DIED",
+    "DONE",
+    "ERROR",
+    "RUNNING",
+    "SENT",
+    "TIMEOUT",
+    "Span",
+    "Sums",
+    "short_name",
+    "sums_of",
+]
 
 DONE, ERROR, CANCELLED, TIMEOUT, DIED = "done", "error", "cancelled", "timeout", "died"
 RUNNING, SENT = "running", "sent"  # at the moment when the timeline was taken
 
 
 class Span(NamedTuple):
-    """One piece of work, or what a green thread did. Times are `time.monotonic` seconds, None where not reached.
+    """One piece of work, or what a green thread did. Times are `time.monotonic` seconds, None where
+    not reached.
 
-    ``name`` is the function; ``drone`` the drone; ``thread`` the green thread in it, "" for the drone's own work.
-    A drone's work is ``queued`` (the call, or when what that waited for was there), ``sent`` (by the controller),
-    ``started`` and ``finished`` (on the drone) and ``received`` (by the controller); a green thread's call is started
-    and finished. ``status`` is "done", "error", "cancelled", "timeout", "died", or, for what is still under way,
-    "running" or "sent". ``calls`` is more than 1 for a slice of a `map`. ``cpu`` is the processor time in seconds that
-    its process took meanwhile, None where it was not measured: what is short. ``whole`` marks a green thread's life, in
-    which its calls lie. ``number`` tells a piece of work from all others of its process (0: many, or none), ``needed``
-    has the numbers of those whose values it took as promises.
-    """
+    ``name`` is the function; ``drone`` the drone; ``thread`` the green thread in it, "" for the
+    drone's own work. A drone's work is ``queued`` (the call, or when what that waited for was
+    there), ``sent`` (by the controller), ``started`` and ``finished`` (on the drone) and
+    ``received`` (by the controller); a green thread's call is started and finished. ``status`` is
+    "done", "error", "cancelled", "timeout", "died", or, for what is still under way, "running" or
+    "sent". ``calls`` is more than 1 for a slice of a `map`. ``cpu`` is the processor time in
+    seconds that its process took meanwhile, None where it was not measured: what is short.
+    ``whole`` marks a green thread's life, in which its calls lie. ``number`` tells a piece of work
+    from all others of its process (0: many, or none), ``needed`` has the numbers of those whose
+    values it took as promises."""
 
     name: str
     drone: str
@@ -44,7 +58,11 @@ class Span(NamedTuple):
     @property
     def seconds(self) -> float:
         """How long it ran, or has been running; 0 for what has not begun."""
-        return 0.0 if self.started is None or self.finished is None else max(0.0, self.finished - self.started)
+        return (
+            0.0
+            if self.started is None or self.finished is None
+            else max(0.0, self.finished - self.started)
+        )
 
 
 def short_name(name: str) -> str:
@@ -53,11 +71,11 @@ def short_name(name: str) -> str:
 
 
 class Sums(NamedTuple):
-    """Of many spans of one function on one drone: how many calls, and their times (seconds) and bytes added up.
+    """Of many spans of one function on one drone: how many calls, and their times (seconds) and
+    bytes added up.
 
-    ``queued`` is from the call to the sending, ``there`` to the start (behind other work of that drone, too),
-    ``running`` to the end, ``back`` until the controller had it.
-    """
+    ``queued`` is from the call to the sending, ``there`` to the start (behind other work of that
+    drone, too), ``running`` to the end, ``back`` until the controller had it."""
 
     calls: int = 0
     failed: int = 0
@@ -73,7 +91,13 @@ class Sums(NamedTuple):
 
 
 def sums_of(span: Span) -> Sums:
-    queued, sent, started, finished, received = span.queued, span.sent, span.started, span.finished, span.received
+    queued, sent, started, finished, received = (
+        span.queued,
+        span.sent,
+        span.started,
+        span.finished,
+        span.received,
+    )
     return Sums(
         span.calls,
         span.calls if span.status in (ERROR, CANCELLED, TIMEOUT, DIED) else 0,

@@ -59,7 +59,9 @@ def _parts(drawing: Drawing) -> Iterator[str]:
             yield f'<text {place}{anchor}{weight} fill="{fill}">{_text(part.text)}</text>'
             continue
         opacity = f' fill-opacity="{part.opacity:g}"' if part.opacity < 1 else ""
-        place = f'x="{part.x:.2f}" y="{part.y:.2f}" width="{part.width:.2f}" height="{part.height:.2f}"'
+        place = (
+            f'x="{part.x:.2f}" y="{part.y:.2f}" width="{part.width:.2f}" height="{part.height:.2f}"'
+        )
         if part.title:
             yield f'<rect {place} fill="{fill}"{opacity}><title>{_text(part.title)}</title></rect>'
         else:

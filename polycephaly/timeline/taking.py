@@ -20,7 +20,9 @@ def take(crew: Dispatcher, only: str | None = None) -> Timeline:
     now = monotonic()
     record, plan = crew.record, crew.plan
     folded, entries = record.look()
-    before = {entry.drone: entry.finished[-1] for entry in entries}  # up to when each had done something
+    before = {
+        entry.drone: entry.finished[-1] for entry in entries
+    }  # up to when each had done something
     under_way = list(_under_way(crew, before, now))
     drones = {plan.drone_name(index): None for index in range(plan.size)}
     taken = Timeline(under_way, [*drones], waiting=len(crew.queue))
@@ -36,7 +38,22 @@ def _under_way(crew: Dispatcher, before: Mapping[str, float], now: float) -> Ite
                 continue
             name, calls = short_name(work.definition.label), work.count
             if link.runs(work.number):
-                started = sending.at if work.place else min(now, max(sending.at, before.get(link.name, 0.0)))
-                yield Span(name, link.name, started, now, work.queued, sending.at, status=RUNNING, calls=calls)
+                started = (
+                    sending.at
+                    if work.place
+                    else min(now, max(sending.at, before.get(link.name, 0.0)))
+                )
+                yield Span(
+                    name,
+                    link.name,
+                    started,
+                    now,
+                    work.queued,
+                    sending.at,
+                    status=RUNNING,
+                    calls=calls,
+                )
             else:
-                yield Span(name, link.name, None, None, work.queued, sending.at, status=SENT, calls=calls)
+                yield Span(
+                    name, link.name, None, None, work.queued, sending.at, status=SENT, calls=calls
+                )

@@ -1,4 +1,5 @@
-"""A timeline in a terminal: a chart with a row for each drone, a table of where the time went, the bottleneck."""
+"""A timeline in a terminal: a chart with a row for each drone, a table of where the time went, the
+bottleneck."""
 
 from __future__ import annotations
 
@@ -32,14 +33,25 @@ def text(timeline: Timeline, width: int | None = None) -> str:
     start = timeline.start
     whole = max(timeline.end - start, 1e-9)
     head = f"Timeline: {', '.join(facts(timeline))}"
-    lines = [head, "", *_chart(timeline, all_rows, start, whole, width), "", *_table(timeline, width), ""]
+    lines = [
+        head,
+        "",
+        *_chart(timeline, all_rows, start, whole, width),
+        "",
+        *_table(timeline, width),
+        "",
+    ]
     return "\n".join([*lines, *textwrap.wrap(timeline.bottleneck, width)])
 
 
 def facts(timeline: Timeline) -> list[str]:
     """How long, how many; what is not in the picture."""
     calls = sum(each.calls for each in timeline.sums().values())
-    told = [seconds(timeline.end - timeline.start), _count(len(timeline.drones), "drone"), _count(calls, "call")]
+    told = [
+        seconds(timeline.end - timeline.start),
+        _count(len(timeline.drones), "drone"),
+        _count(calls, "call"),
+    ]
     if timeline.waiting:
         told.append(f"{timeline.waiting:,} more in the queue")
     if timeline.folded:
@@ -49,10 +61,12 @@ def facts(timeline: Timeline) -> list[str]:
     return told
 
 
-# -- the chart --------------------------------------------------------------------------------------
+# -- the chart -------------------------------------------------------------------------------------
 
 
-def _chart(timeline: Timeline, all_rows: list[Row], start: float, whole: float, width: int) -> list[str]:
+def _chart(
+    timeline: Timeline, all_rows: list[Row], start: float, whole: float, width: int
+) -> list[str]:
     name = min(NAME, max(len(_title(row)) for row in all_rows))
     cells = width - name - 8
     step = whole / cells
@@ -65,7 +79,9 @@ def _chart(timeline: Timeline, all_rows: list[Row], start: float, whole: float, 
             for row in shown
         ]
         if hidden:
-            lines.append(f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}")
+            lines.append(
+                f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}"
+            )
     key = f"{BLOCKS[8]} running (its height: how much of the time)   {WAITS} on its way, or parked"
     return [*lines, _cut(" " * max(0, min(name + 1, width - len(key))) + key, width)]
 
@@ -76,12 +92,20 @@ def _bar(row: Row, start: float, step: float, cells: int) -> str:
         assert span.started is not None and span.finished is not None
         _fill(running, (span.started - start) / step, (span.finished - start) / step)
         if span.sent is not None:
-            _fill(waiting, (span.sent - start) / step, ((span.received or span.finished) - start) / step)
+            _fill(
+                waiting,
+                (span.sent - start) / step,
+                ((span.received or span.finished) - start) / step,
+            )
     for span in row.sent:
         assert span.sent is not None
         _fill(waiting, (span.sent - start) / step, cells)
     for span in row.lives:
-        _fill(waiting, ((span.started or start) - start) / step, ((span.finished or start) - start) / step)
+        _fill(
+            waiting,
+            ((span.started or start) - start) / step,
+            ((span.finished or start) - start) / step,
+        )
     return "".join(_cell(*each) for each in zip(running, waiting, strict=True))
 
 
@@ -114,7 +138,7 @@ def _title(row: Row) -> str:
     return f"  {row.thread}" if row.thread else row.drone
 
 
-# -- the table --------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def table(timeline: Timeline) -> list[Sequence[str]]:
@@ -129,13 +153,19 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
     if len(by_function) > 1:
         lines.append(_line("together", total))
     of_threads = _by_function(timeline.sums(threads=True))
-    lines += [_line(f"green: {name}", sums, of_threads=True) for name, sums in of_threads[:FUNCTIONS_SHOWN]]
+    lines += [
+        _line(f"green: {name}", sums, of_threads=True)
+        for name, sums in of_threads[:FUNCTIONS_SHOWN]
+    ]
     return [head, *lines]
 
 
 def _table(timeline: Timeline, width: int) -> list[str]:
     lines = table(timeline)
-    numbers = [2 + max(len(line[column]) for line in lines if column < len(line)) for column in range(1, len(lines[0]))]
+    numbers = [
+        2 + max(len(line[column]) for line in lines if column < len(line))
+        for column in range(1, len(lines[0]))
+    ]
     while width - sum(numbers) < NARROWEST / 3:  # a narrow terminal has the first columns only
         numbers.pop()
     broad = width - sum(numbers)
@@ -158,7 +188,14 @@ def _line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
     if of_threads:
         return (name, f"{sums.calls:,}", *times)
     means = (seconds(each / calls) for each in (sums.queued, sums.there, sums.back))
-    return (f"{name}{failed}", f"{sums.calls:,}", *times, *means, size(sums.bytes_sent), size(sums.bytes_received))
+    return (
+        f"{name}{failed}",
+        f"{sums.calls:,}",
+        *times,
+        *means,
+        size(sums.bytes_sent),
+        size(sums.bytes_received),
+    )
 
 
 def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
@@ -166,7 +203,7 @@ def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
     return f"{_cut(*first):{first[1]}}" + "".join(f"{each:>{columns}}" for each, columns in rest)
 
 
-# -- small print ------------------------------------------------------------------------------------
+# -- small print -----------------------------------------------------------------------------------
 
 
 def seconds(value: float) -> str:
@@ -202,6 +239,12 @@ def _cut(name: str, columns: int) -> str:
     name = printable(name)
     if len(name) <= columns:
         return name
-    name, mark, number = name.rpartition(" #")  # of a green thread: that is what tells it from the others
+    name, mark, number = name.rpartition(
+        " #"
+    )  # of a green thread: that is what tells it from the others
     keep = columns - len(mark + number) - 1
-    return f"{name[:keep]}…{mark}{number}" if mark and keep > 4 else f"{(name + mark + number)[: columns - 1]}…"
+    return (
+        f"{name[:keep]}…{mark}{number}"
+        if mark and keep > 4
+        else f"{(name + mark + number)[: columns - 1]}…"
+    )

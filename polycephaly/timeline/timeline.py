@@ -17,16 +17,17 @@ Key = tuple[str, str]
 
 
 class Timeline:
-    """What drones and green threads did, and when: `Pool.timeline`, `Drone.timeline`, `green.timeline()`.
+    """What drones and green threads did, and when: `Pool.timeline`, `Drone.timeline`,
+    `green.timeline()`.
 
-    A picture of one moment: what runs at that moment is shown as running, what comes later is not in it. ``str()`` is
-    a chart, a table of where the time went and the bottleneck in a sentence; `save` writes a page, a picture or a
-    trace; ``a + b`` is one timeline of both (a drone's name that both have is numbered); ``.spans`` is what it holds.
-    Any thread may use it.
+    A picture of one moment: what runs at that moment is shown as running, what comes later is not
+    in it. ``str()`` is a chart, a table of where the time went and the bottleneck in a sentence;
+    `save` writes a page, a picture or a trace; ``a + b`` is one timeline of both (a drone's name
+    that both have is numbered); ``.spans`` is what it holds. Any thread may use it.
 
-    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 30,000 spans, about; of
-    what came before, `sums` has the numbers, so tables are true however much was done; ``folded`` says how many spans
-    these were.
+    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 30,000
+    spans, about; of what came before, `sums` has the numbers, so tables are true however much was
+    done; ``folded`` says how many spans these were.
 
     >>> import polycephaly as poly
     >>> with poly.Pool(2, name="two") as pool:
@@ -36,7 +37,9 @@ class Timeline:
     (100, {'abs'})
     """
 
-    def __init__(self, spans: Iterable[Span] = (), drones: Iterable[str] = (), *, waiting: int = 0) -> None:
+    def __init__(
+        self, spans: Iterable[Span] = (), drones: Iterable[str] = (), *, waiting: int = 0
+    ) -> None:
         self._others = list(spans)
         self._spans: list[Span] | None = None
         self._drones = dict.fromkeys(drones)
@@ -49,7 +52,11 @@ class Timeline:
         """Calls of green threads that were too many to be kept."""
 
     def add_record(
-        self, folded: Aggregated, entries: Sequence[Entry], threads: Iterable[Span] = (), threads_lost: int = 0
+        self,
+        folded: Aggregated,
+        entries: Sequence[Entry],
+        threads: Iterable[Span] = (),
+        threads_lost: int = 0,
     ) -> None:
         """What a crew's record has, to a timeline that nobody has looked at yet."""
         self._entries += entries
@@ -57,13 +64,17 @@ class Timeline:
         self._others += threads
         self.threads_lost += threads_lost
 
-    # -- what it holds ------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
 
     @property
     def spans(self) -> list[Span]:
-        """Everything, by drone's work in the order in which it was answered, and then what green threads did."""
+        """Everything, by drone's work in the order in which it was answered, and then what green
+        threads did."""
         if self._spans is None:
-            self._spans = [*(span for entry in self._entries for span in entry.spans()), *self._others]
+            self._spans = [
+                *(span for entry in self._entries for span in entry.spans()),
+                *self._others,
+            ]
         return self._spans
 
     @property
@@ -79,19 +90,25 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first of what it knows was asked for (`time.monotonic`); 0 where there is nothing."""
+        """When the first of what it knows was asked for (`time.monotonic`); 0 where there is
+        nothing."""
         firsts = [t for span in self.spans for t in (span.queued, span.started) if t is not None]
         return min([*firsts, *(folded.start for folded in self._folded)], default=0.0)
 
     @property
     def end(self) -> float:
         """When the last of it was there."""
-        lasts = [t for span in self.spans for t in (span.received, span.finished, span.sent) if t is not None]
+        lasts = [
+            t
+            for span in self.spans
+            for t in (span.received, span.finished, span.sent)
+            if t is not None
+        ]
         return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
 
     def sums(self, threads: bool = False) -> dict[Key, Sums]:
-        """By drone and function, of all that was done, spans that are not held any more included; with `threads`,
-        of the calls of green threads instead."""
+        """By drone and function, of all that was done, spans that are not held any more included;
+        with `threads`, of the calls of green threads instead."""
         if threads:
             return _sums(span for span in self.spans if span.thread and not span.whole)
         if self._sums is None:
@@ -111,7 +128,9 @@ class Timeline:
         alone._entries = [entry for entry in self._entries if entry.drone == name]
         for folded in self._folded:
             sums = {key: sums for key, sums in folded.sums.items() if key[0] == name}
-            alone._folded.append(folded._replace(sums=sums, spans=sum(each.calls for each in sums.values())))
+            alone._folded.append(
+                folded._replace(sums=sums, spans=sum(each.calls for each in sums.values()))
+            )
         return alone
 
     def __add__(self, other: Timeline) -> Timeline:
@@ -129,10 +148,18 @@ class Timeline:
             [*mine, *names.values()],
             waiting=self.waiting + other.waiting,
         )
-        both._entries = [*self._entries, *(entry._replace(drone=names[entry.drone]) for entry in other._entries)]
+        both._entries = [
+            *self._entries,
+            *(entry._replace(drone=names[entry.drone]) for entry in other._entries),
+        ]
         both.threads_lost = self.threads_lost + other.threads_lost
         renamed = (
-            folded._replace(sums={(names[drone], function): sums for (drone, function), sums in folded.sums.items()})
+            folded._replace(
+                sums={
+                    (names[drone], function): sums
+                    for (drone, function), sums in folded.sums.items()
+                }
+            )
             for folded in other._folded
         )
         both._folded = [*self._folded, *renamed]
@@ -141,16 +168,17 @@ class Timeline:
     def __bool__(self) -> bool:
         return bool(self.spans or self._folded)
 
-    # -- how it is shown ----------------------------------------------------------------------------
+    # -- how it is shown ---------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, title: str = "Timeline") -> None:
         """Writes it to a file, in the form that the name's suffix says.
 
-        ``.html`` is a page of its own to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG needs Pillow:
-        ``pip install 'polycephaly[plot]'``), ``.json`` is a trace for https://ui.perfetto.dev or ``chrome://tracing``.
+        ``.html`` is a page of its own to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG
+        needs Pillow: ``pip install 'polycephaly[plot]'``), ``.json`` is a trace for
+        https://ui.perfetto.dev or ``chrome://tracing``.
 
-        Raises `ValueError` for any other suffix, `ModuleNotFoundError` without Pillow, `OSError` where it cannot be
-        written.
+        Raises `ValueError` for any other suffix, `ModuleNotFoundError` without Pillow, `OSError`
+        where it cannot be written.
 
         >>> import os, polycephaly as poly, tempfile
         >>> with tempfile.TemporaryDirectory() as folder, poly.Drone() as drone:

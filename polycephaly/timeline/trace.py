@@ -1,12 +1,13 @@
-"""A timeline as a trace: the JSON of Chrome's trace event format, which Perfetto and chrome://tracing open.
+"""A timeline as a trace: the JSON of Chrome's trace event format, which Perfetto and
+chrome://tracing open.
 
     process 0      the controller: a slice for each message sent and received, how many pieces of work wait
     process 1, 2   the drones: a thread for each lane of work, and one for each green thread
     flows          from the sending to the start, from the end to the receiving, with bytes; and from the end of what a
                    node of a graph needed to its start
 
-Times are microseconds from the beginning of the timeline. Slices of one thread never overlap, as the format wants it.
-"""
+Times are microseconds from the beginning of the timeline. Slices of one thread never overlap, as
+the format wants it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["events", "json_of"]
 
 FLOWS = 20_000  # spans with an arrow each way; more would make files that no viewer opens
-INSTANT = 1.0  # microseconds: what a slice at the controller is long, of which only the moment is known
+INSTANT = (
+    1.0  # microseconds: what a slice at the controller is long, of which only the moment is known
+)
 
 Event = dict[str, Any]
 
@@ -33,7 +36,9 @@ Event = dict[str, Any]
 def json_of(timeline: Timeline, title: str) -> bytes:
     other = {"title": title, "bottleneck": timeline.bottleneck, "spans not kept": timeline.folded}
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(events(timeline))}
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "replace"
+    )
 
 
 def events(timeline: Timeline) -> Iterator[Event]:
@@ -48,7 +53,13 @@ def events(timeline: Timeline) -> Iterator[Event]:
         if row.drone != drone:
             drone, process, thread = row.drone, process + 1, 0
             yield _name("process_name", process, 0, drone)
-            yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+            yield {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": process,
+                "tid": 0,
+                "args": {"sort_index": process},
+            }
         for lane in _lanes(row):
             thread += 1
             yield _name("thread_name", process, thread, row.thread or "work")
@@ -64,7 +75,10 @@ def events(timeline: Timeline) -> Iterator[Event]:
 def _lanes(row: Row) -> list[list[Span]]:
     """Of a green thread, its life and what it called lie within each other."""
     if row.thread:
-        nested = sorted([*row.lives, *row.spans], key=lambda span: (span.started or 0.0, -(span.finished or 0.0)))
+        nested = sorted(
+            [*row.lives, *row.spans],
+            key=lambda span: (span.started or 0.0, -(span.finished or 0.0)),
+        )
         return [nested] if len(row.lanes) < 2 else [row.lives, *row.lanes]
     return row.lanes
 
@@ -94,22 +108,67 @@ def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
     for thread, name in ((1, "send"), (2, "receive")):
         for moment in sorted(each for each in moments[thread - 1] if each is not None):
             ts = _at(moment, start)
-            yield {"ph": "X", "name": name, "cat": "transport", "pid": 0, "tid": thread, "ts": ts, "dur": INSTANT}
+            yield {
+                "ph": "X",
+                "name": name,
+                "cat": "transport",
+                "pid": 0,
+                "tid": thread,
+                "ts": ts,
+                "dur": INSTANT,
+            }
     if len(works) <= FLOWS:
         for number, (span, process, thread) in enumerate(works):
             assert span.started is not None and span.finished is not None
             if span.sent is not None:
                 yield _end("s", 2 * number, "there", span.bytes_sent, 0, 1, _at(span.sent, start))
-                yield _end("f", 2 * number, "there", span.bytes_sent, process, thread, _at(span.started, start))
+                yield _end(
+                    "f",
+                    2 * number,
+                    "there",
+                    span.bytes_sent,
+                    process,
+                    thread,
+                    _at(span.started, start),
+                )
             if span.received is not None:
-                last = max(span.started, span.finished - INSTANT / 1e6)  # in the slice: at its end it is over
-                yield _end("s", 2 * number + 1, "back", span.bytes_received, process, thread, _at(last, start))
-                yield _end("f", 2 * number + 1, "back", span.bytes_received, 0, 2, _at(span.received, start))
+                last = max(
+                    span.started, span.finished - INSTANT / 1e6
+                )  # in the slice: at its end it is over
+                yield _end(
+                    "s",
+                    2 * number + 1,
+                    "back",
+                    span.bytes_received,
+                    process,
+                    thread,
+                    _at(last, start),
+                )
+                yield _end(
+                    "f",
+                    2 * number + 1,
+                    "back",
+                    span.bytes_received,
+                    0,
+                    2,
+                    _at(span.received, start),
+                )
     waiting = 0
-    steps = [(span.queued, 1) for span, _, _ in works] + [(span.started, -1) for span, _, _ in works]
-    for moment, group in groupby(sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)):
+    steps = [(span.queued, 1) for span, _, _ in works] + [
+        (span.started, -1) for span, _, _ in works
+    ]
+    for moment, group in groupby(
+        sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)
+    ):
         waiting += sum(step for _, step in group)
-        yield {"ph": "C", "name": "waiting", "pid": 0, "tid": 0, "ts": _at(moment, start), "args": {"pieces": waiting}}
+        yield {
+            "ph": "C",
+            "name": "waiting",
+            "pid": 0,
+            "tid": 0,
+            "ts": _at(moment, start),
+            "args": {"pieces": waiting},
+        }
 
 
 def _graph(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
@@ -122,10 +181,19 @@ def _graph(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
                 last = max(giver.started, giver.finished - INSTANT / 1e6)
                 arrow = {"id": f"{number} {span.number}", "name": "input", "cat": "flow"}
                 yield {"ph": "s", **arrow, "pid": of_giver, "tid": lane, "ts": _at(last, start)}
-                yield {"ph": "f", "bp": "e", **arrow, "pid": process, "tid": thread, "ts": _at(span.started, start)}
+                yield {
+                    "ph": "f",
+                    "bp": "e",
+                    **arrow,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": _at(span.started, start),
+                }
 
 
-def _end(ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None) -> Event:
+def _end(
+    ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None
+) -> Event:
     """One end of an arrow."""
     bind = {"bp": "e"} if ph == "f" else {}
     return {

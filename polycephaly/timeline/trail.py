@@ -4,8 +4,9 @@
     foreign calls, items of map ────┴──> events ──in a controller──> green.timeline()
                                            └──in a drone──> home, with its next results ──> its crew's record
 
-It has to cost nothing where threads are many or quick: what is shorter than `SHORTEST` is left out, and so are the
-lives of threads that were spawned beside `LIVES` others. Nothing is kept of arguments but short strings and numbers.
+It has to cost nothing where threads are many or quick: what is shorter than `SHORTEST` is left out,
+and so are the lives of threads that were spawned beside `LIVES` others. Nothing is kept of
+arguments but short strings and numbers.
 
 It travels as JSON: plain data, whoever sends it. Names are sent once, times as whole microseconds.
 """
@@ -34,8 +35,8 @@ PART = 1000
 
 
 class LoggedEvent(NamedTuple):
-    """What a green thread did. `cpu` is in seconds of processor time, negative where that is not known; `life`: it is
-    all of it, from its spawn to its end."""
+    """What a green thread did. `cpu` is in seconds of processor time, negative where that is not
+    known; `life`: it is all of it, from its spawn to its end."""
 
     thread: int
     owner: str
@@ -54,25 +55,47 @@ class EventLog:
     def __init__(self) -> None:
         self.events: deque[LoggedEvent] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
-        self.work: deque[tuple[int, int]] = deque()  # of a drone's works: number, microseconds of processor time
+        self.work: deque[tuple[int, int]] = (
+            deque()
+        )  # of a drone's works: number, microseconds of processor time
         self._numbers = itertools.count(1)
 
-    # -- green threads add ----------------------------------------------------------------------------
+    # -- green threads add -------------------------------------------------------------------------
 
     def ended(self, thread: Any, since: float, failed: bool) -> None:
         """One has ended, which was spawned at `since`."""
         name = _title(thread)
-        self._add(LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed))
+        self._add(
+            LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed)
+        )
 
     def called(
-        self, thread: Any, fn: Any, args: tuple[Any, ...], started: float, failed: bool = False, cpu: float = -1.0
+        self,
+        thread: Any,
+        fn: Any,
+        args: tuple[Any, ...],
+        started: float,
+        failed: bool = False,
+        cpu: float = -1.0,
     ) -> None:
         """A green thread has called `fn`: from `started` until now."""
         now = monotonic()
         if now - started < SHORTEST:
             return
         note = _note(args[0]) if len(args) == 1 else ""
-        self._add(LoggedEvent(self.number_of(thread), _title(thread), _name(fn), started, now, cpu, False, failed, note))
+        self._add(
+            LoggedEvent(
+                self.number_of(thread),
+                _title(thread),
+                _name(fn),
+                started,
+                now,
+                cpu,
+                False,
+                failed,
+                note,
+            )
+        )
 
     def number_of(self, thread: Any) -> int:
         """By which it is told from others of its name."""
@@ -86,7 +109,7 @@ class EventLog:
             self.lost += 1
         self.events.append(event)
 
-    # -- a drone takes, and sends -----------------------------------------------------------------------
+    # -- a drone takes, and sends ------------------------------------------------------------------
 
     def take(self) -> bytes:
         """A part of it, to be sent home; nothing where there is nothing."""
@@ -118,8 +141,8 @@ class EventLog:
 
 
 def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, float], int]:
-    """What `take` gave, by a clock so many seconds `ahead`: events, processor time by work, how many events were lost.
-    Raises `ValueError`."""
+    """What `take` gave, by a clock so many seconds `ahead`: events, processor time by work, how
+    many events were lost. Raises `ValueError`."""
     try:
         told = json.loads(sent)
         names = [str(name) for name in told["names"]]
@@ -131,8 +154,19 @@ def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, 
             )
             for thread, owner, name, started, took, cpu, flags, note in told["events"]
         ]  # fmt: skip
-        return events, {int(number): _seconds(cpu) for number, cpu in told["work"]}, int(told["lost"])
-    except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as wrong:
+        return (
+            events,
+            {int(number): _seconds(cpu) for number, cpu in told["work"]},
+            int(told["lost"]),
+        )
+    except (
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as wrong:
         raise ValueError(f"a trail that is none: {type(wrong).__name__}: {wrong}") from wrong
 
 
@@ -145,7 +179,8 @@ def _seconds(microseconds: Any) -> float:
 
 
 def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
-    """As spans of a drone. Threads of one name are told apart by a number, the first to begin being 1."""
+    """As spans of a drone. Threads of one name are told apart by a number, the first to begin being
+    1."""
     return [
         Span(
             each.name,
@@ -173,7 +208,8 @@ def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]
     return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
 
-# Names are of the user's making, and where they are asked for nothing may fail: somebody waits for what comes next.
+# Names are of the user's making, and where they are asked for nothing may fail: somebody waits for
+# what comes next.
 
 
 def _title(thread: Any) -> str:
@@ -193,7 +229,9 @@ def _name(fn: Any) -> str:
 
 def _note(arg: Any) -> str:
     if type(arg) is int:
-        return str(arg)[:NOTE] if arg.bit_length() <= 256 else ""  # of thousands of digits, Python refuses
+        return (
+            str(arg)[:NOTE] if arg.bit_length() <= 256 else ""
+        )  # of thousands of digits, Python refuses
     return repr(arg)[:NOTE] if type(arg) is float or (type(arg) is str and len(arg) <= NOTE) else ""
 
 

@@ -2,10 +2,9 @@
 
     spans, sums ──> Figures: who was busy, who waited for what ──> the first reason that holds
 
-The order of the questions is that of their certainty. Were the drones busy? Then it is the work itself, or that it
-waits. Was one of them? Then it is that one. If none was, either nothing was there for them to do, or it did not reach
-them in time.
-"""
+The order of the questions is that of their certainty. Were the drones busy? Then it is the work
+itself, or that it waits. Was one of them? Then it is that one. If none was, either nothing was
+there for them to do, or it did not reach them in time."""
 
 from __future__ import annotations
 
@@ -62,10 +61,15 @@ class Figures:
 
 def figures(timeline: Timeline) -> Figures:
     work = [span for span in timeline.spans if not span.thread]
-    start = min((t for span in work for t in (span.queued, span.started) if t is not None), default=0.0)
+    start = min(
+        (t for span in work for t in (span.queued, span.started) if t is not None), default=0.0
+    )
     if timeline.folded:
         start = min(start, timeline.start)
-    end = max((t for span in work for t in (span.received, span.finished, span.sent) if t is not None), default=0.0)
+    end = max(
+        (t for span in work for t in (span.received, span.finished, span.sent) if t is not None),
+        default=0.0,
+    )
     whole = max(end - start, 1e-9)
     busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
     functions: dict[str, tuple[float, str]] = {}
@@ -86,13 +90,21 @@ def figures(timeline: Timeline) -> Figures:
         shares,
         {drone: function for drone, (_, function) in functions.items()},
         max((span.seconds for span in work), default=0.0) / whole,
-        _backlog(work) / whole if not timeline.folded else _backlog(work) / max(1e-9, end - _first(work)),
+        _backlog(work) / whole
+        if not timeline.folded
+        else _backlog(work) / max(1e-9, end - _first(work)),
         _typical(sums.values()),
         sum(each.there + each.back for each in sums.values()) / max(1, calls),
         sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
         _computing(work),
         _computing([span for span in work if span.drone == busiest]),
-        len({span.thread for span in timeline.spans if span.thread and span.drone == busiest and not span.whole}),
+        len(
+            {
+                span.thread
+                for span in timeline.spans
+                if span.thread and span.drone == busiest and not span.whole
+            }
+        ),
         len(os.sched_getaffinity(0)),
     )
 
@@ -144,11 +156,14 @@ def sentence(f: Figures) -> str:
             f"({used} of the time); pool.map sends many at once, larger ones cost it less."
         )
     share = percent(f.busy[f.busiest])
-    return f"The drones were busy {used} of the time; {busiest} most, {share}, mostly with {function}."
+    return (
+        f"The drones were busy {used} of the time; {busiest} most, {share}, mostly with {function}."
+    )
 
 
 def _of_one_call(f: Figures, function: str) -> str:
-    """One call takes most of the time: whatever else is done, the whole cannot get shorter than that."""
+    """One call takes most of the time: whatever else is done, the whole cannot get shorter than
+    that."""
     busiest = printable(f.busiest)
     name = f"The longest drone, {busiest}," if f.drones > 1 else busiest
     was = f"{name} was busy {percent(f.busy[f.busiest])} of the time with {function}"
@@ -163,7 +178,9 @@ def _of_one_call(f: Figures, function: str) -> str:
 def _backlog(work: list[Span]) -> float:
     """Seconds in which something had been asked for and not begun."""
     waits = sorted(
-        (span.queued, inf if span.started is None else span.started) for span in work if span.queued is not None
+        (span.queued, inf if span.started is None else span.started)
+        for span in work
+        if span.queued is not None
     )
     end = max((span.finished for span in work if span.finished is not None), default=0.0)
     return covered((start, min(begun, max(start, end))) for start, begun in waits)
@@ -171,8 +188,13 @@ def _backlog(work: list[Span]) -> float:
 
 def _typical(sums: Iterable[Sums]) -> float:
     """Seconds a call, weighed by how much of the time such calls take."""
-    each = [(of_function.running, of_function.running / max(1, of_function.calls)) for of_function in sums]
-    return sum(running * mean for running, mean in each) / max(1e-9, sum(running for running, _ in each))
+    each = [
+        (of_function.running, of_function.running / max(1, of_function.calls))
+        for of_function in sums
+    ]
+    return sum(running * mean for running, mean in each) / max(
+        1e-9, sum(running for running, _ in each)
+    )
 
 
 def _first(work: list[Span]) -> float:
@@ -181,7 +203,10 @@ def _first(work: list[Span]) -> float:
 
 def _computing(work: list[Span]) -> float | None:
     """Known if most of what ran was measured."""
-    measured, running = [span for span in work if span.cpu is not None], sum(span.seconds for span in work)
+    measured, running = (
+        [span for span in work if span.cpu is not None],
+        sum(span.seconds for span in work),
+    )
     of_measured = sum(span.seconds for span in measured)
     if not of_measured or of_measured < running / 2:
         return None

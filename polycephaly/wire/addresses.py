@@ -13,7 +13,16 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["address_here", "begin", "channels_of", "end", "how_it_ended", "leave_word", "pid_of", "snapshot_taken"]
+__all__ = [
+    "address_here",
+    "begin",
+    "channels_of",
+    "end",
+    "how_it_ended",
+    "leave_word",
+    "pid_of",
+    "snapshot_taken",
+]
 
 home_of_parent: str | None = None
 """In a drone: the directory of the hub that started it; its own hub's is made inside."""
@@ -24,7 +33,8 @@ address_of_parent: str | None = None
 name_here = "the main image"
 """How other images call this one."""
 at_start: list[Callable[[], object]] = []
-"""Called when others may want to reach this image: a snapshot was taken of it, and its directory is there."""
+"""Called when others may want to reach this image: a snapshot was taken of it, and its directory is
+there."""
 at_end: list[Callable[[], object]] = []
 """Called when the own hub ends, and its directory goes."""
 
@@ -60,17 +70,21 @@ def pid_of(channels: str) -> int:
 
 
 def address_here(home: str | None) -> str | None:
-    """Where this image is reached: as a drone in its parent's directory, else in that of its own hub, `home`."""
+    """Where this image is reached: as a drone in its parent's directory, else in that of its own
+    hub, `home`."""
     place = home_of_parent or home
     return None if place is None else channels_of(place, os.getpid())
 
 
 def leave_word(channels: str, code: int) -> None:
-    """That image has ended, with this exit code. Its socket goes; who was connected with it may ask how it ended."""
+    """That image has ended, with this exit code. Its socket goes; who was connected with it may ask
+    how it ended."""
     if os.path.exists(channels):
         with suppress(OSError):
             if code:
-                os.symlink(str(code), channels[:-1] + "e")  # a link is there as a whole, or not at all
+                os.symlink(
+                    str(code), channels[:-1] + "e"
+                )  # a link is there as a whole, or not at all
             os.unlink(channels)
 
 

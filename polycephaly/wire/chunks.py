@@ -1,14 +1,16 @@
-r"""Chunks: small records that travel in a drone's output pipes, in order with what is printed there.
+r"""Chunks: small records that travel in a drone's output pipes, in order with what is printed
+there.
 
     printed bytes ... \x1epoly:T;job-7\x1e ... printed bytes        a whole one: kind T, body "job-7"
     \x1epoly:L2f.1+{"msg": "aa\x1e ... \x1epoly:L2f.1;aa"}\x1e      one in parts, of the sender 2f.1
 
-Each is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with what other processes
-write into the same pipe. A body is printable ASCII. What is longer goes in parts, each but the last with a `+`; the
-sender's name keeps the parts of two writers apart. The reader takes chunks out: what was around them joins again.
+Each is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with what
+other processes write into the same pipe. A body is printable ASCII. What is longer goes in parts,
+each but the last with a `+`; the sender's name keeps the parts of two writers apart. The reader
+takes chunks out: what was around them joins again.
 
-Whatever is no chunk is text: users may print `\x1e` too. It is held back only while it may become one.
-"""
+Whatever is no chunk is text: users may print `\x1e` too. It is held back only while it may become
+one."""
 
 from __future__ import annotations
 
@@ -42,17 +44,21 @@ Chunk = tuple[str, str]
 
 
 def chunk(kind: str, body: str) -> list[bytes]:
-    """What to write for it, each by one call. Raises `ValueError` for a body that is too long or no printable ASCII."""
+    """What to write for it, each by one call. Raises `ValueError` for a body that is too long or no
+    printable ASCII."""
     text = body.encode("ascii")
     if len(text) > LONGEST or _NOT_IN_ONE.search(text):
-        raise ValueError(f"the body of a chunk is printable ASCII, at most {LONGEST} bytes, not {body[:80]!r}")
+        raise ValueError(
+            f"the body of a chunk is printable ASCII, at most {LONGEST} bytes, not {body[:80]!r}"
+        )
     head = _OPENING + kind.encode()
     if len(text) <= _PART:
         return [b"%b;%b\x1e" % (head, text)]
     sender = b"%x.%x" % (os.getpid(), next(_numbers))
     starts = range(0, len(text), _PART)
     return [
-        b"%b%b%b%b\x1e" % (head, sender, b"+" if at + _PART < len(text) else b";", text[at : at + _PART])
+        b"%b%b%b%b\x1e"
+        % (head, sender, b"+" if at + _PART < len(text) else b";", text[at : at + _PART])
         for at in starts
     ]
 

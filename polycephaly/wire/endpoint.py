@@ -7,10 +7,9 @@
         1234.e    a link to nothing, whose text is the exit code of drone 1234 that had such a socket
         1234/     the same again for the hub of drone 1234, which starts drones of its own
 
-Who may open the socket is thereby decided by the file system; who speaks on it must bear an identity that the
-hub has handed out (128 random bits, never in a file). A directory whose lock nobody holds was left by images
-that were all killed at once; the next hub removes it.
-"""
+Who may open the socket is thereby decided by the file system; who speaks on it must bear an
+identity that the hub has handed out (128 random bits, never in a file). A directory whose lock
+nobody holds was left by images that were all killed at once; the next hub removes it."""
 
 from __future__ import annotations
 
@@ -34,23 +33,26 @@ _PREFIX = "polycephaly-"
 _SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
 _OLD_ENOUGH = 60.0  # seconds: a directory younger than this may not have got its lock yet
 
+
 class BulkTransport:
     """A private directory with the hub's bound socket in it.
 
-    Its path is known from the start and it is made by `open`, so that a zygote can be there before, which
-    removes it when its owner is killed at any moment afterwards.
-    """
+    Its path is known from the start and it is made by `open`, so that a zygote can be there before,
+    which removes it when its owner is killed at any moment afterwards."""
 
     def __init__(self) -> None:
         self.home = _choose_home()
         self._made = ExitStack()  # what there is to undo
 
     def open(self) -> zmq.Socket[bytes]:
-        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made; nothing is left then."""
+        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made; nothing is left
+        then."""
         with ExitStack() as undo:
             os.mkdir(self.home, 0o700)
             undo.callback(shutil.rmtree, self.home, ignore_errors=True)
-            lock = os.open(os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(
+                os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             context = new_context()
@@ -71,7 +73,8 @@ class BulkTransport:
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Raises `OSError` where there is no room for its threads, for which libzmq would abort this process."""
+    """Raises `OSError` where there is no room for its threads, for which libzmq would abort this
+    process."""
     check_threads(ZMQ_THREADS)
     return zmq.Context()
 
@@ -97,7 +100,8 @@ def has_news(end: zmq.Socket[bytes]) -> bool:
 
 
 def news_fd(end: zmq.Socket[bytes]) -> int:
-    """A descriptor that becomes readable when something happens: edge-triggered, so look at `has_news` first."""
+    """A descriptor that becomes readable when something happens: edge-triggered, so look at
+    `has_news` first."""
     return cast(int, end.getsockopt(zmq.FD))
 
 
@@ -115,7 +119,8 @@ def _choose_home() -> str:
 
 
 def _sweep(place: str) -> None:
-    """Removes what earlier images left that were killed all at once: old directories with no lock held."""
+    """Removes what earlier images left that were killed all at once: old directories with no lock
+    held."""
     with suppress(OSError):
         for entry in os.scandir(place):
             if entry.name.startswith(_PREFIX) and time.time() - entry.stat().st_mtime > _OLD_ENOUGH:
@@ -124,7 +129,8 @@ def _sweep(place: str) -> None:
 
 def _remove_if_abandoned(home: str) -> None:
     with suppress(OSError):
-        # The temporary directory is everybody's: what lies there under our name may be a link, or no file.
+        # The temporary directory is everybody's: what lies there under our name may be a link, or
+        # no file.
         harmless = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
         lock = os.open(os.path.join(home, "lock"), os.O_RDWR | harmless)
         try:

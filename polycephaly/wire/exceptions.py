@@ -1,9 +1,10 @@
 """Errors come home as what they were.
 
-Pickle calls an exception's class with its ``args``, which fails, or builds something else, for every class
-whose constructor takes other arguments than it hands to ``Exception.__init__``; and it leaves out the cause,
-the context and the traceback. So an exception travels as a *parcel*: the first body that rebuilds it truly
-(tried on the drone, before sending), the parcels it is linked to, and its traceback as text.
+Pickle calls an exception's class with its ``args``, which fails, or builds something else, for
+every class whose constructor takes other arguments than it hands to ``Exception.__init__``; and it
+leaves out the cause, the context and the traceback. So an exception travels as a *parcel*: the
+first body that rebuilds it truly (tried on the drone, before sending), the parcels it is linked to,
+and its traceback as text.
 
     body      "pickled"   its own pickle gives the same type and args
               "rebuilt"   class.__new__ and then args and attributes, without __init__: but where the class says itself
@@ -11,9 +12,9 @@ the context and the traceback. So an exception travels as a *parcel*: the first 
               "group"     an exception group: message, and a parcel for each member
               "text"      nothing of the kind works: it arrives as RemoteError
 
-The rebuilt exception has the original's cause and context; the remote traceback is the last cause of the
-chain, a `concurrent.futures.process._RemoteTraceback`, so that printing it shows the remote lines.
-"""
+The rebuilt exception has the original's cause and context; the remote traceback is the last cause
+of the chain, a `concurrent.futures.process._RemoteTraceback`, so that printing it shows the remote
+lines."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def unpack_exception(data: bytes) -> BaseException:
     return error
 
 
-def _parcel(error: BaseException, capture: Callable[[object], bytes], open_: dict[int, None]) -> tuple[Any, ...]:
+def _parcel(
+    error: BaseException, capture: Callable[[object], bytes], open_: dict[int, None]
+) -> tuple[Any, ...]:
     open_ = {**open_, id(error): None}  # the path from the root: a chain may be a circle
 
     def linked(other: BaseException | None) -> tuple[Any, ...] | None:
@@ -80,7 +83,9 @@ def _parcel(error: BaseException, capture: Callable[[object], bytes], open_: dic
             body=body,
             data=data,
             members=members,
-            type_name=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
+            type_name=cls.__qualname__
+            if cls.__module__ == "builtins"
+            else f"{cls.__module__}.{cls.__qualname__}",
             message=_message(error),
             extra={} if name is None else {"name": name},
             cause=linked(error.__cause__),
@@ -114,7 +119,8 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
 
 
 def _says_how(kind: type) -> bool:
-    """Whether it is pickled in a way of its own. One that it inherits may know nothing of how it is made."""
+    """Whether it is pickled in a way of its own. One that it inherits may know nothing of how it is
+    made."""
     return any(name in vars(kind) for name in _WAYS)
 
 
@@ -122,7 +128,8 @@ def _same(copy: BaseException, error: BaseException) -> bool:
     return type(copy) is type(error) and (
         isinstance(error, BaseExceptionGroup)
         or dumps(copy.args, 5) == dumps(error.args, 5)
-        or dumps(copy.args, 5) == dumps(loads(dumps(error.args, 5)), 5)  # a copy of an array may be in another order
+        or dumps(copy.args, 5)
+        == dumps(loads(dumps(error.args, 5)), 5)  # a copy of an array may be in another order
         or bool(copy.args == error.args)
     )
 
@@ -180,6 +187,8 @@ def _message(error: BaseException) -> str:
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame that is the user's."""
     first = trace
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("polycephaly.drone"):
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
+        "polycephaly.drone"
+    ):
         trace = trace.tb_next
     return trace or first

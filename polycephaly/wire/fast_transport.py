@@ -1,18 +1,20 @@
 """The express lane: small messages between hub and drone over a socket pair of their own.
 
-A ZeroMQ message crosses two I/O threads on its way. On the 2-core machine of docs/performance.md an echo
-through ROUTER and DEALER took 80 us, through a unix SEQPACKET pair 8, and `multiprocessing.Pool`'s whole round
-trip 95. So what is small goes by the lane, and ZeroMQ carries what the lane cannot: messages of any size,
-queued without bound and sent by threads of its own, so that neither side ever blocks in a send.
+A ZeroMQ message crosses two I/O threads on its way. On the 2-core machine of docs/performance.md an
+echo through ROUTER and DEALER took 80 us, through a unix SEQPACKET pair 8, and
+`multiprocessing.Pool`'s whole round trip 95. So what is small goes by the lane, and ZeroMQ carries
+what the lane cannot: messages of any size, queued without bound and sent by threads of its own, so
+that neither side ever blocks in a send.
 
-Both carry the same messages (messages.py), and the receiver sees them in the order in which they were sent:
-* lane, then bulk: who reads a bulk message first reads the lane empty. What was sent by the lane before it
-  is in the kernel's buffer by then.
+Both carry the same messages (messages.py), and the receiver sees them in the order in which they
+were sent:
+* lane, then bulk: who reads a bulk message first reads the lane empty. What was sent by the lane
+  before it is in the kernel's buffer by then.
 * bulk, then lane: the hub sends by the lane only while no work that went by bulk is unanswered.
 Results may pass each other, but for those of one slice: once a part of it went by bulk, so do the following ones.
 
-The pair is made for one drone and handed to it by the zygote, so its other end needs no proof of who it is.
-"""
+The pair is made for one drone and handed to it by the zygote, so its other end needs no proof of
+who it is."""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ class FastTransport:
             return False
 
     def receive(self) -> list[Any] | None:
-        """The next message's frames; None where there is none now; an empty list once the other end is closed.
-        Raises `Malformed` for a packet that is none of ours."""
+        """The next message's frames; None where there is none now; an empty list once the other end
+        is closed. Raises `Malformed` for a packet that is none of ours."""
         try:
             packet = self._end.recv(LARGEST + _SIZES.size)
         except BlockingIOError:
@@ -71,7 +73,9 @@ class FastTransport:
         size, count = _SIZES.unpack_from(packet)
         body = _SIZES.size + size
         if body > len(packet) or count not in (1, 2) or (count == 1 and body < len(packet)):
-            raise Malformed(f"a packet of {len(packet)} bytes that says {count} frames, the first of {size}")
+            raise Malformed(
+                f"a packet of {len(packet)} bytes that says {count} frames, the first of {size}"
+            )
         head = packet[_SIZES.size : body]
         return [head] if count == 1 else [head, packet[body:]]
 

@@ -3,15 +3,15 @@
     fn ──> Book.define ──> Definition(number, payload) ──> a DEFINE item, once for each drone that needs it
                                                       └──> CALL items carry the number alone
 
-When may a function pickled before be reused? A function by reference: always. A function by value: while
-everything that it would capture (closure cells, globals, defaults) is the very same immutable object as it
-was then, which its *guards* tell. Where one of them could have been changed in place, the function
-is pickled again at each call, since a call captures the values of its moment.
+When may a function pickled before be reused? A function by reference: always. A function by value:
+while everything that it would capture (closure cells, globals, defaults) is the very same immutable
+object as it was then, which its *guards* tell. Where one of them could have been changed in place,
+the function is pickled again at each call, since a call captures the values of its moment.
 
-An entry dies with its function, so nothing in it may lead back to the function: cells, namespaces, other functions and
-modules could. A guard therefore reads them through a weak reference to the function, and holds weakly what was there.
-Only what refers to nothing (numbers, strings, bytes, code, tuples of these) is held as it is.
-"""
+An entry dies with its function, so nothing in it may lead back to the function: cells, namespaces,
+other functions and modules could. A guard therefore reads them through a weak reference to the
+function, and holds weakly what was there. Only what refers to nothing (numbers, strings, bytes,
+code, tuples of these) is held as it is."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ _KEPT_CODE = 1024
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
 _COLD = 16
-"""So many reports of a shorter time are believed as they are: the first calls tell what it takes to warm up."""
-_numbers = itertools.count(1)  # for all books: a drone may get definitions from two, across a refresh
+"""So many reports of a shorter time are believed as they are: the first calls tell what it takes to
+warm up."""
+_numbers = itertools.count(
+    1
+)  # for all books: a drone may get definitions from two, across a refresh
 
 
 class RemoteFunction:
-    """One callable or code string, as it travels. `seconds` is what a call has lately taken (None: unknown)."""
+    """One callable or code string, as it travels. `seconds` is what a call has lately taken (None:
+    unknown)."""
 
     __slots__ = (
         "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
@@ -62,13 +66,17 @@ class RemoteFunction:
         self.captures = False  # handles of kept values, or what wants to know of the call: then it is for one call
         self.kept: dict[int, RemoteObject] = {}  # these values, until that call has them
         self.moved: list[Any] = []
-        self.overlaps = kind == DEFINE_OVERLAPPING  # a drone may run several of these at once, as green threads
+        self.overlaps = (
+            kind == DEFINE_OVERLAPPING
+        )  # a drone may run several of these at once, as green threads
         self.payload = payload
         self.label = label
         self.seconds: float | None = None
         self.reports = 0  # of its time
         self.once = False  # for one call: what it is made of may change before the next
-        self.pace: list[float | None] | None = None  # `seconds`, for the next definition of the same thing
+        self.pace: list[float | None] | None = (
+            None  # `seconds`, for the next definition of the same thing
+        )
 
     def took(self, seconds: float, calls: int) -> None:
         """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
@@ -96,24 +104,28 @@ class _Entry(NamedTuple):
 class KnownFunctions:
     """The definitions that another process has, so that a call of one carries only its number.
 
-    Told to be forgotten there are those that nobody can call any more, and the oldest ones when there are too many. One
-    thread at a time uses it; but a definition may end in any thread, in the middle of anything: then its number is
-    added to `unused`, and `ended` called.
-    """
+    Told to be forgotten there are those that nobody can call any more, and the oldest ones when
+    there are too many. One thread at a time uses it; but a definition may end in any thread, in the
+    middle of anything: then its number is added to `unused`, and `ended` called."""
 
     def __init__(self, ended: Callable[[], object] | None = None) -> None:
         self.unused: deque[int] = deque()
         self._ended = ended
-        self._known: dict[int, tuple[ref[Any], int]] = {}  # number -> definition, bytes; oldest first
+        self._known: dict[
+            int, tuple[ref[Any], int]
+        ] = {}  # number -> definition, bytes; oldest first
         self._bytes = 0
 
     def __contains__(self, number: int) -> bool:
         return number in self._known
 
     def add(self, definition: Any) -> Iterator[int]:
-        """It goes there now. Gives the numbers of those that have to be forgotten before, for want of room."""
+        """It goes there now. Gives the numbers of those that have to be forgotten before, for want
+        of room."""
         known, number, size = self._known, definition.number, len(definition.payload)
-        while known and (len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT):
+        while known and (
+            len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT
+        ):
             oldest = next(iter(known))
             self.remove(oldest)
             yield oldest
@@ -138,22 +150,31 @@ class KnownFunctions:
 
 
 class FunctionRegistry:
-    """The definitions made against one snapshot. Any thread may call it: a lost race defines a thing twice."""
+    """The definitions made against one snapshot. Any thread may call it: a lost race defines a
+    thing twice."""
 
     def __init__(
-        self, snapshot: MainSnapshot, store: Store | None, overlaps: bool = False, vault: ObjectDirectory | None = None
+        self,
+        snapshot: MainSnapshot,
+        store: Store | None,
+        overlaps: bool = False,
+        vault: ObjectDirectory | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.vault = vault
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
-        self._last: tuple[ref[Any], Any] = ref(self), None  # a function without guards, and its definition
+        self._last: tuple[ref[Any], Any] = (
+            ref(self),
+            None,
+        )  # a function without guards, and its definition
         self._code: dict[str, RemoteFunction] = {}
         self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, work: str | Callable[..., Any]) -> RemoteFunction:
-        """The definition of `work`. Raises what its pickling raises, with a note that says what it was."""
+        """The definition of `work`. Raises what its pickling raises, with a note that says what it
+        was."""
         same: RemoteFunction
         last, same = self._last
         if work is last():
@@ -173,7 +194,11 @@ class FunctionRegistry:
         except Exception as error:
             error.add_note(f"while pickling the work itself, {label(work)}")
             raise
-        kind = DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(work) else DEFINE_CALLABLE
+        kind = (
+            DEFINE_OVERLAPPING
+            if self._overlaps and is_coroutine_function(work)
+            else DEFINE_CALLABLE
+        )
         definition = RemoteFunction(next(_numbers), kind, payload, label(work))
         definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
         definition.captures = bool(pickling.met or pickling.moved)
@@ -186,7 +211,8 @@ class FunctionRegistry:
         return definition
 
     def forget(self) -> None:
-        """Its drones are gone: nothing of it is needed any more, and some may lie in shared memory."""
+        """Its drones are gone: nothing of it is needed any more, and some may lie in shared
+        memory."""
         self._entries.clear()
         self._last = ref(self), None
 
@@ -208,7 +234,8 @@ class FunctionRegistry:
         except _Mutable:
             return False
         key, entries = id(work), self._entries
-        # Called as pop(key, reference) before the memory of `work`, and so its id, can be used again.
+        # Called as pop(key, reference) before the memory of `work`, and so its id, can be used
+        # again.
         entries[key] = _Entry(ref(work, partial(entries.pop, key)), guards, definition)
         return True
 
@@ -257,10 +284,11 @@ def _stands(guard: _Guard) -> bool:
 
 
 def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
-    """All that can change of it; the values of its globals come last. Raises `ValueError` for an empty cell.
+    """All that can change of it; the values of its globals come last. Raises `ValueError` for an
+    empty cell.
 
-    Asked for at each call: no comprehension, which is a call, and no new tuple within, to be compared in depth.
-    """
+    Asked for at each call: no comprehension, which is a call, and no new tuple within, to be
+    compared in depth."""
     if type(work) is not FunctionType:
         keywords, state = work.keywords, [not work.__dict__, work.func, work.args]
     else:
@@ -279,7 +307,8 @@ _HELD = frozenset((*ATOMS, CodeType))
 
 
 def _held(value: Any) -> Any:
-    """What tells later whether another value is this one. Nothing in it leads back to a function."""
+    """What tells later whether another value is this one. Nothing in it leads back to a
+    function."""
     if type(value) is tuple:
         held = tuple(map(_held, value))
         return value if all(map(is_, held, value)) else held
@@ -287,7 +316,9 @@ def _held(value: Any) -> Any:
         return value
     try:
         return _Weak(value)
-    except TypeError:  # a container of `__main__`, which the snapshot holds too; a subclass of int or bytes
+    except (
+        TypeError
+    ):  # a container of `__main__`, which the snapshot holds too; a subclass of int or bytes
         return value
 
 
@@ -296,11 +327,16 @@ def _is(held: Any, value: Any) -> bool:
         return True
     if type(held) is _Weak:
         return held() is value
-    return type(held) is type(value) is tuple and len(held) == len(value) and all(map(_is, held, value))
+    return (
+        type(held) is type(value) is tuple
+        and len(held) == len(value)
+        and all(map(_is, held, value))
+    )
 
 
 def _guards(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
-    """Of all that goes with `work`; raises `_Mutable` where looking again would not show a change."""
+    """Of all that goes with `work`; raises `_Mutable` where looking again would not show a
+    change."""
     if id(work) in seen or by_reference(work, snapshot):
         return
     seen.add(id(work))
@@ -343,7 +379,8 @@ def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
 
 
 def _kin(work: Any) -> Any:
-    """What calls of it have in common with those of other objects: probably the time that they take."""
+    """What calls of it have in common with those of other objects: probably the time that they
+    take."""
     if isinstance(work, partial):
         return _kin(work.func)
     if isinstance(work, FunctionType):

@@ -4,9 +4,9 @@
                      └──> all else that can be pickled, large data in shared memory if there is a store
     the rest ──> left out, with the reason, which a `NameError` tells
 
-So code strings find what the main image has defined, and functions and classes travel as names afterwards, as they do
-to a fork. Data are copies. Without a store (on Ray) a name has a limit: large data are better shared or pushed.
-"""
+So code strings find what the main image has defined, and functions and classes travel as names
+afterwards, as they do to a fork. Data are copies. Without a store (on Ray) a name has a limit:
+large data are better shared or pushed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ _OF_THE_INTERPRETER = frozenset((
     "__annotate__", "__annotations__", "__builtins__", "__cached__", "__conditional_annotations__", "__loader__",
     "__name__", "__spec__",
 ))  # fmt: skip
-"""Names that each `__main__` has for itself. Others that begin with two underscores are the user's."""
+"""Names that each `__main__` has for itself. Others that begin with two underscores are the
+user's."""
 
 
 class Placed(NamedTuple):
     """A pickle of which the large parts lie in the arena. Whoever made it holds the segments."""
 
     inline: bytes
-    places: list[tuple[int, int, int, int]]  # offset and length of the segment; start and length in it
+    places: list[
+        tuple[int, int, int, int]
+    ]  # offset and length of the segment; start and length in it
 
     def load(self, arena: Arena | None) -> Any:
         assert arena is not None  # where there was a store
@@ -63,17 +66,33 @@ class Snapshot(NamedTuple):
 
 
 def take(store: Store | None = None, held: list[Keep] | None = None) -> Snapshot:
-    """Of this image as it is now. What lies in the store is added to `held`, to be kept while drones may open it."""
+    """Of this image as it is now. What lies in the store is added to `held`, to be kept while
+    drones may open it."""
     taken = Snapshot({}, {}, {})
     main = main_namespace()
     names = {name: main[name] for name in list(main) if name not in _OF_THE_INTERPRETER}
     for name, value in names.items():
-        if isinstance(value, (FunctionType, type)) and getattr(value, "__module__", None) == "__main__":
-            _try(name, taken.definitions, taken.left_out, held, lambda value=value: _definition(value, store))
+        if (
+            isinstance(value, (FunctionType, type))
+            and getattr(value, "__module__", None) == "__main__"
+        ):
+            _try(
+                name,
+                taken.definitions,
+                taken.left_out,
+                held,
+                lambda value=value: _definition(value, store),
+            )
     defined = MainSnapshot(taken.definitions)
     for name, value in names.items():
         if name not in taken.definitions and name not in taken.left_out:
-            _try(name, taken.data, taken.left_out, held, lambda value=value: _captured(value, defined, store))
+            _try(
+                name,
+                taken.data,
+                taken.left_out,
+                held,
+                lambda value=value: _captured(value, defined, store),
+            )
     return taken
 
 
@@ -84,7 +103,10 @@ def enter(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
         try:
             main[name] = packed.load(arena) if isinstance(packed, Placed) else loads(packed)
         except Exception as error:
-            print(f"{name} of the main image is not here: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"{name} of the main image is not here: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
     return MainSnapshot(snapshot.names())
 
 
@@ -105,7 +127,10 @@ def _try(
         if isinstance(made, Serialized):
             assert held is not None
             held += [segment for segment, _, _ in made.places]
-            into[name] = Placed(made.inline, [(s.offset, s.length, start, length) for s, start, length in made.places])
+            into[name] = Placed(
+                made.inline,
+                [(s.offset, s.length, start, length) for s, start, length in made.places],
+            )
         else:
             into[name] = made
 
@@ -116,7 +141,9 @@ class _TooLarge(Exception):
 
 def _check_size(size: int) -> None:
     if size > LARGEST:
-        raise _TooLarge(f"it is too large to be copied to every drone ({size >> 20:,} MiB): share or push it")
+        raise _TooLarge(
+            f"it is too large to be copied to every drone ({size >> 20:,} MiB): share or push it"
+        )
 
 
 def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Serialized:
@@ -125,7 +152,9 @@ def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes |
             return pack_strictly(value, defined, store)
         except (Full, OSError):
             pass
-    _check_size(pickled_size(value, defined))  # first: what is left out should not cost its memory once more
+    _check_size(
+        pickled_size(value, defined)
+    )  # first: what is left out should not cost its memory once more
     return capture(value, defined)
 
 
@@ -143,7 +172,11 @@ class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
-        if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace() and isinstance(reduced, tuple):
+        if (
+            isinstance(obj, FunctionType)
+            and obj.__globals__ is main_namespace()
+            and isinstance(reduced, tuple)
+        ):
             function, args, state, *rest = reduced
             args = (args[0], _Main(), *args[2:])
             slots, attributes = state

@@ -19,9 +19,9 @@
     FRAMES    drone ->   the same request, and the answer as JSON (drone/frames.py)
     STOP      -> drone   finish what you have, then end
 
-A batch carries one pickle per piece of work, opaque here: what is wrong with one harms no neighbour.
-Frames are checked for shape and size before anything in them is used; `Malformed` says what was wrong.
-"""
+A batch carries one pickle per piece of work, opaque here: what is wrong with one harms no
+neighbour. Frames are checked for shape and size before anything in them is used; `Malformed` says
+what was wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,16 @@ __all__ = [
 
 PROTOCOL = 1
 
-HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = b"H", b"W", b"R", b"C", b"B", b"Y", b"O", b"S"
+HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = (
+    b"H",
+    b"W",
+    b"R",
+    b"C",
+    b"B",
+    b"Y",
+    b"O",
+    b"S",
+)
 FRAMES = b"F"
 
 # What a WORK item asks for.
@@ -49,20 +58,23 @@ CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK, BRING, FETCH, DR
 # How a RESULTS item ended.
 VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GIVEN = range(1, 11)
 # CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
-# pickles of (numbers, arguments) and of (numbers, times of start, times of end, values).
-# TRAIL is of no work either: what green threads did, as JSON (timeline/trail.py).
-# BRING, FETCH and DROP are of a kept value (drone/store.py), PACKED and NOT_PACKED what came of FETCH: their number is
-# that of the work whose value it is, or that which its drone gave it. GIVEN lists such in what comes of a work.
-# CAME_BACK and LOAN_OVER are of no work: their number is that of a loan (store/references.py) which its receiver is
-# done with.
+# pickles of (numbers, arguments) and of (numbers, times of start, times of end, values). TRAIL is
+# of no work either: what green threads did, as JSON (timeline/trail.py). BRING, FETCH and DROP are
+# of a kept value (drone/store.py), PACKED and NOT_PACKED what came of FETCH: their number is that
+# of the work whose value it is, or that which its drone gave it. GIVEN lists such in what comes of
+# a work. CAME_BACK and LOAN_OVER are of no work: their number is that of a loan
+# (store/references.py) which its receiver is done with.
 
 LARGE = 0x80
-"""Set in an item's kind: its payload is a frame of its own, so that it is not copied into the body."""
+"""Set in an item's kind: its payload is a frame of its own, so that it is not copied into the
+body."""
 LARGE_FROM = 64 * 1024
 SHARED = 0x40
-"""Set in an item's kind: its payload is the waybill (store/references.py) of what lies in shared memory."""
+"""Set in an item's kind: its payload is the waybill (store/references.py) of what lies in shared
+memory."""
 KEEP = 0x20
-"""Set in the kind of a call: its value stays in the drone, under the call's number, and the answer describes it."""
+"""Set in the kind of a call: its value stays in the drone, under the call's number, and the answer
+describes it."""
 
 _ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
@@ -74,12 +86,13 @@ class Malformed(ValueError):
 
 # Entries are plain tuples: a named one takes longer to make than to pickle what it carries.
 Item = tuple[int, int, int, Any]
-"""One entry of a WORK batch: number (the work's, or the definition's for DEFINE and FORGET), kind (with SHARED),
-definition, payload (bytes-like)."""
+"""One entry of a WORK batch: number (the work's, or the definition's for DEFINE and FORGET), kind
+(with SHARED), definition, payload (bytes-like)."""
 
 Outcome = tuple[int, int, float, float, Any, str]
-"""One entry of a RESULTS batch: number, status (with SHARED), started, finished (`time.monotonic` seconds, the same
-clock in every process), payload (bytes-like; none at all with VALUE stands for None), output."""
+"""One entry of a RESULTS batch: number, status (with SHARED), started, finished (`time.monotonic`
+seconds, the same clock in every process), payload (bytes-like; none at all with VALUE stands for
+None), output."""
 
 
 def head_type(frames: Sequence[Any]) -> bytes:
@@ -117,7 +130,8 @@ def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
 
 
 class TaskBatch:
-    """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the garbage collector."""
+    """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the
+    garbage collector."""
 
     __slots__ = ("_body", "_head", "_large")
 
@@ -169,11 +183,15 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
             raise Malformed(f"item {number}: unknown kind {kind}")
         items.append((number, kind, definition, payload))
     if at != len(body) or next(large, None) is not None:
-        raise Malformed(f"payloads of {at} bytes in a body of {len(body)}, or large frames too many")
+        raise Malformed(
+            f"payloads of {at} bytes in a body of {len(body)}, or large frames too many"
+        )
     return items
 
 
-def pack_outcome(number: int, status: int, started: float, finished: float, payload: bytes, output: bytes) -> bytes:
+def pack_outcome(
+    number: int, status: int, started: float, finished: float, payload: bytes, output: bytes
+) -> bytes:
     """One entry of a RESULTS body: also the form in which it waits in the running page
     (engines/local/status_table.py)."""
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
@@ -187,18 +205,22 @@ def status_of(entry: bytes) -> int:
 
 
 def pack_outcomes(entries: Sequence[bytes], large: Sequence[bytes] = ()) -> list[bytes]:
-    """Frames of a RESULTS batch. An entry whose status says LARGE takes its payload from `large`, in order."""
+    """Frames of a RESULTS batch. An entry whose status says LARGE takes its payload from `large`,
+    in order."""
     return [RESULTS, b"".join(entries), *large]
 
 
-def pack_values(numbers: list[int], started: list[float], finished: list[float], values: list[Any]) -> bytes:
+def pack_values(
+    numbers: list[int], started: list[float], finished: list[float], values: list[Any]
+) -> bytes:
     """One entry of a RESULTS body for many works."""
     payload = dumps((numbers, started, finished, values), 5)
     return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
 
 
 def unpack_together(payload: Any, count: int) -> tuple[list[Any], ...]:
-    """The lists in a CALLS or VALUES payload: `count` of them, of one length, the first one of whole numbers."""
+    """The lists in a CALLS or VALUES payload: `count` of them, of one length, the first one of
+    whole numbers."""
     try:
         lists = loads(payload)
     except Exception as wrong:

@@ -1,12 +1,13 @@
-"""What drones print and log, on its way home: whole lines and log records, each knowing whose it is.
+"""What drones print and log, on its way home: whole lines and log records, each knowing whose it
+is.
 
 drone's descriptor 1 or 2 ── pipe ──> Stream ──┬─> Merge ──> Line ──> forward (or the pool's `output`)
                                                │         └──> Record ──> the logger of that name
                                                └── chunks (chunks.py) are taken out: tags, records, their order
 
-Records come by stderr's pipe; marks in stdout's tell which of them were before what follows, so that records keep their
-order with what is printed on either. A record is in its pipe before the mark that names it.
-"""
+Records come by stderr's pipe; marks in stdout's tell which of them were before what follows, so
+that records keep their order with what is printed on either. A record is in its pipe before the
+mark that names it."""
 
 from __future__ import annotations
 
@@ -24,10 +25,21 @@ from ..runtime import parent_death
 from .chunks import LOG, MARK, ORDER, TAG, ChunkParser
 from .log_records import unpack_record
 
-__all__ = ["Heard", "Line", "LineSplitter", "Listener", "OutputMerger", "OutputRecord", "OutputSource", "deliver", "forward"]
+__all__ = [
+    "Heard",
+    "Line",
+    "LineSplitter",
+    "Listener",
+    "OutputMerger",
+    "OutputRecord",
+    "OutputSource",
+    "deliver",
+    "forward",
+]
 
 told_in: contextvars.Context | None = None
-"""Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they appear under."""
+"""Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they
+appear under."""
 
 _LONGEST = 4 << 20  # bytes of a line
 _CHUNK = 64 * 1024
@@ -35,8 +47,9 @@ _READS = 16  # of one pipe at a time: a drone that never stops writing must not 
 
 
 class Line(str):
-    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream`` say whose; ``tag``
-    on whose behalf it was printed, if somebody said so (see drone/console.py)."""
+    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream``
+    say whose; ``tag`` on whose behalf it was printed, if somebody said so (see
+    drone/console.py)."""
 
     __slots__ = ("drone", "stream", "tag", "text")
     text: str
@@ -65,8 +78,8 @@ class OutputRecord:
         return "\n".join(filter(None, (first, record.exc_text, record.stack_info)))
 
     def handle(self) -> None:
-        """Gives it to the logger of its name, if that wants it. Where no handler is, it is printed like a line of the
-        drone's, as the standard library prints it: from the level WARNING on."""
+        """Gives it to the logger of its name, if that wants it. Where no handler is, it is printed
+        like a line of the drone's, as the standard library prints it: from the level WARNING on."""
         record = self.record
         logger = logging.getLogger(record.name)
         if not logger.isEnabledFor(record.levelno):
@@ -95,8 +108,8 @@ class LineSplitter:
         self.open = True
 
     def read(self) -> list[Line | OutputRecord | int]:
-        """What has come since the last call; a number: what follows was printed after the record of that number.
-        `open` turns False at the end."""
+        """What has come since the last call; a number: what follows was printed after the record of
+        that number. `open` turns False at the end."""
         raise NotImplementedError
 
     def _sort(self, new: bytes) -> list[Line | OutputRecord | int]:
@@ -123,15 +136,23 @@ class LineSplitter:
         try:
             if kind == LOG:
                 number, _, record = body.partition(" ")
-                heard.append(OutputRecord(int(number), unpack_record(record, self._drone), self._drone))
+                heard.append(
+                    OutputRecord(int(number), unpack_record(record, self._drone), self._drone)
+                )
             elif kind == ORDER:
                 heard.append(int(body))
             else:
                 raise ValueError("no such kind")
-        except (ValueError, TypeError, RecursionError):  # somebody has printed what looks like one of ours
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ):  # somebody has printed what looks like one of ours
             self._split(f"\x1epoly:{kind};{body}\x1e".encode(), heard)
 
-    def _split(self, new: bytes, heard: list[Line | OutputRecord | int], last: bool = False) -> None:
+    def _split(
+        self, new: bytes, heard: list[Line | OutputRecord | int], last: bool = False
+    ) -> None:
         if not self._size:
             self._rests_tag = self._tag
         self._rest.append(new)
@@ -143,7 +164,9 @@ class LineSplitter:
             whole.append(rest)
             rest = b""
         for each in whole:
-            heard.append(Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rests_tag))
+            heard.append(
+                Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rests_tag)
+            )
             self._rests_tag = self._tag
         self._rest, self._size = [rest], len(rest)
 
@@ -178,12 +201,13 @@ class OutputSource(LineSplitter):
 
 
 class OutputMerger:
-    """Puts what comes through stdout's and stderr's pipes in order, as far as log records are concerned.
+    """Puts what comes through stdout's and stderr's pipes in order, as far as log records are
+    concerned.
 
-    stderr is read first. So what was printed before a record is there when the record is, and is told before it; and
-    what comes after a mark whose record is not there was printed since: it is kept back until the next call, which the
-    record in stderr's pipe makes sure of. What a piece of work printed before its result was sent never is.
-    """
+    stderr is read first. So what was printed before a record is there when the record is, and is
+    told before it; and what comes after a mark whose record is not there was printed since: it is
+    kept back until the next call, which the record in stderr's pipe makes sure of. What a piece of
+    work printed before its result was sent never is."""
 
     def __init__(self) -> None:
         self._seen = 0  # the last record's number
@@ -198,7 +222,9 @@ class OutputMerger:
         if not came and not printed:  # as nearly always
             return []
         errors = [each for each in came if not isinstance(each, int)]
-        self._seen = max([self._seen, *(each.number for each in errors if isinstance(each, OutputRecord))])
+        self._seen = max(
+            [self._seen, *(each.number for each in errors if isinstance(each, OutputRecord))]
+        )
         self._kept = []
         heard: Heard = []
         rest = deque(errors)
@@ -216,8 +242,8 @@ class OutputMerger:
 
 
 def deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
-    """Gives lines to who is there for their tag, or else to `output`, if there is one, and records to their loggers.
-    What one of these raises is logged."""
+    """Gives lines to who is there for their tag, or else to `output`, if there is one, and records
+    to their loggers. What one of these raises is logged."""
     if told_in is not None:
         told_in.copy().run(_deliver, output, heard, audiences)
     else:

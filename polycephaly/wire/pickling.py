@@ -8,13 +8,14 @@
                  │ meets a large buffer (`pack` only)
                  └──> _Plain, else _Capture, with the large buffers beside it ──> Parcel, in shared memory
 
-A forked drone holds what `__main__` held when the snapshot was taken, so a function or class of that time
-travels as its name, even if it was typed at a prompt. What was defined, or bound anew, since then travels by
-value. `MainSnapshot` knows which is which; both ends have one, since results travel under the same rule.
+A forked drone holds what `__main__` held when the snapshot was taken, so a function or class of
+that time travels as its name, even if it was typed at a prompt. What was defined, or bound anew,
+since then travels by value. `MainSnapshot` knows which is which; both ends have one, since results
+travel under the same rule.
 
-The plain pickler would write `__main__.f` for a function that the other side never saw. So its output is
-kept only where the bytes `__main__` do not occur in it; a false alarm costs time, never correctness.
-"""
+The plain pickler would write `__main__.f` for a function that the other side never saw. So its
+output is kept only where the bytes `__main__` do not occur in it; a false alarm costs time, never
+correctness."""
 
 from __future__ import annotations
 
@@ -70,16 +71,20 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes)
 class MainSnapshot:
     """What `__main__` held at one moment.
 
-    Functions, classes and whatever else allows it are held weakly, so that the snapshot keeps nothing alive
-    but containers that cannot be (list, dict, set): those it keeps, since an `id` alone may be used again.
-    """
+    Functions, classes and whatever else allows it are held weakly, so that the snapshot keeps
+    nothing alive but containers that cannot be (list, dict, set): those it keeps, since an `id`
+    alone may be used again."""
 
     def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
-        """Of `names` only, where given: what a spawned image found when it imported the main module, or was sent. Of
-        what was `left_out` only whether it is still the same is known."""
+        """Of `names` only, where given: what a spawned image found when it imported the main
+        module, or was sent. Of what was `left_out` only whether it is still the same is known."""
         self._held: dict[str, Any] = {}
         main = main_namespace()
-        self._left_out = {name: _hold(main[name]) for name in left_out if name in main and not name.startswith("__")}
+        self._left_out = {
+            name: _hold(main[name])
+            for name in left_out
+            if name in main and not name.startswith("__")
+        }
         for name in list(main) if names is None else names:
             if name in main and not name.startswith("__"):
                 self._held[name] = _hold(main[name])
@@ -98,17 +103,23 @@ class MainSnapshot:
         if isinstance(held, ref):
             held = held()
             return held is not None and held is value
-        return held is value or (isinstance(value, ATOMS) and type(held) is type(value) and held == value)
+        return held is value or (
+            isinstance(value, ATOMS) and type(held) is type(value) and held == value
+        )
 
     def is_current(self) -> bool:
-        """Does `__main__` hold now what it held then? What lists and the like contain is not looked at."""
+        """Does `__main__` hold now what it held then? What lists and the like contain is not looked
+        at."""
         main = main_namespace()
         names = [name for name in list(main) if not name.startswith("__")]
         held = self._held | self._left_out
-        return len(names) == len(held) and all(self._is(held.get(name, self), main.get(name)) for name in names)
+        return len(names) == len(held) and all(
+            self._is(held.get(name, self), main.get(name)) for name in names
+        )
 
     def holds(self, definition: Any) -> bool:
-        """May this function or class of `__main__` go by reference, being there under its own name?"""
+        """May this function or class of `__main__` go by reference, being there under its own
+        name?"""
         path = getattr(definition, "__qualname__", "").split(".")
         if "<locals>" in path or not self.has(path[0]):
             return False
@@ -137,7 +148,8 @@ class _Common(MainSnapshot):
 
 
 def common() -> MainSnapshot:
-    """What this image has in common with the one that it was forked from, and with all that it has started."""
+    """What this image has in common with the one that it was forked from, and with all that it has
+    started."""
     known = [each() for each in shared_with]
     return known[0] if len(known) == 1 else _Common(known)
 
@@ -153,19 +165,26 @@ def main_namespace() -> dict[str, Any]:
 def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> bytes:
     """`value` as it is now, as bytes for an image that shares `snapshot`.
 
-    Raises whatever the value's own pickling raises; if it is to be `small`, also for a large buffer in it.
-    """
+    Raises whatever the value's own pickling raises; if it is to be `small`, also for a large buffer
+    in it."""
     try:
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
     except _Large:
         raise
-    except Exception:  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
+    except (
+        Exception
+    ):  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
         plain = b"__main__"
-    return plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
+    return (
+        plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
+    )
 
 
-def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False) -> bytes | Serialized:
-    """The same, with what is large in shared memory, if there is a store, while there is room for it.
+def pack(
+    value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False
+) -> bytes | Serialized:
+    """The same, with what is large in shared memory, if there is a store, while there is room for
+    it.
 
     Raises whatever the value's own pickling raises, whose code may be run twice.
     """
@@ -186,19 +205,22 @@ def pack(value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool
 
 
 def pickled_size(value: object, snapshot: MainSnapshot) -> int:
-    """Bytes that `capture` would give, without a copy of what is large in it. Raises as that does."""
+    """Bytes that `capture` would give, without a copy of what is large in it. Raises as that
+    does."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
 
 
 def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
-    """A pickle, and the large buffers that go beside it: views of what `value` holds. Raises as `capture` does."""
+    """A pickle, and the large buffers that go beside it: views of what `value` holds. Raises as
+    `capture` does."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     return b"".join(pieces), buffers
 
 
 def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Serialized:
-    """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but once."""
+    """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but
+    once."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     views = _as_they_are(pieces)
     if views is None:
@@ -207,8 +229,8 @@ def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes 
 
 
 def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
-    """With a view of each bytearray, so that no other thread can resize it while it is copied. None where one has been
-    since it was pickled: the piece before it ends with its length."""
+    """With a view of each bytearray, so that no other thread can resize it while it is copied. None
+    where one has been since it was pickled: the piece before it ends with its length."""
     views: list[Any] = list(pieces)
     for index, piece in enumerate(views):
         if isinstance(piece, bytearray):
@@ -237,8 +259,8 @@ def _only_small(buffer: PickleBuffer) -> bool:
 def _with(
     maker: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
 ) -> tuple[list[bytes], object]:
-    """The pieces of `value`'s pickle, and what has to live as long as they do, since large pieces may be views.
-    With `buffers`, large buffers are put there, and not into the pickle."""
+    """The pieces of `value`'s pickle, and what has to live as long as they do, since large pieces
+    may be views. With `buffers`, large buffers are put there, and not into the pickle."""
 
     def beside(buffer: PickleBuffer) -> bool:
         if buffers is None:
@@ -255,8 +277,11 @@ def _with(
     return pieces, pickler
 
 
-def _in_pieces(value: object, snapshot: MainSnapshot) -> tuple[list[bytes], list[memoryview], object]:
-    """The pieces of `value`'s pickle, the large buffers beside it, and what has to live as long as the pieces."""
+def _in_pieces(
+    value: object, snapshot: MainSnapshot
+) -> tuple[list[bytes], list[memoryview], object]:
+    """The pieces of `value`'s pickle, the large buffers beside it, and what has to live as long as
+    the pieces."""
     buffers: list[memoryview] = []
     try:
         pieces, alive = _with(_Plain, value, snapshot, buffers)
@@ -300,7 +325,11 @@ def join(head: Any, parts: Sequence[bytes | Serialized], store: Store | None) ->
             inlines.append((part, 0))
     together = stored(dumps((head, inlines), 5), store)
     if isinstance(together, Serialized):
-        return Serialized(together.inline, [*together.places, *places], together.travels - len(together.inline) + written)
+        return Serialized(
+            together.inline,
+            [*together.places, *places],
+            together.travels - len(together.inline) + written,
+        )
     return Serialized(together, places, written) if places else together
 
 
@@ -317,7 +346,9 @@ def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
         import numpy  # no memoryview can be cast to such a shape, but it can be made of such an array
 
         return memoryview, (numpy.asarray(it),)
-    content = PickleBuffer(it if it.c_contiguous else it.tobytes() if it.readonly else bytearray(it))
+    content = PickleBuffer(
+        it if it.c_contiguous else it.tobytes() if it.readonly else bytearray(it)
+    )
     return _memoryview, (content, it.format, it.shape)
 
 
@@ -337,7 +368,11 @@ def _array(typecode: str, buffer: Any) -> array.array[Any]:
 
 
 def _reduce_descriptor(it: Any) -> tuple[Any, ...]:
-    return type(it), (it.func,), {name: value for name, value in vars(it).items() if name not in _MADE_BY_INIT}
+    return (
+        type(it),
+        (it.func,),
+        {name: value for name, value in vars(it).items() if name not in _MADE_BY_INIT},
+    )
 
 
 def _reduce_partial_method(it: Any) -> tuple[Any, ...]:
@@ -360,7 +395,9 @@ _REDUCERS: dict[Any, Any] = {
 
 
 class _Plain(pickle.Pickler):
-    def __init__(self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]) -> None:
+    def __init__(
+        self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]
+    ) -> None:
         super().__init__(target, protocol=5, buffer_callback=beside)
         registered: Any = copyreg.dispatch_table
         self.dispatch_table = ChainMap(_REDUCERS, registered)
@@ -369,7 +406,9 @@ class _Plain(pickle.Pickler):
 class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_REDUCERS)
 
-    def __init__(self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]) -> None:
+    def __init__(
+        self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]
+    ) -> None:
         super().__init__(target, protocol=5, buffer_callback=beside)
         self._snapshot = snapshot
 
@@ -378,7 +417,9 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the plain way: by reference
-        if isinstance(obj, _CACHED) or (isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHES):
+        if isinstance(obj, _CACHED) or (
+            isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHES
+        ):
             return NotImplemented if _is_importable(obj) else _reduce_wrapper(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
@@ -386,7 +427,8 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         return _as_a_guest(obj, reduced)
 
     def _leave_shared_globals(self, reduced: Any) -> None:
-        """Of a by-value function's captured globals, what the other image has anyway goes as its name.
+        """Of a by-value function's captured globals, what the other image has anyway goes as its
+        name.
 
         Without this, ``lambda i: table[i]`` would carry the whole table each time.
         """
@@ -394,11 +436,13 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
             return  # cloudpickle found it importable
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
-            if self._snapshot.unchanged(name, value) and not hasattr(type(value), "is_one_in_all_images"):
+            if self._snapshot.unchanged(name, value) and not hasattr(
+                type(value), "is_one_in_all_images"
+            ):
                 captured[name] = _ByName(name)
 
 
-# -- functions of functools that go by value --------------------------------------------------------------
+# -- functions of functools that go by value -------------------------------------------------------
 
 _CACHED: Any = type(functools.cache(abs))
 _DISPATCHES = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
@@ -417,11 +461,13 @@ def _is_importable(obj: Any) -> bool:
 def _reduce_wrapper(obj: Any) -> Any:
     """A cached function arrives with an empty cache.
 
-    Where the wrapped function names its wrapper, the wrapper is reduced again while its arguments are written, and is
-    in the memo when they are: pickle then drops the outer one. In the other image the wrapped function is still without
-    its names at that moment, so the wrapper's own names are in its state, which is set attribute by attribute.
-    """
-    state = {name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)}  # a partial has none
+    Where the wrapped function names its wrapper, the wrapper is reduced again while its arguments
+    are written, and is in the memo when they are: pickle then drops the outer one. In the other
+    image the wrapped function is still without its names at that moment, so the wrapper's own names
+    are in its state, which is set attribute by attribute."""
+    state = {
+        name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)
+    }  # a partial has none
     state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
     if isinstance(obj, _CACHED):
         return _cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
@@ -439,10 +485,11 @@ def _dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
     return made
 
 
-# -- classes that go by value ---------------------------------------------------------------------------
+# -- classes that go by value ----------------------------------------------------------------------
 
-# cloudpickle knows a class again that comes twice, and sets all that it has anew: also in the image that it is from,
-# when an instance comes home. Its methods would have copies of their globals then: so there it is left as it is.
+# cloudpickle knows a class again that comes twice, and sets all that it has anew: also in the image
+# that it is from, when an instance comes home. Its methods would have copies of their globals then:
+# so there it is left as it is.
 
 _ours: WeakSet[type] = WeakSet()
 """Those of this image that have gone elsewhere."""
@@ -451,7 +498,9 @@ _guests: WeakSet[type] = WeakSet()
 
 
 def _as_a_guest(obj: object, reduced: Any) -> Any:
-    if not (isinstance(obj, type) and isinstance(reduced, tuple) and reduced[-1] is _class_setstate):
+    if not (
+        isinstance(obj, type) and isinstance(reduced, tuple) and reduced[-1] is _class_setstate
+    ):
         return reduced
     if obj not in _guests:
         _ours.add(obj)
@@ -489,7 +538,9 @@ def _look_up(name: str) -> Any:
     try:
         return main_namespace()[name]
     except KeyError:
-        raise NameError(f"name {name!r} is not defined: it was deleted in this drone", name=name) from None
+        raise NameError(
+            f"name {name!r} is not defined: it was deleted in this drone", name=name
+        ) from None
 
 
 looked_up: list[str] = []

@@ -1,4 +1,5 @@
-"""How `map` travels: many calls of one function in one piece of work, and many answers in one outcome.
+"""How `map` travels: many calls of one function in one piece of work, and many answers in one
+outcome.
 
     calls    range | pickle of (form, fresh, rows)      the range says which of the rows are to be called, so that what
                                                         is left of a slice is the same bytes with another range
@@ -6,10 +7,9 @@
     split    done, rest, state | answers                so many calls are done, the error's among them, and so many were
                                                         not begun and will not be; and what is the drone at now?
 
-Nothing in a slice may show that it is one. Values that cannot change are pickled together. All others are pickled one
-by one, arguments as they are taken from their iterator and results as they are returned: else two calls would share an
-object, or see what a later one made of it.
-"""
+Nothing in a slice may show that it is one. Values that cannot change are pickled together. All
+others are pickled one by one, arguments as they are taken from their iterator and results as they
+are returned: else two calls would share an object, or see what a later one made of it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _RANGE = Struct("<II")
 _SPLIT = Struct("<IIB")
 
 ENDED, RUNNING, FAILED = range(3)
-"""States of a slice at its drone: it has ended; it runs a call, or has just ended; it has ended with an error, after
-which nobody wants the rest."""
+"""States of a slice at its drone: it has ended; it runs a call, or has just ended; it has ended
+with an error, after which nobody wants the rest."""
 
 
 def pack_calls(form: int, fresh: bool, rows: Sequence[Any]) -> bytes:
@@ -69,8 +69,11 @@ class Packed(NamedTuple):
     payload: bytes | Serialized
 
 
-def pack_answers(done: list[Any], packed: bool, error: bytes | None, store: Store) -> bytes | Serialized:
-    """`done`: values, and if `packed` some that are `Packed`; and the error of the call after them, if there is one."""
+def pack_answers(
+    done: list[Any], packed: bool, error: bytes | None, store: Store
+) -> bytes | Serialized:
+    """`done`: values, and if `packed` some that are `Packed`; and the error of the call after them,
+    if there is one."""
     which = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done
     return join((values, which, error), [done[index].payload for index in which], store)
@@ -94,7 +97,8 @@ class Answers:
         return not self._parts
 
     def __iter__(self) -> Iterator[Any]:
-        """Each once: what was pickled by itself is unpickled as it is given. Raises what that raises, and ends then."""
+        """Each once: what was pickled by itself is unpickled as it is given. Raises what that
+        raises, and ends then."""
         for index, value in enumerate(self.values):
             part = self._parts.pop(index, None)
             if part is None:

@@ -1,8 +1,8 @@
-"""A user's program that uses the whole public interface: type-checked (`mypy --strict`) and run by test_typing.py.
+"""A user's program that uses the whole public interface: type-checked (`mypy --strict`) and run by
+test_typing.py.
 
-What is given back must be known to the type checker: `assert_type` says what as. Code strings, names of a namespace and
-what lambdas with arguments give are `Any`: nobody could know.
-"""
+What is given back must be known to the type checker: `assert_type` says what as. Code strings,
+names of a namespace and what lambdas with arguments give are `Any`: nobody could know."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def one_piece_of_work() -> None:
 
 
 def drones() -> None:
-    with poly.Drone(name="one", cwd="/", env={"A": "1"}, initializer=half, initargs=(1,), timeout=60) as drone:
+    with poly.Drone(
+        name="one", cwd="/", env={"A": "1"}, initializer=half, initargs=(1,), timeout=60
+    ) as drone:
         assert_type(drone.promise(half, 3), poly.Promise[float])
         assert_type(drone.doit(name_of, 3), str)
         drone["x"] = 41
@@ -107,7 +109,8 @@ def promises() -> None:
             assert_type(done, poly.Promise[float])
         assert_type(number.exception(timeout=5), BaseException | None)
         assert_type(
-            (number.done(), number.cancelled(), number.running(), number.cancel()), tuple[bool, bool, bool, bool]
+            (number.done(), number.cancelled(), number.running(), number.cancel()),
+            tuple[bool, bool, bool, bool],
         )
         assert_type((number.spans.started, number.spans.bytes_sent), tuple[float | None, int])
         assert_type(number.output, str)
@@ -130,7 +133,9 @@ def errors() -> None:
         try:
             pool.doit(os._exit, 3)
         except poly.DroneDied as died:
-            assert_type((died.drone, died.exitcode, died.running), tuple[str, int | None, str | None])
+            assert_type(
+                (died.drone, died.exitcode, died.running), tuple[str, int | None, str | None]
+            )
             assert_type((died.stderr, died.stack), tuple[str, str])
         try:
             pool.doit("import threading; raise LookupError(threading.Lock())")
@@ -141,10 +146,14 @@ def errors() -> None:
 def other_processes() -> None:
     card = os.path.join(tempfile.mkdtemp(), "pool.json")
     with poly.Pool(1) as pool, poly.serve(pool, "tcp://127.0.0.1:0", file=card, allow=()) as server:
-        assert_type((server.address, server.key, server.port, server.clients), tuple[str, str, int, int])
+        assert_type(
+            (server.address, server.key, server.port, server.clients), tuple[str, str, int, int]
+        )
         with poly.connect(card, timeout=30, output="discard") as remote:
             drone = remote.drones[0]
-            assert_type((drone.name, drone.host, drone.pid, drone.alive), tuple[str, str, int, bool])
+            assert_type(
+                (drone.name, drone.host, drone.pid, drone.alive), tuple[str, str, int, bool]
+            )
             assert_type(drone.doit(half, 3), float)
             assert_type(remote.everywhere(half, 3), list[poly.Promise[float]])
             with remote.share([1, 2, 3]) as shared:
@@ -216,7 +225,9 @@ async def threads() -> None:
     halves = green.call.batch(half_each, limit=100)
     assert_type(halves, green.Batch[int, float])
     assert_type(await halves(3), float)
-    async with green.call.batch(run_all, using=lambda: closing(sqlite3.connect(":memory:"))) as statement:
+    async with green.call.batch(
+        run_all, using=lambda: closing(sqlite3.connect(":memory:"))
+    ) as statement:
         await statement("create table prices (price)")
     assert_type(await green.aio(asyncio.sleep(0, "slept")), str)
     assert_type(await green.par(nap, nap), list[int])
@@ -253,7 +264,10 @@ async def channels() -> None:
     assert_type(await green.select(words.receiving(), default=None), green.Chosen[str] | None)
     guards: list[green.Guard[int]] = [numbers.receiving()]
     assert_type(await green.select(*guards, default=0), green.Chosen[int] | int)
-    assert_type((await green.select(green.settled(promise), green.skip(), priority=True)).value, float | None)
+    assert_type(
+        (await green.select(green.settled(promise), green.skip(), priority=True)).value,
+        float | None,
+    )
     await green.select(words.sending("second"))
     words.close()
     assert_type([word async for word in words], list[str])
@@ -323,7 +337,16 @@ def several_images() -> None:
 
 
 if __name__ == "__main__":
-    parts = (one_piece_of_work, drones, pools, promises, errors, other_processes, plain_code, several_images)
+    parts = (
+        one_piece_of_work,
+        drones,
+        pools,
+        promises,
+        errors,
+        other_processes,
+        plain_code,
+        several_images,
+    )
     for part in (*parts, graphs_and_kept_results, pores):
         part()
     timelines(tempfile.mkdtemp())

@@ -1,7 +1,7 @@
 """The three symbol-directory files: their names, and reading them from a directory.
 
-Each may be plain or compressed (`nasdaqlisted.txt` or `nasdaqlisted.txt.gz`); plain wins where both are.
-"""
+Each may be plain or compressed (`nasdaqlisted.txt` or `nasdaqlisted.txt.gz`); plain wins where both
+are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_directory(directory: Path) -> dict[str, Document]:
-    """The three files of a directory by plain name; `SourceError` names the one that cannot be read."""
+    """The three files of a directory by plain name; `SourceError` names the one that cannot be
+    read."""
     if not directory.is_dir():
-        raise SourceError(str(directory), "not a directory" if directory.exists() else "no such directory")
+        raise SourceError(
+            str(directory), "not a directory" if directory.exists() else "no such directory"
+        )
     return {name: _read(directory / name) for name in FILES}
 
 
@@ -32,7 +35,9 @@ def _read(plain: Path) -> Document:
     try:
         raw = path.read_bytes()
         # By content, not by suffix: downloads lose and gain suffixes.
-        return Document.decode(str(path), gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw)
+        return Document.decode(
+            str(path), gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw
+        )
     except FileNotFoundError:
         raise SourceError(str(path), "no such file, neither plain nor .gz") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -1,9 +1,8 @@
 """Symbol-directory files without the exchange: the demo's embedded data, the same at every run.
 
-Invented companies in the exchange's own formats, a seventh of the real number of funds, spread over the
-letters as the real ones are. The files disagree about line ends and footers, and hold the rows that real
-files trip parsers with.
-"""
+Invented companies in the exchange's own formats, a seventh of the real number of funds, spread over
+the letters as the real ones are. The files disagree about line ends and footers, and hold the rows
+that real files trip parsers with."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ HOUSES = """
     Quarry Quince Rowan Raven Ripley Sable Sorrel Stour Tansy Teal Thorne Umber Ulver Usk Vale Verity Vesper
     Willow Wren Wexford Yarrow Yew Yarm Zephyr Zinnia Zeal
 """.split()  # noqa: SIM905
-"""Three invented houses per letter; none with X, which has no fund in the exchange's file of 2015."""
+"""Three invented houses per letter; none with X, which has no fund in the exchange's file of
+2015."""
 
 # fmt: off
 FUNDS_PER_LETTER = {
@@ -31,15 +31,49 @@ FUNDS_PER_LETTER = {
 # fmt: on
 
 REGIONS = ("Global", "European", "Emerging", "Domestic", "Pacific")
-STYLES = ("Growth", "Value", "Income", "Equity", "Bond", "Balanced", "Index", "Small Cap", "Large Cap")
-CLASSES = ("Class A", "Class C", "Class I", "Institutional", "Investor", "Retirement", "Service", "Premier")
-TRADES = ("Mining", "Foods", "Systems", "Pharma", "Energy", "Rail", "Air", "Media", "Steel", "Retail")
+STYLES = (
+    "Growth",
+    "Value",
+    "Income",
+    "Equity",
+    "Bond",
+    "Balanced",
+    "Index",
+    "Small Cap",
+    "Large Cap",
+)
+CLASSES = (
+    "Class A",
+    "Class C",
+    "Class I",
+    "Institutional",
+    "Investor",
+    "Retirement",
+    "Service",
+    "Premier",
+)
+TRADES = (
+    "Mining",
+    "Foods",
+    "Systems",
+    "Pharma",
+    "Energy",
+    "Rail",
+    "Air",
+    "Media",
+    "Steel",
+    "Retail",
+)
 
 # Vowel-free, so that no generated symbol is a word: NA, ON and TRUE come from the odd rows alone.
 _SYMBOL_LETTERS = "BCDFGHJKLMNPQRSTVWZ"
 
-NASDAQ_HEADER = "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size|ETF|NextShares"
-OTHER_HEADER = "ACT Symbol|Security Name|Exchange|CQS Symbol|ETF|Round Lot Size|Test Issue|NASDAQ Symbol"
+NASDAQ_HEADER = (
+    "Symbol|Security Name|Market Category|Test Issue|Financial Status|Round Lot Size|ETF|NextShares"
+)
+OTHER_HEADER = (
+    "ACT Symbol|Security Name|Exchange|CQS Symbol|ETF|Round Lot Size|Test Issue|NASDAQ Symbol"
+)
 FUND_HEADER = "Fund Symbol|Fund Name|Fund Family Name|Type|Category|Pricing Agent"
 
 ODD_NASDAQ_ROWS = (
@@ -78,7 +112,8 @@ def symbol_directory() -> dict[str, Document]:
 
 
 def _file(header: str, rows: Iterable[str], footer: str | None) -> str:
-    """A whole file, in order of symbol; with a footer it has CRLF line ends too, as fresh downloads do."""
+    """A whole file, in order of symbol; with a footer it has CRLF line ends too, as fresh downloads
+    do."""
     lines = [header, *sorted(rows)]
     if footer is None:
         return "\n".join(lines) + "\n"
@@ -108,7 +143,9 @@ def _fund_rows() -> Iterator[str]:
     kinds = cycle(("MF", "MS", "US", "CT"))
     for letter, number in FUNDS_PER_LETTER.items():
         houses = [house for house in HOUSES if house.startswith(letter)]
-        for region, style, share, house in islice(product(REGIONS, STYLES, CLASSES, houses), number):
+        for region, style, share, house in islice(
+            product(REGIONS, STYLES, CLASSES, houses), number
+        ):
             name = f"{house} {region} {style} Fund - {share}"
             yield f"{next(tickers)}X|{name}|{house} Funds|{next(kinds)}|O|{house} Services & Trust Company"
 

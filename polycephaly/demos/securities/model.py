@@ -1,7 +1,7 @@
 """Securities, the five lists that the demo loads, and the pages that funds come on.
 
-Nothing here knows where a security came from. The symbol is the key: one name may stand on several symbols.
-"""
+Nothing here knows where a security came from. The symbol is the key: one name may stand on several
+symbols."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ LISTS = ("nyse", "amex", "nasdaq", "etfs", "funds")
 
 OTHER_PAGE = "0-9"
 PAGES = (OTHER_PAGE, *ascii_uppercase)
-"""The pages of funds: one per letter, after one for the names that begin with none (3i, 1290, 'Advised')."""
+"""The pages of funds: one per letter, after one for the names that begin with none (3i, 1290,
+'Advised')."""
 
 NYSE, AMEX, NASDAQ = "N", "A", "Q"
 """Exchange codes of the files. The NASDAQ file has no such column: it lists one exchange."""
 
 
-# No slots: frozen dataclasses that have them are pickled and unpickled by Python code, at half the speed.
+# No slots: frozen dataclasses that have them are pickled and unpickled by Python code, at half the
+# speed.
 @dataclass(frozen=True)
 class Security:
     """What all securities have."""
@@ -31,7 +33,8 @@ class Security:
 
 @dataclass(frozen=True)
 class Listing(Security):
-    """A security that trades on an exchange: a stock or an ETF, or one that exists to test the systems."""
+    """A security that trades on an exchange: a stock or an ETF, or one that exists to test the
+    systems."""
 
     exchange: str
     tier: str

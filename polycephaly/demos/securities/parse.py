@@ -2,11 +2,10 @@
 
     Document (text, and where it came from) --> Table (header, lines) --> Listing, Fund
 
-The format: pipe-delimited, one header line, no quoting, and a footer `File Creation Time: ...` in most
-copies. Columns go by name, as their number and order differ by year. A row never disappears: what cannot be
-read is a `SourceError` that names the file and says what came instead. That includes HTML, which the exchange
-answers with status 200 for a missing file.
-"""
+The format: pipe-delimited, one header line, no quoting, and a footer `File Creation Time: ...` in
+most copies. Columns go by name, as their number and order differ by year. A row never disappears:
+what cannot be read is a `SourceError` that names the file and says what came instead. That includes
+HTML, which the exchange answers with status 200 for a missing file."""
 
 from __future__ import annotations
 
@@ -39,16 +38,16 @@ class Document:
 
     @classmethod
     def decode(cls, where: str, raw: bytes) -> Document:
-        """UTF-8 as the files are; a stray byte spoils one character, not the row and not the file."""
+        """UTF-8 as the files are; a stray byte spoils one character, not the row and not the
+        file."""
         return cls(where, raw.decode("utf-8-sig", errors="replace"))
 
 
 class Table:
     """The data lines of a document, and how to split them into named fields.
 
-    A line with more fields than the header has pipes in its `name` column: whatever stands left of that
-    column counts from the left, whatever stands right of it from the right.
-    """
+    A line with more fields than the header has pipes in its `name` column: whatever stands left of
+    that column counts from the left, whatever stands right of it from the right."""
 
     def __init__(self, document: Document, *, name: str, needs: Sequence[str]) -> None:
         # Not splitlines(): to it, a form feed or U+2028 inside a name ends a line.
@@ -60,7 +59,9 @@ class Table:
         required = (name, *needs)
         if not set(required) <= set(self.columns):
             expected = ", ".join(required)
-            raise SourceError(self.where, f"expected a header with {expected}; got {_what(document.text)}")
+            raise SourceError(
+                self.where, f"expected a header with {expected}; got {_what(document.text)}"
+            )
         self.lines = [line for line in lines[1:] if not line[1].startswith(FOOTER)]
         self._name = self.columns.index(name)
 
@@ -74,18 +75,24 @@ class Table:
                 raise SourceError(self.where, problem)
             name = slice(self._name, self._name + surplus + 1)
             fields[name] = ["|".join(fields[name])]
-            yield line, {column: field.strip() for column, field in zip(self.columns, fields, strict=True)}
+            yield (
+                line,
+                {column: field.strip() for column, field in zip(self.columns, fields, strict=True)},
+            )
 
 
 def nasdaq_listed(document: Document) -> list[Listing]:
-    """Everything in `nasdaqlisted.txt`, test issues included. Old copies have no ETF column, and no ETFs."""
+    """Everything in `nasdaqlisted.txt`, test issues included. Old copies have no ETF column, and no
+    ETFs."""
     table = Table(document, name="Security Name", needs=("Symbol", "Test Issue"))
     return [_listing(row, row["Symbol"], NASDAQ) for _, row in table]
 
 
 def other_listed(document: Document) -> list[Listing]:
     """Everything in `otherlisted.txt`: what trades on the other exchanges, test issues included."""
-    table = Table(document, name="Security Name", needs=("ACT Symbol", "Exchange", "ETF", "Test Issue"))
+    table = Table(
+        document, name="Security Name", needs=("ACT Symbol", "Exchange", "ETF", "Test Issue")
+    )
     return [_listing(row, row["ACT Symbol"], row["Exchange"]) for _, row in table]
 
 

@@ -16,15 +16,19 @@ HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up
 
 
 def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
-    """One experiment's line below `HEADER`: its speed-up is against the baseline, and so is its bar."""
+    """One experiment's line below `HEADER`: its speed-up is against the baseline, and so is its
+    bar."""
     experiment, share = outcome.experiment, outcome.seconds / baseline.seconds
     bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
-    numbers = f"{experiment.drones:>7}{experiment.threads:>9}{outcome.seconds:>9.3f}{1 / share:>9.1f}x"
+    numbers = (
+        f"{experiment.drones:>7}{experiment.threads:>9}{outcome.seconds:>9.3f}{1 / share:>9.1f}x"
+    )
     return f"{experiment.name:<12}{numbers}  {bar}"
 
 
 def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
-    """What to know after the last row: the sizes of the lists, whether they are equal, the talk's figures."""
+    """What to know after the last row: the sizes of the lists, whether they are equal, the talk's
+    figures."""
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
     return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
 
@@ -32,7 +36,10 @@ def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
 def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
     """The talk's bar chart: the seconds of each experiment, and its speed-up."""
     baseline = outcomes[0].seconds
-    return [Bar(_label(each.experiment), each.seconds, f"{baseline / each.seconds:.1f}x") for each in outcomes]
+    return [
+        Bar(_label(each.experiment), each.seconds, f"{baseline / each.seconds:.1f}x")
+        for each in outcomes
+    ]
 
 
 def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
@@ -41,7 +48,8 @@ def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
 
 
 def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
-    """The result for programs: the sizes of the lists, whether they are equal, each experiment's time."""
+    """The result for programs: the sizes of the lists, whether they are equal, each experiment's
+    time."""
     return {
         "lists": outcomes[0].rows,
         "equal": equal(outcomes),
@@ -90,7 +98,10 @@ def _label(experiment: Experiment) -> str:
     drones, threads = experiment.drones, experiment.threads
     if experiment.name == "sequential":
         return experiment.name
-    heads = [f"{number} {what}{'s' * (number > 1)}" for number, what in ((drones, "drone"), (threads, "thread"))]
+    heads = [
+        f"{number} {what}{'s' * (number > 1)}"
+        for number, what in ((drones, "drone"), (threads, "thread"))
+    ]
     if not drones:
         return f"{experiment.name}, {heads[1]}"
     return f"{experiment.name}, {' and '.join(heads) if threads > 1 else heads[0]}"

@@ -1,12 +1,13 @@
-"""The demo's web site on the loopback: a process of its own that serves the files and the funds' pages.
+"""The demo's web site on the loopback: a process of its own that serves the files and the funds'
+pages.
 
     stdin:  the lifeline. It ends when the owner does, however the owner ends, and this process ends with it.
     stdout: one line of JSON: {"port": n}, or {"error": [where, problem]} when the files cannot be read.
     HTTP:   /nasdaqlisted.txt  /otherlisted.txt  /mfundslist.txt  /funds/0-9  /funds/A  ...  /funds/Z
 
-Each answer waits for the set latency first, in a thread of its own, so that the waits of many requests
-overlap. All files are read and checked before the port is told: who has a port has a working site.
-"""
+Each answer waits for the set latency first, in a thread of its own, so that the waits of many
+requests overlap. All files are read and checked before the port is told: who has a port has a
+working site."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from .parse import Document, SourceError
 
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
-    """What the site answers for each path. All documents are parsed for that: a bad one is found here."""
+    """What the site answers for each path. All documents are parsed for that: a bad one is found
+    here."""
     parse.nasdaq_listed(documents[files.NASDAQ_LISTED])
     parse.other_listed(documents[files.OTHER_LISTED])
     table = parse.fund_table(documents[files.FUNDS])
@@ -35,7 +37,9 @@ def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
     for line, row in table:
         pages[page_of(row["Fund Name"])].append(line)
     answers = {f"/{name}": document.text.encode() for name, document in documents.items()}
-    return answers | {f"/funds/{page}": "\r\n".join(lines).encode() for page, lines in pages.items()}
+    return answers | {
+        f"/funds/{page}": "\r\n".join(lines).encode() for page, lines in pages.items()
+    }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -65,7 +69,9 @@ class FixtureServer(ThreadingHTTPServer):
     # The default of 5 makes the sixth drone that knocks at once wait a second for TCP to try again.
     request_queue_size = 128
 
-    def __init__(self, answers: Mapping[str, bytes], latency: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, answers: Mapping[str, bytes], latency: float, host: str = "127.0.0.1"
+    ) -> None:
         super().__init__((host, 0), Handler)
         self.answers = answers
         self.latency = latency
@@ -79,12 +85,16 @@ class FixtureServer(ThreadingHTTPServer):
 def main() -> int:
     """Serve until stdin ends. The exit status is 1 when the files cannot be read."""
     parser = argparse.ArgumentParser(description="Serve symbol-directory files until stdin ends.")
-    parser.add_argument("--data", type=Path, help="directory of the files; without it, generated ones")
+    parser.add_argument(
+        "--data", type=Path, help="directory of the files; without it, generated ones"
+    )
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve at")
     options = parser.parse_args()
     try:
-        answers = contents(files.read_directory(options.data) if options.data else symbol_directory())
+        answers = contents(
+            files.read_directory(options.data) if options.data else symbol_directory()
+        )
     except SourceError as error:
         print(json.dumps({"error": [error.where, error.problem]}), flush=True)
         return 1

@@ -1,7 +1,8 @@
-"""Loading the five lists over HTTP: what every experiment does, each with its own way to share the work.
+"""Loading the five lists over HTTP: what every experiment does, each with its own way to share the
+work.
 
-A `Site` is only an address, so it travels: its methods go to drones as callables, its `repr` is an expression
-for code strings.
+A `Site` is only an address, so it travels: its methods go to drones as callables, its `repr` is an
+expression for code strings.
 
     site.load_funds()   ==   one load_letter(page) after another   <--HTTP--   /funds/A, /funds/B, ...
 """
@@ -29,9 +30,9 @@ SECONDS_TO_ANSWER = 30.0
 class Site:
     """A server of the three files, and of the funds' pages below `/funds/`.
 
-    Every method downloads what it needs anew and raises `SourceError` when it does not come. A site holds no
-    connection, each download has a client of its own, so any number of threads may load from one site.
-    """
+    Every method downloads what it needs anew and raises `SourceError` when it does not come. A site
+    holds no connection, each download has a client of its own, so any number of threads may load
+    from one site."""
 
     url: str
 
@@ -64,7 +65,8 @@ class Site:
         return [fund for letter in PAGES for fund in self.load_letter(letter)]
 
     def forget(self) -> None:
-        """Drop what this image keeps of the site, so that the next experiment starts as the last one did."""
+        """Drop what this image keeps of the site, so that the next experiment starts as the last
+        one did."""
 
     def _get(self, path: str) -> Document:
         url = f"{self.url}/{path}"
@@ -105,8 +107,8 @@ os.register_at_fork(after_in_child=_cut.clear)
 
 
 def _pages(site: LiveSite) -> Pages:
-    """The pages of a site, downloaded once: of threads that come together, one downloads, and all have its result
-    or its error. After an error, who comes next tries again."""
+    """The pages of a site, downloaded once: of threads that come together, one downloads, and all
+    have its result or its error. After an error, who comes next tries again."""
     mine: Promise[Pages] = Promise()
     promise = _cut.setdefault(site.url, mine)  # atomic: for one of them it is its own
     if promise is mine:

@@ -17,25 +17,40 @@ from .site import Site
 
 
 @contextmanager
-def loopback(data: Path | None = None, latency: float = 0.0, host: str = "127.0.0.1") -> Iterator[Site]:
-    """A site on the loopback, or at the address `host`, in a process of its own, gone when the block ends.
+def loopback(
+    data: Path | None = None, latency: float = 0.0, host: str = "127.0.0.1"
+) -> Iterator[Site]:
+    """A site on the loopback, or at the address `host`, in a process of its own, gone when the
+    block ends.
 
-    It serves the symbol-directory files in `data`, or generated ones, and answers each request after
-    `latency` seconds. Raises `SourceError`, naming the file, when `data` has not what it should.
+    It serves the symbol-directory files in `data`, or generated ones, and answers each request
+    after `latency` seconds. Raises `SourceError`, naming the file, when `data` has not what it
+    should.
 
     >>> with loopback() as site:
     ...     len(site.load_amex()) < len(site.load_nyse())
     True
     """
-    command = [sys.executable, "-m", "polycephaly.demos.securities.server", "--latency", str(latency), "--host", host]
+    command = [
+        sys.executable,
+        "-m",
+        "polycephaly.demos.securities.server",
+        "--latency",
+        str(latency),
+        "--host",
+        host,
+    ]
     if data is not None:
         command += ["--data", str(data)]
     # A session of its own: Ctrl-C goes to the owner, which ends the server when it is done with it.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as server:
         try:
             yield Site(f"http://{host}:{_port(server)}")
         finally:
-            # Closing the lifeline may not do: drones forked meanwhile hold copies of it until they end.
+            # Closing the lifeline may not do: drones forked meanwhile hold copies of it until they
+            # end.
             server.terminate()
 
 
@@ -43,7 +58,9 @@ def _port(server: subprocess.Popen[bytes]) -> int:
     assert server.stdout is not None
     line = server.stdout.readline()
     if not line:
-        raise RuntimeError(f"the loopback server ended with status {server.wait()} before it served")
+        raise RuntimeError(
+            f"the loopback server ended with status {server.wait()} before it served"
+        )
     told = json.loads(line)
     if "error" in told:
         raise SourceError(*told["error"])

@@ -2,14 +2,14 @@
 
     main image ── as `multiprocessing` spawns a process ──> bare zygote ──fork──> drone: makes its __main__
 
-It has one thread and has never run code of users, so it can be forked at any time, whatever the main image and the
-drones do with threads. Each drone makes its `__main__` after the fork: from what the main image held, by value
-(wire/main_snapshot.py), or, with ``start="spawn"``, by importing the main module, as the standard library's spawned
-processes do.
+It has one thread and has never run code of users, so it can be forked at any time, whatever the
+main image and the drones do with threads. Each drone makes its `__main__` after the fork: from what
+the main image held, by value (wire/main_snapshot.py), or, with ``start="spawn"``, by importing the
+main module, as the standard library's spawned processes do.
 
-`multiprocessing` knows how to start an interpreter with the same flags, path and keys, and how its queues and locks get
-there. It would have the zygote import the main module too: so the steps are taken here, without that one.
-"""
+`multiprocessing` knows how to start an interpreter with the same flags, path and keys, and how its
+queues and locks get there. It would have the zygote import the main module too: so the steps are
+taken here, without that one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class MainMaker:
         if self.snapshot is not None:
             return enter(self.snapshot, arena)
         current: Any = process.current_process()
-        current._inheriting = True  # a script that starts processes as it is imported is refused, with the reason
+        current._inheriting = (
+            True  # a script that starts processes as it is imported is refused, with the reason
+        )
         try:
             _import_main(**self.module)
         finally:
@@ -71,8 +73,9 @@ _old_main: list[ModuleType] = []
 
 
 def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -> None:
-    """Run the main module's code in `__main__` itself. (`multiprocessing` runs the code elsewhere and copies what comes
-    of it, so that functions of the module do not see what is set in `__main__` later.)"""
+    """Run the main module's code in `__main__` itself. (`multiprocessing` runs the code elsewhere
+    and copies what comes of it, so that functions of the module do not see what is set in
+    `__main__` later.)"""
     main = vars(sys.modules["__main__"])
     main["__name__"] = "__mp_main__"
     name, path = init_main_from_name, init_main_from_path
@@ -82,7 +85,9 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
         spec: Any = find_spec(name)
         if spec is None:
             raise ImportError(f"no module named {name!r}, which is the main module", name=name)
-        main.update(__spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin)
+        main.update(
+            __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin
+        )
         exec(spec.loader.get_code(name), main)
     elif path and get_importer(path) is not None:  # a directory, or an archive
         main.update(run_path(path, run_name="__mp_main__"))
@@ -119,7 +124,8 @@ class _BareZygote:
 
 
 class _Spawning:
-    """Whom `multiprocessing` asks, while it pickles its queues and locks, to have their descriptors inherited."""
+    """Whom `multiprocessing` asks, while it pickles its queues and locks, to have their descriptors
+    inherited."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -136,19 +142,23 @@ class _Spawning:
             return self.fd
 
 
-def start_bare(control: int, page: int, arena: Arena, nest: DroneSpec, snapshot: Snapshot | None) -> int:
-    """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module; gives its pid.
+def start_bare(
+    control: int, page: int, arena: Arena, nest: DroneSpec, snapshot: Snapshot | None
+) -> int:
+    """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module;
+    gives its pid.
 
-    Raises what the pickling of the pool's `initargs` raises, and `RuntimeError` in a main module that is being imported
-    by a spawned process.
-    """
+    Raises what the pickling of the pool's `initargs` raises, and `RuntimeError` in a main module
+    that is being imported by a spawned process."""
     prepared = spawn.get_preparation_data("polycephaly-zygote")
     module = {key: prepared.pop(key) for key in _MODULE if key in prepared}
     spawning, pickled = _Spawning(), io.BytesIO()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # it does what is asked of a Popen
     try:
         heirloom = None if nest.heirloom is None else _pickled(nest.heirloom)
-        zygote = _BareZygote(control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module)))
+        zygote = _BareZygote(
+            control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module))
+        )
         reduction.dump(prepared, pickled)
         reduction.dump(zygote, pickled)
     finally:

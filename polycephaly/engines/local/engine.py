@@ -1,11 +1,12 @@
-"""Drones on this machine, forked by a zygote: from a snapshot of this image, or from a bare interpreter.
+"""Drones on this machine, forked by a zygote: from a snapshot of this image, or from a bare
+interpreter.
 
     snapshot ──> Launcher (the zygote) ── orders ──> drones
                     └── reports: started, exited, failed ──> the roster
 
-The zygote keeps the snapshot, so a drone that replaces another is the same image. Should the zygote itself be lost, a
-new snapshot is taken. A launcher is kept until the last drone of its snapshot is gone.
-"""
+The zygote keeps the snapshot, so a drone that replaces another is the same image. Should the zygote
+itself be lost, a new snapshot is taken. A launcher is kept until the last drone of its snapshot is
+gone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ log = logging.getLogger(__name__)
 
 class ThisMachine:
     def usual(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
     def check(self, size: int) -> None:
         check_descriptors(size)
@@ -57,7 +62,8 @@ class ThisMachine:
 
 class LocalEngine:
     def __init__(self, roster: Supervisor) -> None:
-        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits forbid it."""
+        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits
+        forbid it."""
         self._roster = roster
         self._crew = roster.crew
         self._plan = self._crew.plan
@@ -73,7 +79,9 @@ class LocalEngine:
             self._tidying = False
             self._store = Store(self._arena, 0)
             self._arena.ring = self._tidy_later
-            self._heirloom = self._plan.initargs if goes_only_with_the_start(self._plan.initargs) else None
+            self._heirloom = (
+                self._plan.initargs if goes_only_with_the_start(self._plan.initargs) else None
+            )
             self._launcher = self.snapshot()
             try:
                 self._hub.open_endpoint()
@@ -86,12 +94,20 @@ class LocalEngine:
             raise
 
     def _open_book(self, launcher: Launcher) -> None:
-        self._roster.book = FunctionRegistry(launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault)
+        self._roster.book = FunctionRegistry(
+            launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault
+        )
 
-    def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def initializer(
+        self, initializer: Callable[..., object], initargs: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
         if self._heirloom is not None:
             return with_heirloom, (initializer,)
-        return (call_as_imported, (initializer, *initargs)) if self._plan.start == "spawn" else (initializer, initargs)
+        return (
+            (call_as_imported, (initializer, *initargs))
+            if self._plan.start == "spawn"
+            else (initializer, initargs)
+        )
 
     def fail(self, error: Exception) -> None:
         self._crew.fail(error)
@@ -113,7 +129,7 @@ class LocalEngine:
         if self._store.tidy():
             self._tidy_later()
 
-    # -- starting ---------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self._begun = True
@@ -138,7 +154,9 @@ class LocalEngine:
             mine, its = FastTransport.pair()
             ends.append(its.detach())
             link.lane = parent_death.own(FastTransport(mine))
-            order = Order(link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd)
+            order = Order(
+                link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd
+            )
             self._launcher.start(order, ends)
         except Exception as error:
             link.close()
@@ -168,9 +186,15 @@ class LocalEngine:
             self._zygote_gone(launcher)
             return
         for report in reports:
-            if "names" in report and launcher.learn_names(report["names"]) and launcher is self._launcher:
+            if (
+                "names" in report
+                and launcher.learn_names(report["names"])
+                and launcher is self._launcher
+            ):
                 self._open_book(launcher)
-            link = self._link(launcher, report.get("started") or report.get("exited") or report.get("failed"))
+            link = self._link(
+                launcher, report.get("started") or report.get("exited") or report.get("failed")
+            )
             if link is None:
                 continue
             if "started" in report:
@@ -185,7 +209,11 @@ class LocalEngine:
                 self._roster.not_started(link, named(OSError(number, os.strerror(number))))
 
     def _links(self, launcher: Launcher) -> list[LocalHandle]:
-        return [each for each in self._roster.links if isinstance(each, LocalHandle) and each.launcher is launcher]
+        return [
+            each
+            for each in self._roster.links
+            if isinstance(each, LocalHandle) and each.launcher is launcher
+        ]
 
     def _link(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
         return next((each for each in self._links(launcher) if each.number == number), None)
@@ -197,10 +225,16 @@ class LocalEngine:
         if link.launcher is not self._launcher and not self._links(link.launcher):
             self._dismiss(link.launcher)  # that was the last drone of an old snapshot
 
-    # -- snapshots --------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
-        nest = DroneSpec(hatch, self._hub.endpoint.home, 2 * self._plan.size, parent_death.new_family(), self._heirloom)
+        nest = DroneSpec(
+            hatch,
+            self._hub.endpoint.home,
+            2 * self._plan.size,
+            parent_death.new_family(),
+            self._heirloom,
+        )
         try:
             return Launcher(self._plan.start, nest, self._store, self._plan.name)
         except OSError as error:
@@ -216,7 +250,8 @@ class LocalEngine:
         snapshot.end()
 
     def _relaunch(self) -> None:
-        """The zygote was lost: another, of the image as it is now. In the hub's thread, outside its turn."""
+        """The zygote was lost: another, of the image as it is now. In the hub's thread, outside its
+        turn."""
         try:
             launcher = self.snapshot()
         except OSError as error:
@@ -229,7 +264,7 @@ class LocalEngine:
         if launcher is not self._launcher:  # nobody wants drones any more
             launcher.end()
 
-    # -- zygotes' ends ----------------------------------------------------------------------------
+    # -- zygotes' ends -----------------------------------------------------------------------------
 
     def _zygote_gone(self, launcher: Launcher) -> None:
         self._hub.unwatch(launcher.fileno())
@@ -237,7 +272,9 @@ class LocalEngine:
         self._zygote_lost = launcher is self._launcher
         orphaned = self._links(launcher)
         for link in orphaned:
-            if link.pid is not None:  # the kernel has killed it with the zygote; not so what it had started
+            if (
+                link.pid is not None
+            ):  # the kernel has killed it with the zygote; not so what it had started
                 leave_word(channels_of(self._hub.endpoint.home, link.pid), -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(link.pid, signal.SIGKILL)
@@ -245,14 +282,22 @@ class LocalEngine:
             parent_death.end_family(launcher.family, launcher.pid)
         if self._crew.begun.done():
             for link in orphaned:
-                self._roster.died(link, -signal.SIGKILL)  # the page tells what each was running: before it is closed
+                self._roster.died(
+                    link, -signal.SIGKILL
+                )  # the page tells what each was running: before it is closed
         code = self._reap(launcher)
         if not self._crew.begun.done():
-            self._crew.cannot_start(RuntimeError(f"the zygote ended (exit code {code}) before it was ready"))
+            self._crew.cannot_start(
+                RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
+            )
             for link in orphaned:
                 self._roster.died(link, -signal.SIGKILL)
         elif self._zygote_lost and self._plan.on_death == "replace" and self._crew.wanted():
-            log.warning("the zygote of %s was lost (exit code %s): taking a new snapshot", self._plan.name, code)
+            log.warning(
+                "the zygote of %s was lost (exit code %s): taking a new snapshot",
+                self._plan.name,
+                code,
+            )
             self._hub.run_errand(self._relaunch)
         self._crew.look_for_end = True
 

@@ -11,7 +11,14 @@ from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import hear_kept
 from ...pool.task import Task
 from ...runtime import parent_death
-from ...runtime.procfs import descendants, memory_of, processor_times, state_of, system_call_of, threads_of
+from ...runtime.procfs import (
+    descendants,
+    memory_of,
+    processor_times,
+    state_of,
+    system_call_of,
+    threads_of,
+)
 from ...store.references import RefTable
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, pack_numbers
@@ -38,7 +45,9 @@ _IDLE = "it holds its interpreter and does nothing"
 
 
 class LocalHandle(DroneHandle):
-    def __init__(self, crew: Dispatcher, number: int, slot: int, name: str, launcher: Launcher) -> None:
+    def __init__(
+        self, crew: Dispatcher, number: int, slot: int, name: str, launcher: Launcher
+    ) -> None:
         super().__init__(crew, number, name)
         self.slot = slot
         self.launcher = launcher
@@ -55,11 +64,17 @@ class LocalHandle(DroneHandle):
     def keeper(self) -> Launcher:  # type: ignore[override]
         return self.launcher
 
-    # -- sending ----------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
-        """By the lane if it can go there without passing anything sent by bulk; see wire/fast_transport.py."""
-        if not self.bulk_unanswered and not self._bulk_waiting and self.lane is not None and self.lane.send(frames):
+        """By the lane if it can go there without passing anything sent by bulk; see
+        wire/fast_transport.py."""
+        if (
+            not self.bulk_unanswered
+            and not self._bulk_waiting
+            and self.lane is not None
+            and self.lane.send(frames)
+        ):
             return
         for work in works:
             if work.sending is not None:
@@ -94,7 +109,7 @@ class LocalHandle(DroneHandle):
     def is_up(self) -> bool:
         return self.alive and self.lane is not None
 
-    # -- what is known of it ----------------------------------------------------------------------
+    # -- what is known of it -----------------------------------------------------------------------
 
     def started(self) -> int:
         return self.launcher.page.started(self.slot)
@@ -118,11 +133,13 @@ class LocalHandle(DroneHandle):
         return _WHY.get(state_of(self.pid), _IDLE)
 
     def worked(self, threads: Times) -> tuple[object, Times] | None:
-        """Its ear only shows that it lives. While its main thread waits for promises, that looks up twice a second, and
-        wakes the one that runs green threads: then the steps of these count, and threads that compute; else any thread
-        that was let run."""
+        """Its ear only shows that it lives. While its main thread waits for promises, that looks up
+        twice a second, and wakes the one that runs green threads: then the steps of these count,
+        and threads that compute; else any thread that was let run."""
         page, slot = self.launcher.page, self.slot
-        others = {thread: times for thread, times in threads.items() if thread != str(page.ear(slot))}
+        others = {
+            thread: times for thread, times in threads.items() if thread != str(page.ear(slot))
+        }
         done = page.started(slot), page.sent(slot), self.tasks_done
         steps = page.steps(slot)
         if steps:

@@ -1,4 +1,5 @@
-"""The controller's end of a zygote: takes the snapshot, gives orders, hears how drones start and end.
+"""The controller's end of a zygote: takes the snapshot, gives orders, hears how drones start and
+end.
 
     start="fork"    safepoint.fork() here and now: the zygote is this image as it is at this moment
     start="spawn"   a bare zygote (bare.py), each of whose drones imports the main module as the standard library does
@@ -35,18 +36,23 @@ START_METHODS = ("fork", "spawn")
 
 
 class Launcher:
-    """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once one has done so."""
+    """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once
+    one has done so."""
 
     def __init__(self, start: str | None, nest: DroneSpec, store: Store, name: str) -> None:
-        """Warns if it does not fork though nothing was said of the start; `name` says whose it is."""
+        """Warns if it does not fork though nothing was said of the start; `name` says whose it
+        is."""
         self.family = nest.family
         self.arena = store.arena
         self.imports_main = start == "spawn"
         self.taken: Snapshot | None = None
         """What its drones have by value."""
-        self._held: list[Keep] = []  # shared memory that the zygote and its drones have from this image, as it is now
+        self._held: list[
+            Keep
+        ] = []  # shared memory that the zygote and its drones have from this image, as it is now
         self._reaped = False
-        # Of imported modules nothing is known until a drone reports: till then all of `__main__` goes by value.
+        # Of imported modules nothing is known until a drone reports: till then all of `__main__`
+        # goes by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = not self.imports_main
         self.page = StatusTable(nest.slots)
@@ -78,7 +84,10 @@ class Launcher:
     def _fork(self, nest: DroneSpec, insists: bool) -> int:
         """Raises `UnsafeFork`, unless it `insists`."""
         owner = os.getpid()
-        above, addresses.address_of_parent = addresses.address_of_parent, addresses.address_here(nest.home)
+        above, addresses.address_of_parent = (
+            addresses.address_of_parent,
+            addresses.address_here(nest.home),
+        )
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.own(mine)
         pid = 0
@@ -92,13 +101,19 @@ class Launcher:
             return pid
         except BaseException:
             parent_death.close(self._control)
-            if pid and os.getpid() == owner:  # it has no drones yet, and may hang before it is a zygote
+            if (
+                pid and os.getpid() == owner
+            ):  # it has no drones yet, and may hang before it is a zygote
                 os.kill(pid, signal.SIGKILL)
-                with suppress(ChildProcessError):  # the kernel reaps it itself, where SIGCHLD is ignored
+                with suppress(
+                    ChildProcessError
+                ):  # the kernel reaps it itself, where SIGCHLD is ignored
                     os.waitpid(pid, 0)
             raise
         finally:
-            if os.getpid() != owner:  # whatever went wrong: the main image's code must not go on here
+            if (
+                os.getpid() != owner
+            ):  # whatever went wrong: the main image's code must not go on here
                 os._exit(1)
             theirs.close()
             addresses.address_of_parent = above
@@ -124,7 +139,11 @@ class Launcher:
             return None
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
-        if spec.name.endswith("__main__") if spec is not None else getattr(main, "__file__", None) is None:
+        if (
+            spec.name.endswith("__main__")
+            if spec is not None
+            else getattr(main, "__file__", None) is None
+        ):
             why = "there is none to be imported under python -c, at a prompt, or for python -m with a package"
         else:
             why = "that does not define it (what is under `if __name__ == '__main__':` is not run)"
@@ -133,25 +152,30 @@ class Launcher:
             "push it, give it as an argument, or use start='fork'"
         )
 
-    # -- orders and reports -----------------------------------------------------------------------
+    # -- orders and reports ------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._control.fileno()
 
     def start(self, order: Order, ends: list[int]) -> None:
-        """Asks for a drone, with its `ends` of stdout, stderr and lane. Raises `OSError`: no zygote is there."""
+        """Asks for a drone, with its `ends` of stdout, stderr and lane. Raises `OSError`: no zygote
+        is there."""
         message = order.to_json()
         if len(message) > MAX_ORDER:
-            raise ValueError(f"env= is too large to hand to a drone: {len(message)} of at most {MAX_ORDER} bytes")
+            raise ValueError(
+                f"env= is too large to hand to a drone: {len(message)} of at most {MAX_ORDER} bytes"
+            )
         socket.send_fds(self._control, [message], ends)
 
     def kill(self, number: int) -> None:
-        """SIGKILL by the drone's own parent, so that it cannot hit another process with the same number."""
+        """SIGKILL by the drone's own parent, so that it cannot hit another process with the same
+        number."""
         with suppress(OSError):
             self._control.send(json.dumps({"kill": number}).encode())
 
     def kill_zygote(self) -> None:
-        """SIGKILL, and the kernel ends its drones with it. It is our child, unreaped: the number is its own."""
+        """SIGKILL, and the kernel ends its drones with it. It is our child, unreaped: the number is
+        its own."""
         if not self._reaped:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -184,7 +208,7 @@ class Launcher:
         self.snapshot = MainSnapshot(names)
         return True
 
-    # -- endings ----------------------------------------------------------------------------------
+    # -- endings -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Lets go of the lifeline: the zygote ends, and all that is left of its drones with it.
@@ -203,8 +227,8 @@ class Launcher:
         return self.reap()
 
     def reap(self) -> int | None:
-        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is known.
-        Twice is no error."""
+        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is
+        known. Twice is no error."""
         code: int | None = None
         if self._reaped:
             return code

@@ -1,19 +1,22 @@
-"""Which native threads of this process make a fork of it unsafe, and to which libraries they belong.
+"""Which native threads of this process make a fork of it unsafe, and to which libraries they
+belong.
 
-A fork copies one thread. If a thread of a native library holds a lock then, or the library waits for the thread to do
-something, the copy waits for ever: GNU's OpenMP, once used, hangs at the next parallel region in every fork. So a
-process is forked only if each of its threads is
+A fork copies one thread. If a thread of a native library holds a lock then, or the library waits
+for the thread to do something, the copy waits for ever: GNU's OpenMP, once used, hangs at the next
+parallel region in every fork. So a process is forked only if each of its threads is
 
-* Python's: one of `threading`, or started by CPython otherwise. What a user's thread holds is the user's affair.
-* known to be harmless by its name or library: no ZeroMQ object is used across a fork; jemalloc, and the OpenMP of LLVM
-  and Intel, make their locks anew in the child, by handlers of their own (`pthread_atfork`).
-* gone after the fork. OpenBLAS has a handler, too, which ends its threads before each fork, and it starts others when
-  it needs them. Nothing else tells OpenBLAS's threads from those of other libraries while they run.
+* Python's: one of `threading`, or started by CPython otherwise. What a user's thread holds is the
+  user's affair.
+* known to be harmless by its name or library: no ZeroMQ object is used across a fork; jemalloc, and
+  the OpenMP of LLVM and Intel, make their locks anew in the child, by handlers of their own
+  (`pthread_atfork`).
+* gone after the fork. OpenBLAS has a handler, too, which ends its threads before each fork, and it
+  starts others when it needs them. Nothing else tells OpenBLAS's threads from those of other
+  libraries while they run.
 
-All others make a fork unsafe, and so do those that cannot be told apart. The library of a thread is that of the
-function with which the thread was started. The C library notes that function above the thread's stack, and the kernel
-tells where the stack is, of a thread that waits.
-"""
+All others make a fork unsafe, and so do those that cannot be told apart. The library of a thread is
+that of the function with which the thread was started. The C library notes that function above the
+thread's stack, and the kernel tells where the stack is, of a thread that waits."""
 
 from __future__ import annotations
 
@@ -39,18 +42,31 @@ _HARMLESS = ("libiomp5", "libomp")
 _PYTHON = "<Python>"
 _OF_CPP = ("libstdc++", "libc++")
 _WORD = struct.calcsize("P")
-_STACKS = (1 << 13, 1 << 18)  # bytes of a stack that are looked at: a thread that waits for work has used little
-_DESCRIPTION = 2304  # bytes of glibc's description of a thread, with the function that it was started with
+_STACKS = (
+    1 << 13,
+    1 << 18,
+)  # bytes of a stack that are looked at: a thread that waits for work has used little
+_DESCRIPTION = (
+    2304  # bytes of glibc's description of a thread, with the function that it was started with
+)
 
 
 class UnsafeFork(Exception):
-    """Threads of native libraries are there, which a fork would not copy: how many of each library."""
+    """Threads of native libraries are there, which a fork would not copy: how many of each
+    library."""
 
     def __init__(self, threads: list[tuple[str, str]]) -> None:
         """By the library and the name of each."""
         self.owners = Counter(owner for owner, _ in threads)
-        names = {owner: ", ".join(sorted({name for its, name in threads if its == owner})) for owner in self.owners}
-        super().__init__("; ".join(f"{self.owners[each]} of {each}, named {names[each]}" for each in sorted(names)))
+        names = {
+            owner: ", ".join(sorted({name for its, name in threads if its == owner}))
+            for owner in self.owners
+        }
+        super().__init__(
+            "; ".join(
+                f"{self.owners[each]} of {each}, named {names[each]}" for each in sorted(names)
+            )
+        )
 
     def warn(self, name: str) -> None:
         """Tells the user, once for each set of libraries."""
@@ -77,27 +93,34 @@ def check_before_fork() -> None:
     others = _others()
     usual = _usual_names() if others else set()
     owners = {thread: _owner(thread)[0] for thread, name in others.items() if name not in usual}
-    _refuse([(owner, others[each]) for each, owner in owners.items() if owner and "openblas" not in owner])
+    _refuse(
+        [
+            (owner, others[each])
+            for each, owner in owners.items()
+            if owner and "openblas" not in owner
+        ]
+    )
 
 
 def check_after_fork() -> None:
-    """Raises `UnsafeFork` in the parent, just after a fork, for all threads that are still there: then the child is
-    not to be used.
+    """Raises `UnsafeFork` in the parent, just after a fork, for all threads that are still there:
+    then the child is not to be used.
 
-    A thread that was there at the fork and has ended since is not seen. Only one that lives no longer than a fork takes
-    can so be missed.
-    """
+    A thread that was there at the fork and has ended since is not seen. Only one that lives no
+    longer than a fork takes can so be missed."""
     ran: dict[int, float] = {}  # seconds, when a thread of an unknown owner was first seen
     asleep: Counter[int] = Counter()
-    owners: dict[int, tuple[str, int]] = {}  # once told, kept: a thread that waits now and then tells only then
+    owners: dict[
+        int, tuple[str, int]
+    ] = {}  # once told, kept: a thread that waits now and then tells only then
     while True:
         others = _others()
         told = {thread: owners.get(thread) or _owner(thread) for thread in others}
         owners = {thread: (owner, ident) for thread, (owner, ident) in told.items() if owner}
         _refuse([(owner, others[thread]) for thread, (owner, _) in owners.items()])
         unknown = [thread for thread in others if thread not in owners]
-        # A raw thread of Python's that computes is one whose owner is unknown, since reading what the kernel tells lets
-        # it run: so many of those there may be.
+        # A raw thread of Python's that computes is one whose owner is unknown, since reading what
+        # the kernel tells lets it run: so many of those there may be.
         raw = len(_raw_threads() - {ident for _, ident in owners.values()})
         if len(unknown) <= raw:
             return
@@ -105,7 +128,10 @@ def check_after_fork() -> None:
         for thread in unknown:
             now, _ = processor_times(os.getpid(), str(thread))
             asleep[thread] = 0 if state_of(os.getpid(), str(thread)) == "R" else asleep[thread] + 1
-            if now - ran.setdefault(thread, now) >= tuning.thread_settle_seconds or asleep[thread] >= LOOKS:
+            if (
+                now - ran.setdefault(thread, now) >= tuning.thread_settle_seconds
+                or asleep[thread] >= LOOKS
+            ):
                 stay.append(("an unknown library", others[thread]))
         if len(stay) > raw:
             raise UnsafeFork(stay)
@@ -135,7 +161,8 @@ def _of_python() -> set[int | None]:
 
 
 def _usual_names() -> set[str]:
-    """What Python's threads are called, and so a thread that was started by one of them and given no name."""
+    """What Python's threads are called, and so a thread that was started by one of them and given
+    no name."""
     names = set()
     for thread in _of_python():
         with suppress(OSError):
@@ -156,7 +183,7 @@ def _raw_threads() -> set[int]:
     return sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()}
 
 
-# -- whose a thread is ----------------------------------------------------------------------------------
+# -- whose a thread is -----------------------------------------------------------------------------
 
 
 class _Symbol(ctypes.Structure):
@@ -169,8 +196,8 @@ _dladdr = getattr(ctypes.CDLL(None), "dladdr", None)
 
 
 def _owner(thread: int) -> tuple[str | None, int]:
-    """Its library's file, or `_PYTHON`; None if the thread runs, or nothing is told. And its identity in Python, which
-    is where the C library describes it."""
+    """Its library's file, or `_PYTHON`; None if the thread runs, or nothing is told. And its
+    identity in Python, which is where the C library describes it."""
     try:
         *_, stack_pointer, _ = _read(f"/proc/self/task/{thread}/syscall").split()
         start = int(stack_pointer, 16) // _WORD * _WORD
@@ -184,16 +211,22 @@ def _owner(thread: int) -> tuple[str | None, int]:
     end = start + len(words) * _WORD  # not further up: a library may lie right above a stack
     elsewhere = (word for word in words[at:] if not start <= word < end)  # no code lies on a stack
     owner = next(filter(None, map(_library, elsewhere)), None)
-    if owner is not None and owner.startswith(_OF_CPP):  # it starts threads for others: whose is the outermost call?
-        # Never Python's. (A number on the stack may look like an address in an interpreter that lies at a low one.)
+    if owner is not None and owner.startswith(
+        _OF_CPP
+    ):  # it starts threads for others: whose is the outermost call?
+        # Never Python's. (A number on the stack may look like an address in an interpreter that
+        # lies at a low one.)
         calls = filter(None, map(_library, reversed(words[:at])))
-        owner = next((each for each in calls if not each.startswith((_PYTHON, "libc.", *_OF_CPP))), owner)
+        owner = next(
+            (each for each in calls if not each.startswith((_PYTHON, "libc.", *_OF_CPP))), owner
+        )
     return owner, words[at - 3]
 
 
 def _up_to_the_description(memory: int, start: int) -> tuple[tuple[int, ...], int]:
-    """What is on the stack, and above it the description of its thread, which begins at that index. Raises
-    `ValueError` if there is none. (On x86-64 a description lies at a multiple of 64, and has its own address twice.)"""
+    """What is on the stack, and above it the description of its thread, which begins at that index.
+    Raises `ValueError` if there is none. (On x86-64 a description lies at a multiple of 64, and has
+    its own address twice.)"""
     for size in _STACKS:
         content = os.pread(memory, size, start)
         words = struct.unpack(f"{len(content) // _WORD}P", content[: len(content) // _WORD * _WORD])

@@ -1,8 +1,9 @@
 """The running page: what each drone is running is displayed, not sent.
 
-After CEFOS's display-request-and-data area: one page of memory that the controller and all its drones map.
-A drone writes the number of the work that it starts (an 8-byte store, about 40 ns), and no message is needed
-for the controller to know, when the drone has died, exactly what it took along.
+After CEFOS's display-request-and-data area: one page of memory that the controller and all its
+drones map. A drone writes the number of the work that it starts (an 8-byte store, about 40 ns), and
+no message is needed for the controller to know, when the drone has died, exactly what it took
+along.
 
     slot   started: the work begun last      sent: the last work whose result went to the socket
            ≤ sent       its result is in the socket's hands and may still arrive
@@ -15,14 +16,14 @@ for the controller to know, when the drone has died, exactly what it took along.
            steps        while the main thread waits for promises, and looks up now and then: one more than how often
                         green threads have gone on; else 0
 
-Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the controller counts as
-begun, besides what is started, all that was sent before something it has had an answer to.
+Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the
+controller counts as begun, besides what is started, all that was sent before something it has had
+an answer to.
 
-So results that wait for company outlive their drone: a death takes along what was running, and nothing else (but
-results larger than the page, in ZeroMQ's hands).
-One slot has one writer (its drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of
-kept bytes is written after them.
-"""
+So results that wait for company outlive their drone: a death takes along what was running, and
+nothing else (but results larger than the page, in ZeroMQ's hands). One slot has one writer (its
+drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of kept bytes is
+written after them."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ class Slot:
         self._cells[_STARTED] = number
 
     def beat(self) -> None:
-        """In any thread of the drone: what two of them count at once may count as one, which changes it too."""
+        """In any thread of the drone: what two of them count at once may count as one, which
+        changes it too."""
         self._cells[_BEAT] += 1
 
     def ear(self, thread: int) -> None:
@@ -135,8 +137,9 @@ class Slot:
             Slot.keep(self, each)
 
     def sent(self, number: int, arrive: bool) -> None:
-        """All results up to this work's have gone to the socket; whether they arrive though this drone should die. Of a
-        page that is full they are forgotten all the same: there is to be room for the next ones."""
+        """All results up to this work's have gone to the socket; whether they arrive though this
+        drone should die. Of a page that is full they are forgotten all the same: there is to be
+        room for the next ones."""
         self._cells[_SENT] = number
         if arrive or self._is_full:
             self._kept = self._cells[_KEPT] = 0

@@ -1,14 +1,16 @@
-"""The zygote: a quiet copy of the main image, or a bare interpreter (bare.py), from which the drones are forked.
+"""The zygote: a quiet copy of the main image, or a bare interpreter (bare.py), from which the
+drones are forked.
 
     hub ──START + three ends──────> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
     hub <──started, failed, exited── zygote <──SIGCHLD── drone    lifeline in one; JSON, descriptors beside it)
 
-It is single-threaded and runs nothing of the user's, so it can fork at any time; whatever the main image does
-afterwards, the drones are all of the same snapshot. It is its drones' parent: it reaps them, tells how they
-ended, and kills what they left. Its own end is the end of them all, and its owner's end is its own.
+It is single-threaded and runs nothing of the user's, so it can fork at any time; whatever the main
+image does afterwards, the drones are all of the same snapshot. It is its drones' parent: it reaps
+them, tells how they ended, and kills what they left. Its own end is the end of them all, and its
+owner's end is its own.
 
-Every child of the zygote that is not a drone is an orphan of a dead one (a drone is a subreaper: orphans of
-its own descendants go to it while it lives), so those are killed wherever they are met.
+Every child of the zygote that is not a drone is an orphan of a dead one (a drone is a subreaper:
+orphans of its own descendants go to it while it lives), so those are killed wherever they are met.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ SWEEP_FOR = 0.5  # seconds after a drone's death
 MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
 
 _NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""What a whole session or `pkill` gets: the zygote ends when its owner does, and sees to the others then."""
+"""What a whole session or `pkill` gets: the zygote ends when its owner does, and sees to the others
+then."""
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
 
 
@@ -58,7 +61,9 @@ class Order:
 
     number: int
     slot: int
-    identity: str  # hex; who knows it may speak to the hub, so it is in no file and on no command line
+    identity: (
+        str  # hex; who knows it may speak to the hub, so it is in no file and on no command line
+    )
     name: str
     env: dict[str, str]
     cwd: str | None
@@ -71,11 +76,15 @@ class Order:
 class DroneSpec:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[[Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None]
+    hatch: Callable[
+        [Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None
+    ]
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see runtime/parent_death.py
-    heirloom: tuple[Any, ...] | bytes | None = None  # what a process can only be started with; see drone/child.py
+    heirloom: tuple[Any, ...] | bytes | None = (
+        None  # what a process can only be started with; see drone/child.py
+    )
     main: MainMaker | None = None  # of a bare zygote
 
     def imports_main(self) -> bool:
@@ -84,7 +93,12 @@ class DroneSpec:
 
 
 def run_zygote(
-    control: socket.socket, nest: DroneSpec, page: StatusTable, arena: Arena, snapshot: MainSnapshot, owner: int
+    control: socket.socket,
+    nest: DroneSpec,
+    page: StatusTable,
+    arena: Arena,
+    snapshot: MainSnapshot,
+    owner: int,
 ) -> NoReturn:
     """The zygote's life. Never returns: the frames below belong to the main image."""
     status = 1
@@ -140,13 +154,15 @@ class _Zygote:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        # Armed before the look at getppid(): an owner that ended earlier has left another parent behind.
+        # Armed before the look at getppid(): an owner that ended earlier has left another parent
+        # behind.
         self._owner = parent_death.open_pidfd(owner)
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
-        # The collector would touch, and so copy, every page that the drones share; and run finalizers of users.
+        # The collector would touch, and so copy, every page that the drones share; and run
+        # finalizers of users.
         self._collects = gc.isenabled()
         gc.disable()
         gc.freeze()
@@ -176,7 +192,7 @@ class _Zygote:
                         os.read(self._woken, 4096)
                     self._reap()
 
-    # -- orders -----------------------------------------------------------------------------------
+    # -- orders ------------------------------------------------------------------------------------
 
     def _obey(self) -> None:
         try:
@@ -233,7 +249,9 @@ class _Zygote:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if self._nest.imports_main():
-                parent_death.own(self._control)  # until its start is reported: then the zygote sees to its end
+                parent_death.own(
+                    self._control
+                )  # until its start is reported: then the zygote sees to its end
             else:
                 self._control.close()
             for fd in (self._woken, self._wake, self._owner, stdout, stderr):
@@ -246,14 +264,16 @@ class _Zygote:
                 gc.enable()
             self._arena.enter()
             its_lane = socket.socket(fileno=lane)
-            self._nest.hatch(order, self._nest, its_lane, self._page, self._arena, self._snapshot, self._control)
+            self._nest.hatch(
+                order, self._nest, its_lane, self._page, self._arena, self._snapshot, self._control
+            )
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(status)
 
-    # -- endings ----------------------------------------------------------------------------------
+    # -- endings -----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         """Reaps who has ended, and kills whatever a dead drone left."""
@@ -267,12 +287,15 @@ class _Zygote:
             pid = ended.si_pid
             number = self._drones.get(pid)
             if number is not None:
-                parent_death.end_process_group(pid)  # before it is reaped: until then its number is not reused
+                parent_death.end_process_group(
+                    pid
+                )  # before it is reaped: until then its number is not reused
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
                 leave_word(channels_of(self._nest.home, pid), os.waitstatus_to_exitcode(status))
-                # The kernel's list of children may miss one while others come and go: so look again for a while.
+                # The kernel's list of children may miss one while others come and go: so look again
+                # for a while.
                 self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
                 shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
@@ -284,11 +307,14 @@ class _Zygote:
                 os.kill(pid, signal.SIGKILL)
 
     def end_everything(self) -> None:
-        """Kills and reaps all drones and all that they started; removes the owner's directory if it is gone."""
+        """Kills and reaps all drones and all that they started; removes the owner's directory if it
+        is gone."""
         for pid in self._drones:
             parent_death.end_process_group(pid)
         self._drones.clear()
-        with suppress(ChildProcessError):  # raised when there is no child left, which is the only sure sign
+        with suppress(
+            ChildProcessError
+        ):  # raised when there is no child left, which is the only sure sign
             while True:
                 self._kill_orphans()
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -298,7 +324,8 @@ class _Zygote:
             shutil.rmtree(self._nest.home, ignore_errors=True)
 
     def _wait_for_the_owners_end(self) -> None:
-        """The kernel closes an ending process's descriptors first, so it may still be making files."""
+        """The kernel closes an ending process's descriptors first, so it may still be making
+        files."""
         if self._owner is not None:
             select.select([self._owner], [], [], OWNER_ENDS_WITHIN)
 
@@ -307,8 +334,8 @@ class _Zygote:
         self._send_reports()
 
     def _send_reports(self) -> None:
-        """What the socket takes now. The zygote never blocks in a send, so it always reads on, and so the hub,
-        which may block when it gives many orders, always gets through."""
+        """What the socket takes now. The zygote never blocks in a send, so it always reads on, and
+        so the hub, which may block when it gives many orders, always gets through."""
         try:
             while self._reports:
                 self._control.send(self._reports[0], socket.MSG_DONTWAIT)

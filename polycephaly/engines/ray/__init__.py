@@ -1,12 +1,13 @@
 """The Ray engine: drones are Ray actors, on any node of a cluster.
 
-    Pool(8, engine="ray", address="auto") ──> Dispatcher ──> RayEngine ──> RayHandle ── actor calls ──> DroneActor, which
-                                                                    ^                          holds a DroneExecutor
-                                                                    └────── Switch (an actor): orders ──────> its ear
-                                                                                news, output, beats <──────── its ear
+    Pool(8, engine="ray") ──> Dispatcher ──> RayEngine ──> RayHandle ── actor calls ──> DroneActor
+                                                 ^                                         └─ a DroneExecutor
+                                                 └─ Switch (an actor): orders ──────> its control thread
+                                                         news, output, heartbeats <── its control thread
 
-Placement, resources, restarts and transport of objects are Ray's. Ours are the messages (wire/messages.py), many
-calls in one, and what runs in a drone (drone/executor.py): the same as on one machine.
+Placement, resources, restarts and transport of objects are Ray's. Ours are the messages
+(wire/messages.py), many calls in one, and what runs in a drone (drone/executor.py): the same as on
+one machine.
 
 This module imports Ray only when a pool asks for it.
 """

@@ -3,14 +3,13 @@
     a call's arguments ── put, when the call is made ──> object ── an argument of the actor call ──> views, in the drone
     a call's result ── beside the message that tells of it ──> object of the driver's ── when `value` asks ──> views
 
-`OutOfBandBuffers` are a list of buffers. Where they arrive they are read-only views of the store's memory, which lives
-as long as they do. So nothing is copied but once, by whoever puts it there, and a result that is only an argument of other
-calls never comes to the driver.
+`OutOfBandBuffers` are a list of buffers. Where they arrive they are read-only views of the store's
+memory, which lives as long as they do. So nothing is copied but once, by whoever puts it there, and
+a result that is only an argument of other calls never comes to the driver.
 
-What is in a store is gone with its *session*, one connection of this process to a cluster: handles and promises may
-outlive that, so each knows its own. Ray, asked for what another session had, would start a cluster where there is none,
-and else refuse the whole message.
-"""
+What is in a store is gone with its *session*, one connection of this process to a cluster: handles
+and promises may outlive that, so each knows its own. Ray, asked for what another session had, would
+start a cluster where there is none, and else refuse the whole message."""
 
 from __future__ import annotations
 
@@ -27,15 +26,26 @@ from ...store.arena import Full
 from ...store.blocks import LARGE_PICKLE
 from ...store.references import Received, Serialized, read_waybill
 
-__all__ = ["BufferHold", "LazyBuffers", "OutOfBandBuffers", "RayRefTable", "RayStore", "ReceivedFromRay", "StoredBuffers", "session"]
+__all__ = [
+    "BufferHold",
+    "LazyBuffers",
+    "OutOfBandBuffers",
+    "RayRefTable",
+    "RayStore",
+    "ReceivedFromRay",
+    "StoredBuffers",
+    "session",
+]
 
 HEAVY = 1 << 20
-"""Bytes of a result from which it is not copied until it is sent: its drone runs nothing else before."""
+"""Bytes of a result from which it is not copied until it is sent: its drone runs nothing else
+before."""
 
 
 def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
-    """An ObjectRef of the user's. Other picklers than Ray's own would leave out who owns it, and whoever gets it would
-    wait for ever. Ray keeps what is pickled so for as long as this process lives."""
+    """An ObjectRef of the user's. Other picklers than Ray's own would leave out who owns it, and
+    whoever gets it would wait for ever. Ray keeps what is pickled so for as long as this process
+    lives."""
     return ray.cloudpickle.loads, (ray.cloudpickle.dumps(ref),)
 
 
@@ -43,8 +53,8 @@ copyreg.pickle(ray.ObjectRef, _with_its_owner)
 
 
 def session() -> tuple[str, str] | None:
-    """By which node this process is connected to Ray, and as whom there: two clusters differ in the one, two
-    connections to one cluster in the other. None: it is not connected."""
+    """By which node this process is connected to Ray, and as whom there: two clusters differ in the
+    one, two connections to one cluster in the other. None: it is not connected."""
     if not ray.is_initialized():
         return None
     here = ray.get_runtime_context()
@@ -124,8 +134,8 @@ class RayStore:
 
 
 class BufferHold(RayStore):
-    """A drone's store: it keeps results until the message goes that tells of them. `laden` is called when one is so
-    large that it is not copied: nothing else may be run before that."""
+    """A drone's store: it keeps results until the message goes that tells of them. `laden` is
+    called when one is so large that it is not copied: nothing else may be run before that."""
 
     session = None
 
@@ -141,11 +151,11 @@ class BufferHold(RayStore):
 
 
 class RayRefTable:
-    """What goes beside messages across one link, there and back; what a `RefTable` is to shared memory.
+    """What goes beside messages across one link, there and back; what a `RefTable` is to shared
+    memory.
 
-    `loading`: the cargoes of the message that is being made. `landed`: those of the message that is being read, which
-    is set before it is.
-    """
+    `loading`: the cargoes of the message that is being made. `landed`: those of the message that is
+    being read, which is set before it is."""
 
     def __init__(self) -> None:
         self.loading: list[Any] = []
@@ -197,12 +207,16 @@ class ReceivedFromRay(Received):
 
     def lies_in(self, store: Any) -> bool:
         return isinstance(store, RayStore) and all(
-            isinstance(each, LazyBuffers) and each.session == store.session for each in self._cargoes
+            isinstance(each, LazyBuffers) and each.session == store.session
+            for each in self._cargoes
         )
 
     def parcel(self) -> Serialized:
         sealed = [StoredBuffers(each.ref, 0, each.session) for each in self._cargoes]
-        return Serialized(self._inline, [(sealed[which], index, length) for which, index, length in self._places])  # type: ignore[misc]
+        places: list[Any] = [
+            (sealed[which], index, length) for which, index, length in self._places
+        ]
+        return Serialized(self._inline, places)
 
 
 def _runs(pieces: list[Any], buffers: list[memoryview]) -> tuple[bytes, list[Any], list[int]]:

@@ -35,40 +35,58 @@ _NO_CLIENT = (
 
 
 class Cluster:
-    """The cluster at `address` (None: the one this process is connected to, else that of `RAY_ADDRESS`, else "local";
-    "local": one that is started here; "auto": one that runs already; "HOST:PORT" of its head). Ray itself, with None,
-    would rather take one that runs on this machine, whosever it is. Other options are given to Ray with each drone.
+    """The cluster at `address` (None: the one this process is connected to, else that of
+    `RAY_ADDRESS`, else "local"; "local": one that is started here; "auto": one that runs already;
+    "HOST:PORT" of its head). Ray itself, with None, would rather take one that runs on this
+    machine, whosever it is. Other options are given to Ray with each drone.
 
-    Raises `TypeError` for an option that there is not, `ConnectionError` for a cluster that cannot be reached, and
-    `ValueError` for an address that is none or not that of the cluster this process is connected to.
-    """
+    Raises `TypeError` for an option that there is not, `ConnectionError` for a cluster that cannot
+    be reached, and `ValueError` for an address that is none or not that of the cluster this process
+    is connected to."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         options = dict(options)
         self.address: str | None = options.pop("address", None)
         unknown = sorted(set(options) - set(_PLACEMENT))
         if unknown:
-            raise TypeError(f"unexpected {', '.join(unknown)}: the Ray engine has address, {', '.join(_PLACEMENT)}")
+            raise TypeError(
+                f"unexpected {', '.join(unknown)}: the Ray engine has address, {', '.join(_PLACEMENT)}"
+            )
         for name in ("resources", "runtime_env", "label_selector"):
             if options.get(name) is not None and not isinstance(options[name], Mapping):
                 raise TypeError(f"{name} is a mapping, not {options[name]!r}")
         amounts = {name: options.get(name) for name in ("num_cpus", "num_gpus", "memory")}
-        amounts.update({f"resources[{name!r}]": amount for name, amount in (options.get("resources") or {}).items()})
+        amounts.update(
+            {
+                f"resources[{name!r}]": amount
+                for name, amount in (options.get("resources") or {}).items()
+            }
+        )
         for name, amount in amounts.items():
             if amount is None:
                 continue
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < inf:
+            if (
+                isinstance(amount, bool)
+                or not isinstance(amount, int | float)
+                or not 0 <= amount < inf
+            ):
                 raise ValueError(f"{name} is a number from 0 on, not {amount!r}")
-        self.placement = _as_ray_wants({name: value for name, value in options.items() if value is not None})
+        self.placement = _as_ray_wants(
+            {name: value for name, value in options.items() if value is not None}
+        )
         self._connect()
 
     def _connect(self) -> None:
         if ray.util.client.ray.is_connected():
-            raise ValueError(f"this process is connected by Ray Client (ray.init('ray://...')): {_NO_CLIENT}")
+            raise ValueError(
+                f"this process is connected by Ray Client (ray.init('ray://...')): {_NO_CLIENT}"
+            )
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if self.address not in (None, *_LOCAL, here):
-                raise ValueError(f"address={self.address!r}: this process is connected to the Ray cluster at {here}")
+                raise ValueError(
+                    f"address={self.address!r}: this process is connected to the Ray cluster at {here}"
+                )
             return
         address = str(self.address or os.environ.get("RAY_ADDRESS") or "local")
         if address.startswith("ray://"):
@@ -84,35 +102,58 @@ class Cluster:
             where = f"this machine (address={address!r})" if address in _LOCAL else address
             raise ConnectionError(f"no Ray cluster can be reached at {where}: {error}") from error
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------------------
 
     def usual(self) -> int:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def check(self, size: int) -> None:
-        """Is there, on all nodes together, or in the placement group, room for so many drones, whoever else may use it
-        now? Raises if not."""
+        """Is there, on all nodes together, or in the placement group, room for so many drones,
+        whoever else may use it now? Raises if not."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if not nodes:
             raise ConnectionError("no node of the Ray cluster is alive")
         selector = self.placement.get("label_selector") or {}
-        fitting = [node["Resources"] for node in nodes if _matches(node.get("Labels", {}), selector)]
+        fitting = [
+            node["Resources"] for node in nodes if _matches(node.get("Labels", {}), selector)
+        ]
         if not fitting:
-            labels = "; ".join(", ".join(f"{name}={value}" for name, value in node["Labels"].items()) for node in nodes)
-            raise ValueError(f"no node of the Ray cluster has label_selector={selector!r}; their labels: {labels}")
-        room, one, whole = fitting, "a node of the Ray cluster, whose nodes have", "the Ray cluster, whose nodes have"
+            labels = "; ".join(
+                ", ".join(f"{name}={value}" for name, value in node["Labels"].items())
+                for node in nodes
+            )
+            raise ValueError(
+                f"no node of the Ray cluster has label_selector={selector!r}; their labels: {labels}"
+            )
+        room, one, whole = (
+            fitting,
+            "a node of the Ray cluster, whose nodes have",
+            "the Ray cluster, whose nodes have",
+        )
         strategy = self.placement.get("scheduling_strategy")
-        if isinstance(strategy, PlacementGroupSchedulingStrategy) and strategy.placement_group is not None:
+        if (
+            isinstance(strategy, PlacementGroupSchedulingStrategy)
+            and strategy.placement_group is not None
+        ):
             room = _bundles(strategy)
-            one, whole = "a bundle of the placement group, which has", "the placement group, which has"
+            one, whole = (
+                "a bundle of the placement group, which has",
+                "the placement group, which has",
+            )
         needs = self._needs()
         if not needs:
             return
-        fits = sum(min(_room(name, there.get(name, 0), amount) for name, amount in needs.items()) for there in room)
+        fits = sum(
+            min(_room(name, there.get(name, 0), amount) for name, amount in needs.items())
+            for there in room
+        )
         if fits >= size:
             return
         asked = ", ".join(f"{amount:,.12g} {name}" for name, amount in needs.items())
-        known = [[f"{node[name]:,.12g} {name}" for name in sorted(node) if name[:5] != "node:"] for node in room]
+        known = [
+            [f"{node[name]:,.12g} {name}" for name in sorted(node) if name[:5] != "node:"]
+            for node in room
+        ]
         has = "; ".join(", ".join(each) or "nothing" for each in known)
         if fits:
             raise ValueError(f"{size} drones of {asked} each do not fit into {whole}: {has}")
@@ -134,7 +175,8 @@ class Cluster:
 
 
 def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
-    """``resources={"GPU": 1}`` is ``num_gpus=1``. Raises `ValueError` where both are given, and differ."""
+    """``resources={"GPU": 1}`` is ``num_gpus=1``. Raises `ValueError` where both are given, and
+    differ."""
     resources = dict(placement.get("resources", {}))
     for name in _OPTION_OF.keys() & resources.keys():
         option, amount = _OPTION_OF[name], resources.pop(name)
@@ -147,7 +189,8 @@ def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
 
 
 def _room(name: str, there: float, amount: float) -> int:
-    """For how many. Ray counts in ten-thousandths, and what is less than one GPU is of one device."""
+    """For how many. Ray counts in ten-thousandths, and what is less than one GPU is of one
+    device."""
     units, each = round(there * _UNITS), max(1, round(amount * _UNITS))
     if name == "GPU" and each < _UNITS:
         return units // _UNITS * (_UNITS // each)
@@ -155,23 +198,31 @@ def _room(name: str, there: float, amount: float) -> int:
 
 
 def _bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float]]:
-    """What drones may take there. Raises `ValueError` for a group that is no more: Ray would wait for it."""
+    """What drones may take there. Raises `ValueError` for a group that is no more: Ray would wait
+    for it."""
     group, index = strategy.placement_group, strategy.placement_group_bundle_index
     known = ray.util.placement_group_table(group)
     if not known or known["state"] == "REMOVED":
-        raise ValueError(f"there is no placement group {group.id.hex()}: it was removed, or is another cluster's")
+        raise ValueError(
+            f"there is no placement group {group.id.hex()}: it was removed, or is another cluster's"
+        )
     bundles: dict[int, dict[str, float]] = known["bundles"]
     if index == -1:
         return list(bundles.values())
     if index not in bundles:
-        raise ValueError(f"placement group {group.id.hex()} has {len(bundles)} bundles, and none of index {index}")
+        raise ValueError(
+            f"placement group {group.id.hex()} has {len(bundles)} bundles, and none of index {index}"
+        )
     return [bundles[index]]
 
 
 def where_in(placement: Mapping[str, Any]) -> str:
     """Of which placement group, and how that is; or nothing."""
     strategy = placement.get("scheduling_strategy")
-    if not isinstance(strategy, PlacementGroupSchedulingStrategy) or strategy.placement_group is None:
+    if (
+        not isinstance(strategy, PlacementGroupSchedulingStrategy)
+        or strategy.placement_group is None
+    ):
         return ""
     state = ray.util.placement_group_table(strategy.placement_group).get("state", "not known")
     return f", in placement group {strategy.placement_group.id.hex()} ({state})"

@@ -1,17 +1,19 @@
-"""A drone in a Ray actor: calls of the driver bring it work, and their answers bring back what came of it.
+"""A drone in a Ray actor: calls of the driver bring it work, and their answers bring back what came
+of it.
 
     driver ── take(WORK) ──> todo ── main thread: run ──> outcomes ──> the call's answer ──> driver
     switch ── orders: RECALL, CANCEL ──> the ear (a thread) ── what the main thread is too busy to tell ──> switch
 
-A *report* is what a drone tells at once: messages (wire/messages.py), what was printed since the last one, and how it
-is. Reports are numbered, since they go by two ways: by the answer of a call, or, while the main thread runs something
-for long, through the switch. The driver reads them in their order, and says with each call up to which it has them.
+A *report* is what a drone tells at once: messages (wire/messages.py), what was printed since the
+last one, and how it is. Reports are numbered, since they go by two ways: by the answer of a call,
+or, while the main thread runs something for long, through the switch. The driver reads them in
+their order, and says with each call up to which it has them.
 
-A large result goes beside the answer as an object that is the driver's: it outlives this drone. One so large that it is
-not copied before that ends the call: what was not begun is given back.
+A large result goes beside the answer as an object that is the driver's: it outlives this drone. One
+so large that it is not copied before that ends the call: what was not begun is given back.
 
-Ray runs an actor's calls in its process's main thread, so an interrupt is what it is on one machine: a signal.
-"""
+Ray runs an actor's calls in its process's main thread, so an interrupt is what it is on one
+machine: a signal."""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ class SpawnReply(NamedTuple):
 
 
 class Report(NamedTuple):
-    """It travels as bytes, like what it answers: Ray takes a fifth of a millisecond to open anything else."""
+    """It travels as bytes, like what it answers: Ray takes a fifth of a millisecond to open
+    anything else."""
 
     number: int
     messages: list[list[bytes]]
@@ -113,7 +116,9 @@ class DroneActor:
             os.dup2(file, descriptor)
             os.close(file)
         sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as it lives
-        with suppress(AttributeError):  # a thread that asks for something as Ray ends this process would start another
+        with suppress(
+            AttributeError
+        ):  # a thread that asks for something as Ray ends this process would start another
             auto_init_hook.enable_auto_connect = False
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray has blocked it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would raise in the work
@@ -161,7 +166,9 @@ class RayDrone(DroneExecutor):
         self._laden = False
         ledger: Any = self._manifest
         super().__init__(birth.name, self._diary, snapshot, BufferHold(self._lade), ledger, tail)
-        self._outcomes = _ResultBuffer(self._diary, snapshot, self._store, self._ledger, tail, self._shelf)
+        self._outcomes = _ResultBuffer(
+            self._diary, snapshot, self._store, self._ledger, tail, self._shelf
+        )
         self.birth = birth
         self._printed = [Printed(folder, name) for name in (OUT, ERR)]
         self._outbox: list[list[bytes]] = []
@@ -172,7 +179,7 @@ class RayDrone(DroneExecutor):
     def _lade(self) -> None:
         self._laden = True
 
-    # -- the main thread --------------------------------------------------------------------------
+    # -- the main thread ---------------------------------------------------------------------------
 
     def take(self, has: int, frames: list[bytes], cargoes: Sequence[OutOfBandBuffers]) -> Told:
         with self.in_call:
@@ -218,10 +225,11 @@ class RayDrone(DroneExecutor):
         self._ear.end()
         return self.take(has, [], ())
 
-    # -- either thread, holding the socket's turn ---------------------------------------------------
+    # -- either thread, holding the socket's turn --------------------------------------------------
 
     def _not_defined(self, definition: int, unknown: list[int]) -> None:
-        """The message that brought it has not arrived, as something beside it was lost: the driver knows that soon."""
+        """The message that brought it has not arrived, as something beside it was lost: the driver
+        knows that soon."""
         self._send(pack_numbers(RETURNED, unknown))
 
     def _send(self, frames: list[bytes]) -> bool:
@@ -232,8 +240,8 @@ class RayDrone(DroneExecutor):
         self._outbox.append(frames)
 
     def _report(self, entries: int, whole: bool = False) -> Told:
-        """With answers comes the `whole` of what was printed: it is told before their promises settle. So many
-        `entries` of the diary have gone with it, or before."""
+        """With answers comes the `whole` of what was printed: it is told before their promises
+        settle. So many `entries` of the diary have gone with it, or before."""
         self._reports += 1
         self._diary.reported(self._reports, entries)
         messages, self._outbox = self._outbox, []
@@ -244,7 +252,9 @@ class RayDrone(DroneExecutor):
         if self.birth.watches_memory and self._reports % MEMORY_EVERY == 0:
             memory = memory_of(os.getpid(), 0)
         report = Report(self._reports, messages, out, err, self._current, memory, bool(loaded))
-        return report.packed(), OutOfBandBuffers([buffer for cargo in loaded for buffer in cargo.buffers]) if loaded else None
+        return report.packed(), OutOfBandBuffers(
+            [buffer for cargo in loaded for buffer in cargo.buffers]
+        ) if loaded else None
 
     def _what_was_printed(self, most: int) -> tuple[bytes, bytes]:
         """stderr's first: see `OutputMerger`."""
@@ -260,7 +270,8 @@ class RayDrone(DroneExecutor):
                 self._hear(frames)
 
     def take_what_ended(self) -> None:
-        """Of what is overlapped, while the main thread has nothing to do; else it sees to that itself."""
+        """Of what is overlapped, while the main thread has nothing to do; else it sees to that
+        itself."""
         if self._overlap is not None and self.in_call.acquire(blocking=False):
             try:
                 self._take_ended(self._overlap)
@@ -354,9 +365,11 @@ class _ControlThread:
             seen = current
 
     def _tell(self, long: bool) -> bool:
-        """One report at a time: who cannot keep up with what is printed holds up its telling, not the work. Whether
-        there may be more to tell."""
-        if not ray.is_initialized():  # Ray is ending this process; asked for anything, it would start another cluster
+        """One report at a time: who cannot keep up with what is printed holds up its telling, not
+        the work. Whether there may be more to tell."""
+        if (
+            not ray.is_initialized()
+        ):  # Ray is ending this process; asked for anything, it would start another cluster
             return False
         if self._told is not None and not ray.wait([self._told], timeout=0)[0]:
             return True
@@ -364,4 +377,3 @@ class _ControlThread:
         if news is not None:
             self._told = self._say.remote(self._drone.birth.number, news)
         return news is not None
-

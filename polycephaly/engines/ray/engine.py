@@ -2,19 +2,21 @@
 
     hub's turns ── start, send, kill ──> Ray          Ray's threads ── post ──> hub's turns
 
-Whatever Ray answers comes as a future's callback in a thread of Ray's, which posts to the hub: so all that changes a
-link or the roster happens in turns, as on one machine. No turn waits for anything that is done elsewhere; but where a
-drone starts or ends, Ray's head is asked for nodes and free resources, or told of an actor, which takes milliseconds.
+Whatever Ray answers comes as a future's callback in a thread of Ray's, which posts to the hub: so
+all that changes a link or the roster happens in turns, as on one machine. No turn waits for
+anything that is done elsewhere; but where a drone starts or ends, Ray's head is asked for nodes and
+free resources, or told of an actor, which takes milliseconds.
 
-An actor's death is told by each call that it has not answered. A drone that has none, be it idle or waiting for what it
-overlaps, is asked now and then; that is the watch. Then a task on its node reads what it has left there, if the node
-lives, and only after that the roster hears of the death: it decides by what was begun.
+An actor's death is told by each call that it has not answered. A drone that has none, be it idle or
+waiting for what it overlaps, is asked now and then; that is the watch. Then a task on its node
+reads what it has left there, if the node lives, and only after that the roster hears of the death:
+it decides by what was begun.
 
-All actors are the driver's: Ray ends them with it. They are those of one session (buffers.py): after `ray.shutdown` Ray
-would start another cluster for whatever it is asked, and after another `ray.init` it does not know them. So who asks
-in a turn looks first whether the session is still there; where it is not, the pool is broken, at the next `_look` or by
-who could not send. If Ray does not take a message of work for any other reason, that work is rejected, and no more.
-"""
+All actors are the driver's: Ray ends them with it. They are those of one session (buffers.py):
+after `ray.shutdown` Ray would start another cluster for whatever it is asked, and after another
+`ray.init` it does not know them. So who asks in a turn looks first whether the session is still
+there; where it is not, the pool is broken, at the next `_look` or by who could not send. If Ray
+does not take a message of work for any other reason, that work is rejected, and no more."""
 
 from __future__ import annotations
 
@@ -64,11 +66,18 @@ __all__ = ["RayEngine"]
 log = logging.getLogger(__name__)
 
 PROBE_EVERY = 2.0  # seconds after which a drone that is silent is asked
-PROBES_A_SECOND = 50  # of idle drones, however many there are: a probe costs the driver a millisecond
+PROBES_A_SECOND = (
+    50  # of idle drones, however many there are: a probe costs the driver a millisecond
+)
 LAST_WITHIN = 5.0  # seconds for what a drone that ends has told by the switch
 REMAINS_WITHIN = 6.0  # seconds for a task on a dead drone's node
 SWITCH_CALLS = 2 * MOST
-_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)  # which need not be of one kind
+_DEATHS = (
+    RayActorError,
+    OutOfMemoryError,
+    NodeDiedError,
+    WorkerCrashedError,
+)  # which need not be of one kind
 
 
 class RayEngine:
@@ -96,7 +105,9 @@ class RayEngine:
         names = self._taken.names()
         self._ref = ray.put(self._taken)
         store: Any = self._store
-        self._roster.book = FunctionRegistry(MainSnapshot(names), store, self._plan.width > 1, self.crew.vault)
+        self._roster.book = FunctionRegistry(
+            MainSnapshot(names), store, self._plan.width > 1, self.crew.vault
+        )
 
     def is_there(self) -> bool:
         """Its Ray."""
@@ -112,10 +123,12 @@ class RayEngine:
             self.crew.break_(RuntimeError(f"Ray was shut down while {self._plan.name} was open"))
         return lost
 
-    def initializer(self, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def initializer(
+        self, initializer: Callable[..., object], initargs: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
         return initializer, initargs
 
-    # -- starting ---------------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self._listen()
@@ -126,14 +139,24 @@ class RayEngine:
 
     def start(self, number: int, name: str, index: int) -> RayHandle | None:
         plan = self._plan
-        birth = SpawnRequest(number, name, plan.env[index], plan.cwd, sys.path[:], self._switch, plan.max_memory is not None)
+        birth = SpawnRequest(
+            number,
+            name,
+            plan.env[index],
+            plan.cwd,
+            sys.path[:],
+            self._switch,
+            plan.max_memory is not None,
+        )
         try:
             actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
         except Exception as error:
             self._roster.cannot_start(error)
             return None
         link = RayHandle(self, number, name, actor)
-        self._when_done(actor.begin.remote(), partial(self._started, link), partial(self._not_started, link))
+        self._when_done(
+            actor.begin.remote(), partial(self._started, link), partial(self._not_started, link)
+        )
         if not self._says_what_is_awaited:
             self._says_what_is_awaited = True
             self._hub.after(tuning.start_report_seconds, self._say_what_is_awaited)
@@ -143,7 +166,11 @@ class RayEngine:
         link.born_as = born
         if born.boot != boot_of_this_machine():
             asked = monotonic()
-            self._when_done(link.actor.clock.remote(), partial(self._set_clock, link, asked), partial(self.lost, link))
+            self._when_done(
+                link.actor.clock.remote(),
+                partial(self._set_clock, link, asked),
+                partial(self.lost, link),
+            )
         self._roster.started(link, born.pid)
         self._roster.hello(link)
 
@@ -163,12 +190,21 @@ class RayEngine:
             self._roster.not_started(link, why)
 
     def _say_what_is_awaited(self) -> None:
-        """Looks at drones that are being started, as long as there are any: is there one that has no place?"""
-        starting = [link for link in self._roster.links if isinstance(link, RayHandle) and not link.pid and link.alive]
+        """Looks at drones that are being started, as long as there are any: is there one that has
+        no place?"""
+        starting = [
+            link
+            for link in self._roster.links
+            if isinstance(link, RayHandle) and not link.pid and link.alive
+        ]
         self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
         if not self._says_what_is_awaited:
             return
-        wait = min(link.asked_for for link in starting) + tuning.start_report_seconds - self._hub.timers.now()
+        wait = (
+            min(link.asked_for for link in starting)
+            + tuning.start_report_seconds
+            - self._hub.timers.now()
+        )
         if wait <= 0:
             more = len(starting) - 1
             log.warning(
@@ -179,23 +215,32 @@ class RayEngine:
             wait = 6 * tuning.start_report_seconds
         self._hub.after(wait, self._say_what_is_awaited)
 
-    # -- what links use, in turns -------------------------------------------------------------------
+    # -- what links use, in turns ------------------------------------------------------------------
 
     def await_answer(
-        self, link: RayHandle, answer: Any, cargo: Any, frames: Sequence[bytes] = (), works: Sequence[Task] = ()
+        self,
+        link: RayHandle,
+        answer: Any,
+        cargo: Any,
+        frames: Sequence[bytes] = (),
+        works: Sequence[Task] = (),
     ) -> None:
         link.calls += 1
         not_answered = partial(self._not_answered, link, frames, works)
         self._when_done(answer, partial(self._answered, link, cargo), not_answered)
 
-    def _not_answered(self, link: RayHandle, frames: Sequence[bytes], works: Sequence[Task], error: Exception) -> None:
+    def _not_answered(
+        self, link: RayHandle, frames: Sequence[bytes], works: Sequence[Task], error: Exception
+    ) -> None:
         link.calls -= 1
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not isinstance(cause, ObjectLostError):
             self.lost(link, error)
         elif link.is_up():
             why = str(cause).strip().splitlines()[0]
-            lost = Lost(f"what work was to take lay with a node that is lost: {why}", drone=link.name)
+            lost = Lost(
+                f"what work was to take lay with a node that is lost: {why}", drone=link.name
+            )
             link.not_begun(frames, works, lost)
 
     def _answered(self, link: RayHandle, cargo: Any, told: bytes) -> None:
@@ -203,8 +248,11 @@ class RayEngine:
         link.last_heard = self._hub.timers.now()
         link.hear(Report.unpack(told), cargo)
 
-    def not_sent(self, link: RayHandle, frames: list[bytes], works: Sequence[Task], error: Exception) -> None:
-        """In the turn that was to send it, which goes on with other drones: so not before the next."""
+    def not_sent(
+        self, link: RayHandle, frames: list[bytes], works: Sequence[Task], error: Exception
+    ) -> None:
+        """In the turn that was to send it, which goes on with other drones: so not before the
+        next."""
         if not self.is_there():
             self._hub.post(self._is_lost)
         elif works:
@@ -267,7 +315,7 @@ class RayEngine:
         if not self._ended and self.is_there():
             self._switch.forget.remote(link.number)
 
-    # -- deaths -----------------------------------------------------------------------------------
+    # -- deaths ------------------------------------------------------------------------------------
 
     def lost(self, link: RayHandle, error: Exception) -> None:
         """A call of it has failed."""
@@ -285,8 +333,12 @@ class RayEngine:
         elif born.node == self._home:
             self._buried(link, read_remains(born.folder, link.out_read, link.err_read))
         elif self._lives(born.node):
-            remains = self._on_node(born.node, read_remains).remote(born.folder, link.out_read, link.err_read)
-            self._when_done(remains, partial(self._buried, link), lambda _: self._buried(link, None))
+            remains = self._on_node(born.node, read_remains).remote(
+                born.folder, link.out_read, link.err_read
+            )
+            self._when_done(
+                remains, partial(self._buried, link), lambda _: self._buried(link, None)
+            )
             self._hub.after(REMAINS_WITHIN, partial(self._buried, link, None))
         else:
             self._buried(link, None)
@@ -312,13 +364,18 @@ class RayEngine:
         links = self._roster.links
         idle_every = max(self._probe_every, len(links) / PROBES_A_SECOND)
         for link in links:
-            if not isinstance(link, RayHandle) or link.born_as is None or link.calls or not link.is_up():
+            if (
+                not isinstance(link, RayHandle)
+                or link.born_as is None
+                or link.calls
+                or not link.is_up()
+            ):
                 continue
             if now - link.last_heard >= (self._probe_every if link.flight else idle_every):
                 link.probe()
         self._hub.after(self._probe_every, self._look)
 
-    # -- hearing ----------------------------------------------------------------------------------
+    # -- hearing -----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         self._when_done(self._switch.news.remote(), self._hear, self._deaf)
@@ -338,7 +395,9 @@ class RayEngine:
             why = RuntimeError(f"the switch of {self._plan.name} was lost: {_fate(error)}")
             self.crew.break_(why)
 
-    def _when_done(self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]) -> None:
+    def _when_done(
+        self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
+    ) -> None:
         """One of the two, in a turn."""
         hub = self._hub
 
@@ -352,7 +411,7 @@ class RayEngine:
 
         ref.future().add_done_callback(tell)
 
-    # -- snapshots --------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         return snapshot.take()

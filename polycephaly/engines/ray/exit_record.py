@@ -3,17 +3,16 @@
     begun, results not yet acknowledged ──> page ─┐
     descriptors 1 and 2 ──> out, err ─────────────┴── read on that node when it is dead ──> the driver
 
-Ray tells that an actor has died; the page tells what it had begun, and brings results that did not reach the driver, as
-on one machine (engines/local/status_table.py). A result stays there until the driver says that it has the report it
-went with.
-Of the output what was read some megabytes ago is freed, so a drone that prints for days fills no disk: a hole in
-the file, as descriptors 1 and 2 append to it at any time, in any process. If a drone dies that had more on its way to
-the driver than that, what is in the hole is not told.
+Ray tells that an actor has died; the page tells what it had begun, and brings results that did not
+reach the driver, as on one machine (engines/local/status_table.py). A result stays there until the
+driver says that it has the report it went with. Of the output what was read some megabytes ago is
+freed, so a drone that prints for days fills no disk: a hole in the file, as descriptors 1 and 2
+append to it at any time, in any process. If a drone dies that had more on its way to the driver
+than that, what is in the hole is not told.
 
-The folder lies in Ray's own of this session. A drone that ends removes it, and so does who has read it. What is left
-when the driver itself was killed is removed by drones that start on that node: not by the first one that finds it, as
-its driver may be about to read it.
-"""
+The folder lies in Ray's own of this session. A drone that ends removes it, and so does who has read
+it. What is left when the driver itself was killed is removed by drones that start on that node: not
+by the first one that finds it, as its driver may be about to read it."""
 
 from __future__ import annotations
 
@@ -38,7 +37,9 @@ _PAGE, OUT, ERR, _FOUND = "page", "out", "err", "found"
 UNREAD = 120.0  # seconds that a dead drone's folder waits for its driver, since somebody else has found it
 GONE_WITHIN = 1.0  # seconds for a process that was killed
 MOST = 1 << 20  # bytes of output that are read when it is dead, of each stream
-READ_KEPT = 4 << 20  # bytes of output, of each stream, that are kept when they were read; whole pages
+READ_KEPT = (
+    4 << 20
+)  # bytes of output, of each stream, that are kept when they were read; whole pages
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None)
@@ -54,7 +55,8 @@ class FinalState(NamedTuple):
 
 
 class ExitRecord(Slot):
-    """The writer's side of the page. Of an outcome that it has no room for, it is kept that it was sent."""
+    """The writer's side of the page. Of an outcome that it has no room for, it is kept that it was
+    sent."""
 
     def __init__(self, folder: str) -> None:
         fd = os.open(os.path.join(folder, _PAGE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,7 +65,9 @@ class ExitRecord(Slot):
         super().__init__(self._page._bytes)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # entries that were before these
-        self._reports: deque[tuple[int, int]] = deque()  # each with how many entries had been kept before it was made
+        self._reports: deque[tuple[int, int]] = (
+            deque()
+        )  # each with how many entries had been kept before it was made
         self._begun = 0
 
     def start(self, number: int) -> None:
@@ -85,8 +89,9 @@ class ExitRecord(Slot):
         """Not before it is acknowledged."""
 
     def entries(self) -> int:
-        """How many were kept so far. Who makes a report asks before it takes the outcomes: they are noted first and
-        then kept, so these, at least, go with it or went before, whatever the main thread keeps meanwhile."""
+        """How many were kept so far. Who makes a report asks before it takes the outcomes: they are
+        noted first and then kept, so these, at least, go with it or went before, whatever the main
+        thread keeps meanwhile."""
         return self._dropped + len(self._entries)
 
     def reported(self, report: int, entries: int) -> None:
@@ -160,8 +165,8 @@ def _session() -> str:
 
 
 def kill_owner(folder: str) -> bool:
-    """On its node: SIGKILL for the drone whose folder that is. Ray's own kill waits for a process that holds its
-    interpreter. Whether it was there."""
+    """On its node: SIGKILL for the drone whose folder that is. Ray's own kill waits for a process
+    that holds its interpreter. Whether it was there."""
     pid, _, born = os.path.basename(folder).partition(".")
     if birth_of(int(pid)) == born:
         with suppress(ProcessLookupError, PermissionError):
@@ -171,7 +176,8 @@ def kill_owner(folder: str) -> bool:
 
 
 def _see_off(folder: str) -> None:
-    """Ray may have lost only the connection to it: what it began after its page was read would be run twice."""
+    """Ray may have lost only the connection to it: what it began after its page was read would be
+    run twice."""
     with suppress(OSError):
         process = os.pidfd_open(int(os.path.basename(folder).partition(".")[0]))
         try:
@@ -184,7 +190,8 @@ def _see_off(folder: str) -> None:
 
 
 def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None:
-    """On the drone's node; it is dead then, and the folder is gone. None where there is nothing to be read."""
+    """On the drone's node; it is dead then, and the folder is gone. None where there is nothing to
+    be read."""
     _see_off(folder)
     page = os.path.join(folder, _PAGE)
     try:
@@ -193,7 +200,9 @@ def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None
         return None
     try:
         started, sent, kept = running.started(0), running.sent(0), running.kept(0)
-        return FinalState(started, sent, kept, _rest(folder, OUT, out_from), _rest(folder, ERR, err_from))
+        return FinalState(
+            started, sent, kept, _rest(folder, OUT, out_from), _rest(folder, ERR, err_from)
+        )
     finally:
         running.close()
         shutil.rmtree(folder, ignore_errors=True)

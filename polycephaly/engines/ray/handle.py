@@ -4,9 +4,9 @@
          ── CANCEL, RECALL ──> the switch ──> its ear               ├── in their order ──> hearing
                                           reports <── the switch ───┘
 
-Calls are answered in the hub's turns: Ray tells in a thread of its own, which posts. A call that fails because the
-actor is gone brings the drone's end: what it left on its node is read first, so that it is known what had begun.
-"""
+Calls are answered in the hub's turns: Ray tells in a thread of its own, which posts. A call that
+fails because the actor is gone brings the drone's end: what it left on its node is read first, so
+that it is known what had begun."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RayHandle(DroneHandle):
         self._feeds = [_Feed(name, "stdout"), _Feed(name, "stderr")]
         self._merge = OutputMerger()
 
-    # -- sending ----------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def is_up(self) -> bool:
         return self.alive and not self.dying and ray.is_initialized()
@@ -79,7 +79,9 @@ class RayHandle(DroneHandle):
         kind = frames[0][:1]
         if kind == WORK:
             loaded = self.ledger.take()
-            if not works and not loaded and self.flight:  # a question, while it is busy: its ear hears that
+            if (
+                not works and not loaded and self.flight
+            ):  # a question, while it is busy: its ear hears that
                 self._engine.order(self, frames)
             else:
                 answer, cargo = self._take.remote(dumps((self._has, frames), 5), *loaded)
@@ -102,7 +104,7 @@ class RayHandle(DroneHandle):
         if not self.dying:
             self._engine.kill(self)
 
-    # -- hearing, in turns --------------------------------------------------------------------------
+    # -- hearing, in turns -------------------------------------------------------------------------
 
     def hear(self, report: Report, cargo: Any) -> None:
         """And what goes beside it: an ObjectRef, a `OutOfBandBuffers`, or nothing."""
@@ -142,7 +144,7 @@ class RayHandle(DroneHandle):
         self.remember(heard)
         return heard
 
-    # -- what is known of it ----------------------------------------------------------------------
+    # -- what is known of it -----------------------------------------------------------------------
 
     def started(self) -> int:
         """It runs what it was sent, in that order."""
@@ -172,7 +174,8 @@ class RayHandle(DroneHandle):
         self.crew.answered(self)
 
     def not_sent(self, frames: Sequence[bytes], works: Sequence[Task], error: Exception) -> None:
-        """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything does."""
+        """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything
+        does."""
         self.unheard(frames)
         here = [work for work in works if self.flight.get(work.number) is work]
         for work in here:
@@ -184,7 +187,8 @@ class RayHandle(DroneHandle):
         self.crew.answered(self)
 
     def leave(self, remains: FinalState | None) -> None:
-        """What was found of it; None where its node is gone too: then all that it had may have begun."""
+        """What was found of it; None where its node is gone too: then all that it had may have
+        begun."""
         if remains is None:
             last = next(reversed(list(self.flight)), 0)
             remains = FinalState(started=last)
@@ -219,7 +223,9 @@ class _Feed(LineSplitter):
     def read(self) -> list[Line | OutputRecord | int]:
         given, self._given = self._given, b""
         heard: list[Line | OutputRecord | int] = []
-        while len(given) > _PIECE:  # as it would come through a pipe: a line without an end is told in pieces
+        while (
+            len(given) > _PIECE
+        ):  # as it would come through a pipe: a line without an end is told in pieces
             heard += self._sort(given[:_PIECE])
             given = given[_PIECE:]
         self.open = not self._ended

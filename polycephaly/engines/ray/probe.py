@@ -1,5 +1,5 @@
-"""Is anybody at an address who speaks as a Ray cluster does? Ray itself tries for minutes where nobody answers, and for
-20 seconds where a proxy or a gateway answers in the cluster's place.
+"""Is anybody at an address who speaks as a Ray cluster does? Ray itself tries for minutes where
+nobody answers, and for 20 seconds where a proxy or a gateway answers in the cluster's place.
 
     preface, SETTINGS, a request ──> who is there
                                 <── SETTINGS first: HTTP/2;  then an answer of status 200: gRPC
@@ -30,7 +30,8 @@ _NOT_200 = bytes((*range(0x89, 0x8F), 0x08, 0x18, 0x48))
 
 
 def knock(address: str, within: float) -> None:
-    """Raises `ConnectionError` if not, after so many seconds at most; `ValueError` for what is no address."""
+    """Raises `ConnectionError` if not, after so many seconds at most; `ValueError` for what is no
+    address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")
@@ -44,7 +45,9 @@ def knock(address: str, within: float) -> None:
     except OSError as error:
         raise ConnectionError(f"no Ray cluster can be reached at {address}: {error}") from error
     if not known:
-        raise ConnectionError(f"no Ray cluster can be reached at {address}: who is there speaks another protocol")
+        raise ConnectionError(
+            f"no Ray cluster can be reached at {address}: who is there speaks another protocol"
+        )
 
 
 def _speaks_grpc(there: socket.socket, end: float) -> bool:

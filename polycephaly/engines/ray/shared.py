@@ -18,13 +18,14 @@ T = TypeVar("T")
 
 
 class RayShared(Placeholder, Generic[T]):
-    """The handle of a value that was put into the cluster's object store once; made by `Pool.share`.
+    """The handle of a value that was put into the cluster's object store once; made by
+    `Pool.share`.
 
-    As an argument by itself it arrives as the value; inside another argument as a handle with that `value`. Large
-    buffers in it (arrays, data frames) are not copied for that: drones of a node look at the same memory, which is
-    read-only. It lives until `release`, the end of its ``with`` block, or the loss of the last reference to it; when
-    Ray is shut down, the value is `Lost`. Any thread may use it.
-    """
+    As an argument by itself it arrives as the value; inside another argument as a handle with that
+    `value`. Large buffers in it (arrays, data frames) are not copied for that: drones of a node
+    look at the same memory, which is read-only. It lives until `release`, the end of its ``with``
+    block, or the loss of the last reference to it; when Ray is shut down, the value is `Lost`. Any
+    thread may use it."""
 
     def __init__(self, part: Serialized) -> None:
         self._promise: _SettledRef | None = _SettledRef(part)
@@ -55,13 +56,20 @@ class RayShared(Placeholder, Generic[T]):
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         if pickling.stand_in is None:
-            raise TypeError("a value shared on Ray goes among the arguments of its pool's calls only: give it as one")
+            raise TypeError(
+                "a value shared on Ray goes among the arguments of its pool's calls only: give it as one"
+            )
         return ResolvedShared, (_Slot(self._held()), self.nbytes)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -98,7 +106,8 @@ class _SettledRef(Promise[Any]):
         self._settle(FINISHED, None, None)
 
     def _bring_here(self) -> Any:
-        views = [LazyBuffers(each.cargo, each.session).buffers[index] for each, index, _ in self.where.places]  # type: ignore[attr-defined]
+        places: list[Any] = list(self.where.places)
+        views = [LazyBuffers(each.cargo, each.session).buffers[index] for each, index, _ in places]
         return load_beside(self.where.inline, [memoryview(each) for each in views])
 
     def _part(self, book: Any) -> Serialized | None:

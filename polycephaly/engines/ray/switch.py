@@ -1,11 +1,12 @@
-"""The switch: an actor through which drones and the driver talk while a drone's main thread is busy.
+"""The switch: an actor through which drones and the driver talk while a drone's main thread is
+busy.
 
     driver ── order ──> one queue for each drone ── orders ──> its ear
     driver <── news ── one queue, with room for a few <── tell ── ears
 
-An actor that runs work hears nothing, and Ray lets nobody call a driver: so both ask here, and wait. What is neither
-order nor report of a running task goes by calls and answers of the drones themselves.
-"""
+An actor that runs work hears nothing, and Ray lets nobody call a driver: so both ask here, and
+wait. What is neither order nor report of a running task goes by calls and answers of the drones
+themselves."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Switch:
             self._orders[drone].put_nowait(frames)
 
     async def orders(self, drone: int) -> list[list[bytes]]:
-        """What there is for that drone; waits for something. Nothing: it is forgotten, and asks no more."""
+        """What there is for that drone; waits for something. Nothing: it is forgotten, and asks no
+        more."""
         if drone in self._forgotten:
             return []
         queue = self._orders[drone]
@@ -54,7 +56,8 @@ class Switch:
         return taken
 
     async def forget(self, drone: int) -> None:
-        """Who waits for its orders would wait for ever, and an actor has room for so many calls only."""
+        """Who waits for its orders would wait for ever, and an actor has room for so many calls
+        only."""
         self._forgotten.add(drone)
         queue = self._orders.pop(drone, None)
         if queue is not None:

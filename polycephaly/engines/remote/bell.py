@@ -3,10 +3,9 @@
     sleeper  B1 `asleep` is set       B2 looks whether there is something to do   B3 sleeps, with the bell's descriptor
     caller   C1 gives it something    C2 looks at `asleep`                        C3 rings
 
-If C1 comes before B2, the sleeper sees it; if after, then B1 came before C2, so the caller rings. Ringing and closing
-exclude each other, or who rings late could write into a file that has got the descriptor since. (The same thread may
-enter twice: a finalizer may ring while it rings.)
-"""
+If C1 comes before B2, the sleeper sees it; if after, then B1 came before C2, so the caller rings.
+Ringing and closing exclude each other, or who rings late could write into a file that has got the
+descriptor since. (The same thread may enter twice: a finalizer may ring while it rings.)"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A dealer: this end's socket to a server, with what ZeroMQ tells of the connection. A client has one, and a worker.
+"""A dealer: this end's socket to a server, with what ZeroMQ tells of the connection. A client has
+one, and a worker.
 
-It belongs to one thread. Why the connection is lost, if it is, stands in `lost`; what might be wrong with one that has
-not come about yet, in `trouble`. A connection that is lost stays so: nobody knows what was done of what was sent.
-"""
+It belongs to one thread. Why the connection is lost, if it is, stands in `lost`; what might be
+wrong with one that has not come about yet, in `trouble`. A connection that is lost stays so: nobody
+knows what was done of what was sent."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class ClientSocket:
             self._made = undo.pop_all()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Never waits: there is room, or else libzmq has given the connection up, after a handshake that failed."""
+        """Never waits: there is room, or else libzmq has given the connection up, after a handshake
+        that failed."""
         try:
             if sum(map(len, frames)) > PIECE:
                 *parts, last = frames
@@ -87,8 +89,13 @@ class ClientSocket:
                 reached.add(self._peer)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.lost = "it does not know our key (was it taken off the allow-list?)"
-            elif kind in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                self.trouble = "somebody is there who has not the server's key, or is no server of ours"
+            elif kind in (
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+            ):
+                self.trouble = (
+                    "somebody is there who has not the server's key, or is no server of ours"
+                )
                 if not self.welcomed:
                     self.lost = self.trouble
             elif kind == zmq.EVENT_DISCONNECTED and self.welcomed:

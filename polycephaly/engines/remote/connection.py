@@ -1,15 +1,16 @@
-"""A client's connection: the socket to a served pool, and its thread. To work and promises it is a crew and its hub.
+"""A client's connection: the socket to a served pool, and its thread. To work and promises it is a
+crew and its hub.
 
     callers ──append──> waiting ──┐            ┌── WORK, at most `AHEAD` calls unanswered ──> server
                                   ├── thread ──┤
     promises <──settle────────────┘            └── RESULTS, OUTPUT, TELL <──
 
-One thread owns the socket. What waits when it gets to send goes as one message; a function is sent once. Arguments are
-pickled when the call is made, and functions and classes of this image's `__main__` travel by value: the server's image
-is another one.
+One thread owns the socket. What waits when it gets to send goes as one message; a function is sent
+once. Arguments are pickled when the call is made, and functions and classes of this image's
+`__main__` travel by value: the server's image is another one.
 
-When the connection is lost, what was not answered is rejected with `ConnectionError`: nobody knows whether it was done.
-"""
+When the connection is lost, what was not answered is rejected with `ConnectionError`: nobody knows
+whether it was done."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ class Connection:
             self.close(cancel="all")
             raise
 
-    # -- what work and promises use, in any thread ------------------------------------------------------
+    # -- what work and promises use, in any thread -------------------------------------------------
 
     def submit(
         self,
@@ -238,7 +239,9 @@ class Connection:
     def drive(self, promise: Promise[Any], end: float | None) -> None:
         """Nothing that a waiting thread could do."""
         if self._left_behind:
-            raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
+            raise RuntimeError(
+                f"{promise!r} belongs to another process, of which this one is a fork"
+            )
 
     def post(self, act: Callable[[], object]) -> None:
         self._acts.append(act)
@@ -263,8 +266,11 @@ class Connection:
         """There is nothing to add."""
 
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
-        """What was submitted is finished first; or cancelled: "all" of it, or what is "not begun"."""
-        self.refusal = self.refusal or RuntimeError(f"cannot schedule new futures after shutdown of {self.name}")
+        """What was submitted is finished first; or cancelled: "all" of it, or what is "not
+        begun"."""
+        self.refusal = self.refusal or RuntimeError(
+            f"cannot schedule new futures after shutdown of {self.name}"
+        )
         self._cancels = cancel or self._cancels
         self._stopping = True
         self._bell.ring()
@@ -272,7 +278,7 @@ class Connection:
             while self._thread.is_alive():
                 self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
 
-    # -- the thread -----------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _live(self) -> None:
         settlers.add(get_ident())
@@ -319,7 +325,14 @@ class Connection:
             self._cancel_all(running=cancels == "all")
 
     def _is_over(self) -> bool:
-        left = self._queue or self._flight or self._waiting or self._acts or self._cancels or self._asked
+        left = (
+            self._queue
+            or self._flight
+            or self._waiting
+            or self._acts
+            or self._cancels
+            or self._asked
+        )
         return self._lost or (self._stopping and not left)
 
     def _end(self) -> None:
@@ -329,7 +342,9 @@ class Connection:
             self._dealer.close()
             self._bell.close()
         self._lost = True
-        self.refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
+        self.refusal = self.refusal or ConnectionError(
+            f"the connection to {self.address} is closed"
+        )
         self._reject_all()
         if not self.welcome.done():
             self.welcome._settle(FINISHED, None, another(self.refusal))
@@ -373,7 +388,9 @@ class Connection:
                         if (known := self._flight.get(number)) is not None:
                             known[0].runs_elsewhere = True
                 elif frames[0] == OUTPUT:
-                    self._told.append(partial(self._print, [Line(*each) for each in read_lines(frames, 3)]))
+                    self._told.append(
+                        partial(self._print, [Line(*each) for each in read_lines(frames, 3)])
+                    )
                 elif frames[0] == TELL:
                     self._hear_answer(read_note(frames))
                 elif frames[0] == REFUSED:
@@ -392,14 +409,23 @@ class Connection:
                     self._output(line)
             except BaseException:
                 log.exception("the output callable of %s failed", self.name)
-        self.post(partial(self._dealer.send, pack_numbers(SEEN, [sum(len(line.text) + LINE for line in lines)])))
+        self.post(
+            partial(
+                self._dealer.send,
+                pack_numbers(SEEN, [sum(len(line.text) + LINE for line in lines)]),
+            )
+        )
 
     def _hear_answer(self, note: dict[str, Any]) -> None:
         self._unanswered -= 1
         self._send_questions()
         promise = self._asked.pop(note.get("id", 0), None)
         if promise is not None:
-            error = _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"])) if "error" in note else None
+            error = (
+                _ERRORS.get(note.get("kind", ""), RuntimeError)(str(note["error"]))
+                if "error" in note
+                else None
+            )
             self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
 
     def _answered(self, number: int) -> Task | None:
@@ -411,7 +437,11 @@ class Connection:
         return bool(self._queue) and self._has_credit()
 
     def _has_credit(self) -> bool:
-        return self.welcome.done() and len(self._flight) < AHEAD and (not self._flight or self._bytes < BYTES_AHEAD)
+        return (
+            self.welcome.done()
+            and len(self._flight) < AHEAD
+            and (not self._flight or self._bytes < BYTES_AHEAD)
+        )
 
     def _send_what_waits(self) -> None:
         while not self._lost and (self._defined.unused or self._could_send()):
@@ -437,10 +467,17 @@ class Connection:
                 target = 0 if work.target is None else work.target.number
                 kind = work.kind
                 if work.leases is not None:
-                    kind, payload = kind | SHARES, pack_shares([lease.number for lease in work.leases], payload)
+                    kind, payload = (
+                        kind | SHARES,
+                        pack_shares([lease.number for lease in work.leases], payload),
+                    )
                     leased.append(work.leases)
                     work.leases = None
-                items.append(Item(work.number, definition.number, kind, payload, target, work.timeout, retries))
+                items.append(
+                    Item(
+                        work.number, definition.number, kind, payload, target, work.timeout, retries
+                    )
+                )
                 self._flight[work.number] = work, len(payload)
                 self._bytes += len(payload)
                 size += len(payload) + 32
@@ -453,7 +490,8 @@ class Connection:
         items.append(Item(definition.number, 0, definition.kind, payload))
 
     def _sign(self) -> None:
-        """A PING of the server's may lie behind much that is on its way: this tells it that we live."""
+        """A PING of the server's may lie behind much that is on its way: this tells it that we
+        live."""
         now = self._timers.now()
         if now - self._signed >= tuning.client_sign_seconds and self.welcome.done():
             self._signed = now
@@ -462,12 +500,18 @@ class Connection:
     def _cancel_all(self, running: bool) -> None:
         """All, or what the server has not begun: of what it has it knows that."""
         sent = list(self._flight)
-        for work in [*self._queue, *self._waiting, *(work for work, _ in reversed(self._flight.values()) if running)]:
+        for work in [
+            *self._queue,
+            *self._waiting,
+            *(work for work, _ in reversed(self._flight.values()) if running),
+        ]:
             try:
                 work.cancel()
             except BaseException:
                 callbacks.exception("a callback of %r failed", work)
-        if not running and not self._lost and not self._recalled:  # after the first, nothing new was sent
+        if (
+            not running and not self._lost and not self._recalled
+        ):  # after the first, nothing new was sent
             self._recalled = True
             with self._turn:
                 self._dealer.send(pack_numbers(RECALL, sent))
@@ -482,7 +526,9 @@ def _forget_connections() -> None:
     for connection in _connections:
         connection._lost = connection._left_behind = True
         connection._bell.asleep = False  # its lock may be held by a thread that is not here
-        connection.refusal = RuntimeError(f"the connection to {connection.address} belongs to another process")
+        connection.refusal = RuntimeError(
+            f"the connection to {connection.address} belongs to another process"
+        )
     _left_behind.extend(_connections)
     _connections.clear()
 

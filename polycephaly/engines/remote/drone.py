@@ -14,7 +14,8 @@ __all__ = ["RemoteDrone", "RemoteHandle"]
 
 
 class RemoteHandle(NamedTuple):
-    """Where it is: to work that only this drone may do, what a link is in the pool's own process."""
+    """Where it is: to work that only this drone may do, what a link is in the pool's own
+    process."""
 
     number: int
     name: str
@@ -23,10 +24,11 @@ class RemoteHandle(NamedTuple):
 
 
 class RemoteDrone(DroneBase):
-    """A drone of a `RemotePool`, from its `drones`. Work given to it is run by it alone, in a namespace that stays.
+    """A drone of a `RemotePool`, from its `drones`. Work given to it is run by it alone, in a
+    namespace that stays.
 
-    When it has ended, work is rejected with `RuntimeError`; what it was running, with `DroneDied`. Any thread may use
-    it.
+    When it has ended, work is rejected with `RuntimeError`; what it was running, with `DroneDied`.
+    Any thread may use it.
 
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
@@ -77,12 +79,14 @@ class RemoteDrone(DroneBase):
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it has waited without processor time, as `Drone.waiting` tells; `since` is of its machine's clock."""
+        """In what it has waited without processor time, as `Drone.waiting` tells; `since` is of its
+        machine's clock."""
         told = self._ask("drone").get("waiting")
         return None if told is None else Waiting(**told)
 
     def interrupt(self) -> None:
-        """Stops what runs, also another client's, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`."""
+        """Stops what runs, also another client's, as Ctrl-C would: its promise is rejected with
+        `KeyboardInterrupt`."""
         self._ask("interrupt")
 
     def kill(self) -> None:
@@ -94,7 +98,10 @@ class RemoteDrone(DroneBase):
         return connection.ask(what, drone=self._berth.number).result()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteDrone) and (other._crew, other._berth.number) == (self._crew, self._berth.number)
+        return isinstance(other, RemoteDrone) and (other._crew, other._berth.number) == (
+            self._crew,
+            self._berth.number,
+        )
 
     def __hash__(self) -> int:
         return hash((self._crew, self._berth.number))

@@ -1,7 +1,7 @@
 """TCP connections and forks: what a child has inherited of them is closed there at once.
 
-A connection ends, for the other side, when the last process that has it closes it. A zygote or a drone that had it too
-would keep a closed server's port, and hide from it that a client has left.
+A connection ends, for the other side, when the last process that has it closes it. A zygote or a
+drone that had it too would keep a closed server's port, and hide from it that a client has left.
 """
 
 from __future__ import annotations

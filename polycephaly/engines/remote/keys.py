@@ -2,13 +2,13 @@
 
     serve ──> connection file (mode 0600): address, the server's public key, one client's pair, whose it is ──> connect
 
-A pair of keys is 40 characters of Z85 each, as `zmq.curve_keypair` makes them. The server knows its clients by their
-public keys, the *allow-list*; a client knows its server by that one's. Both prove that they have the secret half
-before anything else is said (CurveZMQ, which is CurveCP's handshake: perfect forward secrecy, no certificates).
+A pair of keys is 40 characters of Z85 each, as `zmq.curve_keypair` makes them. The server knows its
+clients by their public keys, the *allow-list*; a client knows its server by that one's. Both prove
+that they have the secret half before anything else is said (CurveZMQ, which is CurveCP's handshake:
+perfect forward secrecy, no certificates).
 
-Whoever can read the file can run code as its owner: so it is made with mode 0600, is refused with any other, and is
-never on a command line.
-"""
+Whoever can read the file can run code as its owner: so it is made with mode 0600, is refused with
+any other, and is never on a command line."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ KEY = 40  # characters
 
 
 def new_pair() -> tuple[str, str]:
-    """A public and a secret key. Raises `RuntimeError` where this ZeroMQ was built without CURVE."""
+    """A public and a secret key. Raises `RuntimeError` where this ZeroMQ was built without
+    CURVE."""
     if not zmq.has("curve"):
-        raise RuntimeError("this libzmq was built without CURVE, so nothing can be served by tcp://")
+        raise RuntimeError(
+            "this libzmq was built without CURVE, so nothing can be served by tcp://"
+        )
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
@@ -51,8 +54,14 @@ def check_key(key: str) -> str:
 
 def check_address(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not (port == "*" or (port.isdigit() and int(port) < 1 << 16)):
-        raise ValueError(f"an address is tcp://HOST:PORT, with port 0 for any that is free, not {address!r}")
+    if (
+        not address.startswith("tcp://")
+        or not host
+        or not (port == "*" or (port.isdigit() and int(port) < 1 << 16))
+    ):
+        raise ValueError(
+            f"an address is tcp://HOST:PORT, with port 0 for any that is free, not {address!r}"
+        )
     return address
 
 
@@ -83,7 +92,9 @@ class Card:
         """Atomically, and never readable by anybody else. Raises `OSError`."""
         target = Path(path)
         new = target.with_name(f".{target.name}.{os.getpid()}")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             with open(fd, "w") as file:
                 json.dump(asdict(self), file, indent=1)
@@ -94,11 +105,14 @@ class Card:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Card:
-        """Raises `OSError`, `PermissionError` where others may have read or written it, `ValueError` if it is none."""
+        """Raises `OSError`, `PermissionError` where others may have read or written it,
+        `ValueError` if it is none."""
         text = read_private(path)
         try:
             found: dict[str, Any] = json.loads(text)
-            known = [each.name for each in fields(cls) if each.default is MISSING or each.name in found]
+            known = [
+                each.name for each in fields(cls) if each.default is MISSING or each.name in found
+            ]
             card = cls(**{name: found[name] for name in known})
             check_address(card.address)
             for key in (card.server, card.public, card.secret):

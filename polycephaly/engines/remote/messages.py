@@ -1,4 +1,5 @@
-"""What a client and its server say to each other: one table, as wire/messages.py is for a hub and its drones.
+"""What a client and its server say to each other: one table, as wire/messages.py is for a hub and
+its drones.
 
     client                                              server
     HELLO    protocol, Python's version, who  ─────>
@@ -30,16 +31,16 @@ A *worker* (server/join.py) says hello as one, and takes work instead of giving 
     RETURNED numbers  ─────>                            these have not begun and shall not
     NEWS     JSON  ─────>                               its drones; it lives
 
-A message is frames: its type, a head of items of one size, and their payloads end to end, cut into pieces of `PIECE`
-bytes at most. So no frame is large, and larger ones are refused by libzmq: a stranger could fill the memory with one.
-What goes to a server and is longer goes as several messages (PART), because libzmq keeps all frames of one in memory
-until the last has come. How much a peer may send is told by server/flow_control.py.
-The server looks at shapes and sizes only: payloads are opened in drones and in the client that gave the work. What it
-does read is plain data: numbers, labels, and JSON.
+A message is frames: its type, a head of items of one size, and their payloads end to end, cut into
+pieces of `PIECE` bytes at most. So no frame is large, and larger ones are refused by libzmq: a
+stranger could fill the memory with one. What goes to a server and is longer goes as several
+messages (PART), because libzmq keeps all frames of one in memory until the last has come. How much
+a peer may send is told by server/flow_control.py. The server looks at shapes and sizes only:
+payloads are opened in drones and in the client that gave the work. What it does read is plain data:
+numbers, labels, and JSON.
 
-Of a HELLO, the number of frames and the second one's layout are the same in each version of the protocol: so that
-whoever speaks another is told so.
-"""
+Of a HELLO, the number of frames and the second one's layout are the same in each version of the
+protocol: so that whoever speaks another is told so."""
 
 from __future__ import annotations
 
@@ -67,7 +68,16 @@ __all__ = [
 
 PROTOCOL = 3
 
-HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = b"H", b"E", b"W", b"R", b"C", b"B", b"P", b"Q"
+HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
+    b"H",
+    b"E",
+    b"W",
+    b"R",
+    b"C",
+    b"B",
+    b"P",
+    b"Q",
+)
 OUTPUT, SEEN, ASK, TELL = b"O", b"S", b"A", b"T"
 WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
 PART = b"M"
@@ -76,7 +86,8 @@ RUNNING = b"G"
 LIVES = b"L"
 
 SHARES = 0x20
-"""Set in an item's kind: before its payload stand the numbers of the shared values that its call is given."""
+"""Set in an item's kind: before its payload stand the numbers of the shared values that its call is
+given."""
 
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
@@ -96,10 +107,11 @@ LINE = 64
 
 _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiQ")
-"""Number, definition, kind; the drone that is to do it (0: any); seconds that it may run (nan: as the pool says),
-retries (-1: as the pool says); bytes."""
+"""Number, definition, kind; the drone that is to do it (0: any); seconds that it may run (nan: as
+the pool says), retries (-1: as the pool says); bytes."""
 _RESULT = Struct("<QBHQ")
-"""Number, status; bytes of the tail of what it printed, bytes of that and of the payload before it."""
+"""Number, status; bytes of the tail of what it printed, bytes of that and of the payload before
+it."""
 _NUMBER = Struct("<Q")
 _COUNT = Struct("<H")
 _LABELS = Struct("<HH")
@@ -170,7 +182,9 @@ def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
 def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
     """Of OUTPUT: text, drone, stream; a worker's with the tag, too."""
     lines = read_note(frames).get("lines")
-    if not isinstance(lines, list) or not all(isinstance(each, list) and len(each) == parts for each in lines):
+    if not isinstance(lines, list) or not all(
+        isinstance(each, list) and len(each) == parts for each in lines
+    ):
         raise Malformed("lines that are none")
     if not all(isinstance(part, str) for each in lines for part in each):
         raise Malformed("lines that are no text")
@@ -178,7 +192,8 @@ def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
 
 
 def pack_share(number: int, asked: int, runs: Sequence[Any]) -> list[bytes]:
-    """`runs`: bytes-like, a pickle and its buffers. `asked`: the number of what will be answered."""
+    """`runs`: bytes-like, a pickle and its buffers. `asked`: the number of what will be
+    answered."""
     note = {"number": number, "id": asked, "sizes": [len(run) for run in runs]}
     return [SHARE, json.dumps(note).encode(), *(piece for run in runs for piece in _cut(run))]
 
@@ -187,7 +202,9 @@ def read_share(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
     """Number, what to answer, the pieces of each run. Raises `Malformed`."""
     note = read_note(frames[:2])
     number, asked, sizes = note.get("number"), note.get("id"), note.get("sizes")
-    if not (isinstance(number, int) and isinstance(asked, int) and isinstance(sizes, list) and sizes):
+    if not (
+        isinstance(number, int) and isinstance(asked, int) and isinstance(sizes, list) and sizes
+    ):
         raise Malformed("a shared value without a number")
     pieces = iter(frames[2:])
     runs: list[list[bytes]] = []
@@ -212,13 +229,16 @@ def pack_shares(numbers: Sequence[int], payload: bytes) -> bytes:
 
 def read_shares(packed: bytes) -> tuple[list[int], bytes]:
     """Raises `Malformed`."""
-    if len(packed) < _COUNT.size or len(packed) < (end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size):
+    if len(packed) < _COUNT.size or len(packed) < (
+        end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size
+    ):
         raise Malformed("a call without the numbers of what it shares")
     return [number for (number,) in _NUMBER.iter_unpack(packed[_COUNT.size : end])], packed[end:]
 
 
 def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
-    """The payload of an item that defines: with what it is called, for whoever is told of it, and whose it is."""
+    """The payload of an item that defines: with what it is called, for whoever is told of it, and
+    whose it is."""
     name, whose = label.encode("utf-8", "replace")[:200], tag.encode()
     return _LABELS.pack(len(name), len(whose)) + name + whose + payload
 
@@ -258,7 +278,9 @@ def pack_results(results: Sequence[Result]) -> list[bytes]:
         _RESULT.pack(number, status, len(tail), len(payload) + len(tail))
         for (number, status, payload, _), tail in zip(results, tails, strict=True)
     )
-    parts = [part for result, tail in zip(results, tails, strict=True) for part in (result[2], tail)]
+    parts = [
+        part for result, tail in zip(results, tails, strict=True) for part in (result[2], tail)
+    ]
     return [RESULTS, head, *_pieces(parts)]
 
 
@@ -267,7 +289,12 @@ def read_results(frames: Sequence[bytes]) -> Iterator[Result]:
         if tail > size:
             raise Malformed("a tail that is longer than all of it")
         end = size - tail
-        yield number, status, both[:end] if tail else both, both[end:].decode("utf-8", "replace") if tail else ""
+        yield (
+            number,
+            status,
+            both[:end] if tail else both,
+            both[end:].decode("utf-8", "replace") if tail else "",
+        )
 
 
 def _pieces(payloads: list[bytes]) -> list[bytes]:

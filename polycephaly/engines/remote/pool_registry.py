@@ -3,10 +3,12 @@
     serve(pool, name="lab") ── claim ──> /run/user/1000/polycephaly/lab.json <── find ── connect("lab")
                             <─ leave ──                       ^── running: lists them, drops those of the dead
 
-A card tells its server's process by pid and birth, so a pid that another process has got since misleads nobody.
+A card tells its server's process by pid and birth, so a pid that another process has got since
+misleads nobody.
 
-Whoever changes the directory holds `.lock` (flock), for as long as it takes to look at one card and write or remove
-it. A card appears whole (by rename) and after its server listens, so reading needs no lock. What could meet:
+Whoever changes the directory holds `.lock` (flock), for as long as it takes to look at one card and
+write or remove it. A card appears whole (by rename) and after its server listens, so reading needs
+no lock. What could meet:
 
     claim, claim     the second looks after the first has written, and finds a living one: refused
     claim, running   `running` has found the card of a dead one; before it removes that it looks again, under the lock,
@@ -30,7 +32,17 @@ from pathlib import Path
 from ...runtime.procfs import birth_of
 from .keys import Card, check_address, check_key
 
-__all__ = ["card_of", "check_free", "check_name", "claim", "find", "folder", "leave", "path_of", "running"]
+__all__ = [
+    "card_of",
+    "check_free",
+    "check_name",
+    "claim",
+    "find",
+    "folder",
+    "leave",
+    "path_of",
+    "running",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -56,7 +68,9 @@ def folder(*, make: bool = False) -> Path:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
     try:
-        status = place.lstat()  # a link is none of ours: whoever made it could have it point anywhere
+        status = (
+            place.lstat()
+        )  # a link is none of ours: whoever made it could have it point anywhere
     except FileNotFoundError:
         if make:
             raise
@@ -70,7 +84,8 @@ def folder(*, make: bool = False) -> Path:
 
 
 def path_of(name: str) -> Path:
-    """Where the connection file of that pool is, if it runs. Raises `ValueError` for what is no name."""
+    """Where the connection file of that pool is, if it runs. Raises `ValueError` for what is no
+    name."""
     return folder() / f"{check_name(name)}.json"
 
 
@@ -89,8 +104,8 @@ def running() -> list[Card]:
 
 
 def find(name: str) -> Card:
-    """The card of the pool of that name. Raises `ConnectionError` where none runs, `PermissionError` and `ValueError`
-    as `Card.read` does."""
+    """The card of the pool of that name. Raises `ConnectionError` where none runs,
+    `PermissionError` and `ValueError` as `Card.read` does."""
     path = path_of(name)
     with suppress(FileNotFoundError):
         card = Card.read(path)
@@ -102,18 +117,27 @@ def find(name: str) -> Card:
 
 
 def card_of(
-    where: str | os.PathLike[str], server_key: str | None = None, keys: tuple[str, str] | None = None
+    where: str | os.PathLike[str],
+    server_key: str | None = None,
+    keys: tuple[str, str] | None = None,
 ) -> Card:
     """The card of the pool that `connect` and `join` were told of. Raises as `connect` does."""
     if not isinstance(where, (str, os.PathLike)):
-        raise TypeError(f"a pool is found by its name, a connection file or an address, not by {where!r}")
+        raise TypeError(
+            f"a pool is found by its name, a connection file or an address, not by {where!r}"
+        )
     if server_key is None and keys is None:
         if os.fspath(where).startswith("tcp://"):
             return _at(os.fspath(where))
         return find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
     if server_key is None or keys is None:
         raise ValueError("server_key= and keys= go together")
-    return Card(check_address(os.fspath(where)), check_key(server_key), check_key(keys[0]), check_key(keys[1]))
+    return Card(
+        check_address(os.fspath(where)),
+        check_key(server_key),
+        check_key(keys[0]),
+        check_key(keys[1]),
+    )
 
 
 def _at(address: str) -> Card:
@@ -129,12 +153,14 @@ def _at(address: str) -> Card:
 
 
 def check_free(name: str) -> None:
-    """Raises `FileExistsError` if a pool of that name runs. Another may come in the meantime: `claim` decides."""
+    """Raises `FileExistsError` if a pool of that name runs. Another may come in the meantime:
+    `claim` decides."""
     _refuse(_living(path_of(name)))
 
 
 def claim(card: Card) -> None:
-    """Makes `card` the one of its name. Raises `FileExistsError` if another pool of that name runs, `OSError`."""
+    """Makes `card` the one of its name. Raises `FileExistsError` if another pool of that name runs,
+    `OSError`."""
     folder(make=True)
     path = path_of(card.name)
     with _locked(path.parent):
@@ -154,7 +180,8 @@ def leave(card: Card) -> None:
 
 
 def _living(path: Path) -> Card | None:
-    """The card there, if its server lives; if that is dead, it is removed. What is none of ours is left alone."""
+    """The card there, if its server lives; if that is dead, it is removed. What is none of ours is
+    left alone."""
     try:
         card = Card.read(path)
         if card.lives():
@@ -171,7 +198,9 @@ def _living(path: Path) -> Card | None:
 
 def _refuse(card: Card | None) -> None:
     if card is not None:
-        raise FileExistsError(f"a pool named {card.name!r} is running already, as process {card.pid}: stop it first")
+        raise FileExistsError(
+            f"a pool named {card.name!r} is running already, as process {card.pid}: stop it first"
+        )
 
 
 @contextmanager
@@ -182,6 +211,8 @@ def _locked(place: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the lock too, and it ends for both
+            fcntl.flock(
+                fd, fcntl.LOCK_UN
+            )  # a child forked meanwhile has the lock too, and it ends for both
     finally:
         os.close(fd)

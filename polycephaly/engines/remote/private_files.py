@@ -1,4 +1,5 @@
-"""Small files that hold secrets: read so that nobody but their owner decides what is read, or how long that takes."""
+"""Small files that hold secrets: read so that nobody but their owner decides what is read, or how
+long that takes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ MAX_BYTES = 1 << 20
 
 
 def read_private(path: str | os.PathLike[str]) -> bytes:
-    """Return the contents of a small file that belongs to this user, and that no other user may read or write.
+    """Return the contents of a small file that belongs to this user, and that no other user may
+    read or write.
 
     Raises
     ------
@@ -23,7 +25,8 @@ def read_private(path: str | os.PathLike[str]) -> bytes:
         If the file cannot be opened or read.
     """
     name = os.fspath(path)
-    # O_NONBLOCK: the open of a named pipe would wait for a writer, and that of some devices for a line.
+    # O_NONBLOCK: the open of a named pipe would wait for a writer, and that of some devices for a
+    # line.
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)  # of what was opened: the name may stand for something else by now

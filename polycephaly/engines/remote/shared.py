@@ -1,12 +1,13 @@
-"""`RemoteShared`: a value that lies in the shared memory of a pool in another process, for many calls of one client.
+"""`RemoteShared`: a value that lies in the shared memory of a pool in another process, for many
+calls of one client.
 
     share(obj) ── SHARE: pickle and large buffers ──> server: hold ──> segment <── each drone maps the same pages
     a call that is given the handle ── its number ──> server: the call, and the value beside it ──> drone: `lent`
 
-The server opens nothing of it: it puts the bytes where they are to lie. They are freed when the handle is released or
-lost and no call that has it waits to be sent; and with the client. What is given to calls goes by a *lease*, which each
-of these holds until it is sent, so that the word that it is over comes after them.
-"""
+The server opens nothing of it: it puts the bytes where they are to lie. They are freed when the
+handle is released or lost and no call that has it waits to be sent; and with the client. What is
+given to calls goes by a *lease*, which each of these holds until it is sent, so that the word that
+it is over comes after them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 
 class _SharedHere(threading.local):
-    """The call whose arguments this thread is pickling: through which connection it goes, and what it is given."""
+    """The call whose arguments this thread is pickling: through which connection it goes, and what
+    it is given."""
 
     connection: object = None
     leases: list[Lease]
@@ -46,10 +48,11 @@ class Lease:
 class RemoteShared(Generic[T]):
     """The handle of a value that was given to a `RemotePool` once; made by `RemotePool.share`.
 
-    Among the arguments of that pool's calls, also inside others, it arrives as the value. Large buffers in it (arrays,
-    data frames) are not copied for that: every drone maps the same memory, and what a call writes into them is that
-    call's alone. It lives until `release`, the end of its ``with`` block, the loss of the last reference to it, or the
-    end of the connection. Any thread may use it.
+    Among the arguments of that pool's calls, also inside others, it arrives as the value. Large
+    buffers in it (arrays, data frames) are not copied for that: every drone maps the same memory,
+    and what a call writes into them is that call's alone. It lives until `release`, the end of its
+    ``with`` block, the loss of the last reference to it, or the end of the connection. Any thread
+    may use it.
 
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
@@ -90,13 +93,20 @@ class RemoteShared(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.release()
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         lease = self._held()
         if here.connection is not lease.connection:
-            raise TypeError("a remote pool's shared value goes to that pool's calls only, and among their arguments")
+            raise TypeError(
+                "a remote pool's shared value goes to that pool's calls only, and among their arguments"
+            )
         here.leases.append(lease)
         return lent, (len(here.leases) - 1,)
 

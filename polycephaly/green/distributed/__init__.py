@@ -1,4 +1,5 @@
-"""Channels in several images: a channel that is sent away stays at home, and works elsewhere through remote ends.
+"""Channels in several images: a channel that is sent away stays at home, and works elsewhere
+through remote ends.
 
     image A: owner.py    the channel itself, its lines  <──OFFER, DEMAND── remote end: proxy.py   image B
                ├─ transaction.py     one sender, one receiver, exactly once
@@ -7,9 +8,9 @@
     in each image: transport.py, its sockets, looked after by the scheduler's owner; connection.py, a connection;
     packed.py, items on their way; ends.py, ends that are counted; inherited.py, channels that came with a fork
 
-The home is the image where the channel was made: a drone that makes one and returns it is where it lives. Images are
-connected with each other directly; what goes between two drones crosses a third image only if the channel lives there.
-"""
+The home is the image where the channel was made: a drone that makes one and returns it is where it
+lives. Images are connected with each other directly; what goes between two drones crosses a third
+image only if the channel lives there."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def export(channel: Channel[Any]) -> Any:
     from .owner import OwnedChannel
 
     if type(channel) not in (Channel, _Buffered) and not isinstance(channel, OwnedChannel):
-        raise TypeError(f"{type(channel).__qualname__}: only Channel itself can be sent to another image")
+        raise TypeError(
+            f"{type(channel).__qualname__}: only Channel itself can be sent to another image"
+        )
     post = the_post()
     number = post.number_of(channel)
     scheduler.post(partial(bring_home, channel, post, number))

@@ -1,13 +1,14 @@
-"""A connection with another image: what is said is collected, what is heard is handed on, and how it ends is found out.
+"""A connection with another image: what is said is collected, what is heard is handed on, and how
+it ends is found out.
 
     put(kind, channel, number, payload) ──> out ──flush: one write──> socket ──hear──> OBEYED[kind](peer, ...)
 
-Only the owner says and hears something; what was said is written by the owner, or by the watchdog, where a step of the
-owner's goes on for long.
+Only the owner says and hears something; what was said is written by the owner, or by the watchdog,
+where a step of the owner's goes on for long.
 
-An image that ends says BYE. One that is killed says nothing; its parent leaves word how it ended (wire/addresses.py),
-and who was connected with it waits a moment for that, so that all who are told are told the cause.
-"""
+An image that ends says BYE. One that is killed says nothing; its parent leaves word how it ended
+(wire/addresses.py), and who was connected with it waits a moment for that, so that all who are told
+are told the cause."""
 
 from __future__ import annotations
 
@@ -42,11 +43,14 @@ SMALL = 4096  # bytes of a payload that is copied into one buffer with its head
 KEPT = 1000  # of what is remembered of channels, ends and images that are gone
 
 
-_space = memoryview(bytearray(CHUNK))  # where the owner reads into: a new one each time would be a new mapping
+_space = memoryview(
+    bytearray(CHUNK)
+)  # where the owner reads into: a new one each time would be a new mapping
 
 
 class PeerConnection:
-    """A connection with another image. Either may have remote ends of channels that live in the other."""
+    """A connection with another image. Either may have remote ends of channels that live in the
+    other."""
 
     def __init__(self, post: ChannelTransport, end: socket.socket, address: str, pid: int) -> None:
         self.post = post
@@ -60,7 +64,9 @@ class PeerConnection:
         self.writing = allocate_lock()
         self._out: deque[Any] = deque()
         self._in = bytearray()
-        self._due = self._blocked = False  # somebody will write: who is told by the post, or by the socket
+        self._due = self._blocked = (
+            False  # somebody will write: who is told by the post, or by the socket
+        )
         # Of remote ends here, of channels there: all by the op's number, or the channel's.
         self.numbers = count(1)
         self.waiting: dict[int, Any] = {}  # what was asked, and is not answered yet
@@ -68,7 +74,9 @@ class PeerConnection:
         self.credits: dict[int, Any] = {}  # the places in their buffers that are granted to us
         # Of remote ends there, of channels here.
         self.ops: dict[int, Any] = {}  # those that are not over
-        self.asked: dict[int, Callable[[bool], object]] = {}  # who wants to know whether an op was HELD
+        self.asked: dict[
+            int, Callable[[bool], object]
+        ] = {}  # who wants to know whether an op was HELD
         self.given: dict[int, Any] = {}  # deals that await TAKE or PASS
         self.accounts: dict[int, Any] = {}  # the places in our buffers that are granted to them
         self.ends: WeakSet[Any] = WeakSet()  # channels of which they hold Senders or Receivers
@@ -90,9 +98,10 @@ class PeerConnection:
         return began
 
     def flush(self, in_turn: bool = True) -> None:
-        """As much as the socket takes. From any thread, and in a step, where it is not said to be `in_turn`: then it is
-        left to the owner's next turn if somebody is writing (who may be this very thread, further up: a finalizer says
-        something in the middle of it), or the connection is broken."""
+        """As much as the socket takes. From any thread, and in a step, where it is not said to be
+        `in_turn`: then it is left to the owner's next turn if somebody is writing (who may be this
+        very thread, further up: a finalizer says something in the middle of it), or the connection
+        is broken."""
         self._due = False
         broken = True
         if self.writing.acquire(in_turn):
@@ -107,8 +116,9 @@ class PeerConnection:
             self.post.wants_to_write(self, now=False)
 
     def _write(self) -> bool:
-        """Nothing is left behind by two that write: who puts something looks at `_due` and `_blocked` after that, and
-        here they are cleared before it is looked whether there is something."""
+        """Nothing is left behind by two that write: who puts something looks at `_due` and
+        `_blocked` after that, and here they are cleared before it is looked whether there is
+        something."""
         out = self._out
         while True:
             try:
@@ -124,7 +134,10 @@ class PeerConnection:
                         done -= len(piece)
             except BlockingIOError:
                 pass
-            except (BrokenPipeError, ConnectionResetError):  # it has ended: what it said before is to be heard first
+            except (
+                BrokenPipeError,
+                ConnectionResetError,
+            ):  # it has ended: what it said before is to be heard first
                 out.clear()
             except OSError:
                 return False
@@ -152,7 +165,10 @@ class PeerConnection:
             while at + HEAD.size <= size and not self.lost:
                 kind, channel, number, length = HEAD.unpack_from(buffer, at)
                 if not HELLO <= kind <= len(NAMES) or (kind != HELLO and not self.who):
-                    log.warning("%s said something that is no message about channels: it is not listened to", self.name)
+                    log.warning(
+                        "%s said something that is no message about channels: it is not listened to",
+                        self.name,
+                    )
                     self.lose("was cut off")
                     return
                 start, end = at + HEAD.size, at + HEAD.size + length
@@ -174,7 +190,11 @@ class PeerConnection:
             else:
                 OBEYED[kind](self, channel, number, payload)
         except Exception:
-            log.exception("a bug in polycephaly: a message about channels, of %s: %s", self.name, NAMES[kind - 1])
+            log.exception(
+                "a bug in polycephaly: a message about channels, of %s: %s",
+                self.name,
+                NAMES[kind - 1],
+            )
 
     def lose(self, why: str = "") -> None:
         """The connection is no more; without `why` it is to be found out."""

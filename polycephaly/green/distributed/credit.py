@@ -3,12 +3,12 @@
     remote end ──ITEM──> a place that was granted      no answer: many go in one write
                <──CREDIT── free places                 <──RECALL── give back what you have not used ──BACK──>
 
-Who sends is granted some of the free places; who is granted places and sends no more gives them back when others need
-them. A channel that is closed takes what was sent into granted places before the end was known: it is over when all
-are back.
+Who sends is granted some of the free places; who is granted places and sends no more gives them
+back when others need them. A channel that is closed takes what was sent into granted places before
+the end was known: it is over when all are back.
 
-Receivers are given nothing ahead: what lay unused in an image that dies could not be told from what it had used.
-"""
+Receivers are given nothing ahead: what lay unused in an image that dies could not be told from what
+it had used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
     def _next_item(self) -> Any:
         item = super()._next_item()
         if item is NOTHING and self._buffer:
-            item = self._buffer.popleft()  # no `_refill` here: the select that it served might be the receiver's
+            item = (
+                self._buffer.popleft()
+            )  # no `_refill` here: the select that it served might be the receiver's
         return item
 
     def _store(self, item: Any) -> bool:
@@ -85,7 +87,12 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
             account = extra.accounts[peer] = peer.accounts[extra.number] = CreditAccount(self)
         share = self.capacity // (1 + len(extra.accounts))
         more = min(share - account.granted, self._free())
-        if more > 0 and account.granted <= share // 2 and more > share // 4 and not (account.recalled or self._closed):
+        if (
+            more > 0
+            and account.granted <= share // 2
+            and more > share // 4
+            and not (account.recalled or self._closed)
+        ):
             account.granted += more
             peer.put(opcodes.CREDIT, extra.number, more)
 

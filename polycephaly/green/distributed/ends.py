@@ -3,29 +3,32 @@
     channel.sender() ──> Sender     send, put, sending      all of them gone: the channel is closed
     channel.receiver() ─> Receiver  receive, get, receiving, async for
 
-Any number of threads in any image may use a `Channel`; that one of them has ended closes nothing, since nobody can know
-who else would have sent. An end is known. It is gone when it was closed, or when whoever has it has ended; when the
-last end of its kind is gone, the channel is closed, and who waits at the other side is told: with the cause, where an
-image has died. An end that has never left its image is gone only when it was closed.
+Any number of threads in any image may use a `Channel`; that one of them has ended closes nothing,
+since nobody can know who else would have sent. An end is known. It is gone when it was closed, or
+when whoever has it has ended; when the last end of its kind is gone, the channel is closed, and who
+waits at the other side is told: with the cause, where an image has died. An end that has never left
+its image is gone only when it was closed.
 
-In a drone an end is gone, too, when nothing there refers to it any more (LET_GO): with the call that brought it, unless
-the call has stored it, in a global, an attribute, a thread. Counting references tells; an end in a cycle of references
-is gone when the collector finds that. One that was pickled there was handed on: only its next holder lets it go. Where
-no drone is, forgetting an end says nothing.
+In a drone an end is gone, too, when nothing there refers to it any more (LET_GO): with the call
+that brought it, unless the call has stored it, in a global, an attribute, a thread. Counting
+references tells; an end in a cycle of references is gone when the collector finds that. One that
+was pickled there was handed on: only its next holder lets it go. Where no drone is, forgetting an
+end says nothing.
 
     home ──a call's argument──> B: OPENED 7, was 0 ──an item──> C: OPENED 9, was 7      C has it, B no more
          └─ the call comes to nothing, as B is killed before: ASTRAY 0
 
-The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*; who holds it says
-OPENED with that and the one that it had before, so the home knows who has handed it on and need not be counted any
-more. What C says may come before what B says: tokens that were handed on are remembered, and B's is not counted then.
-An image to which it comes more than once is counted once, by the last token. Two images that have the same end hold it
-both. Where nobody is left who has it, the home waits for a moment, and hears what has come by then, before it counts
-the end as gone: it may have been handed on just before. An end that went with a call is followed until the call is
-settled: if its drone died, or it was never sent, and nobody has said OPENED with that token, the end is gone (ASTRAY) -
-but only when no other call with it is on its way. Of a call that is settled here while a drone has it, as it was
-cancelled or its time is over, that drone, or its death, tells later whether it had begun (`Work.never_began`).
-"""
+The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*;
+who holds it says OPENED with that and the one that it had before, so the home knows who has handed
+it on and need not be counted any more. What C says may come before what B says: tokens that were
+handed on are remembered, and B's is not counted then. An image to which it comes more than once is
+counted once, by the last token. Two images that have the same end hold it both. Where nobody is
+left who has it, the home waits for a moment, and hears what has come by then, before it counts the
+end as gone: it may have been handed on just before. An end that went with a call is followed until
+the call is settled: if its drone died, or it was never sent, and nobody has said OPENED with that
+token, the end is gone (ASTRAY) - but only when no other call with it is on its way. Of a call that
+is settled here while a drone has it, as it was cancelled or its time is over, that drone, or its
+death, tells later whether it had begun (`Work.never_began`)."""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ T = TypeVar("T")
 _FIRST = 0  # the token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
 MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
-SAID_WITHIN = 1.0  # seconds that a call waits for its drone to say that it has the ends that came with it
+SAID_WITHIN = (
+    1.0  # seconds that a call waits for its drone to say that it has the ends that came with it
+)
 LOOKS = 5  # in which a moment passes: a machine that stands still, however long, is a fifth of a moment at most
 
 
@@ -77,8 +82,14 @@ class _End(Generic[T]):
         self._generation = channels.generation
 
     def __del__(self) -> None:
-        """In any thread, in the middle of anything. Not in a fork of the drone, whose copy it is not to let go."""
-        if self._token and not (self._closed or self._handed_on) and _lets_go() and self._generation >= channels.oldest:
+        """In any thread, in the middle of anything. Not in a fork of the drone, whose copy it is
+        not to let go."""
+        if (
+            self._token
+            and not (self._closed or self._handed_on)
+            and _lets_go()
+            and self._generation >= channels.oldest
+        ):
             scheduler.post(partial(_let_go, self.channel, self._number, self._token))
 
     def close(self) -> None:
@@ -91,7 +102,12 @@ class _End(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _open_channel(self) -> Channel[T]:
@@ -105,7 +121,9 @@ class _End(Generic[T]):
         if self._generation < channels.oldest:
             self._generation = channels.generation
             self.channel._is_inherited()
-            self._token = _arrives(self.channel, self._number, _FIRST)  # the snapshot's is still the snapshot's
+            self._token = _arrives(
+                self.channel, self._number, _FIRST
+            )  # the snapshot's is still the snapshot's
 
     def __reduce__(self) -> Any:
         self._open_channel()
@@ -126,7 +144,9 @@ class _End(Generic[T]):
     def _call_settled(self, work: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(work)))
         sent = work.sending
-        if sent is None or work.number not in sent.link.flight:  # else its drone has it, and may not have opened it yet
+        if (
+            sent is None or work.number not in sent.link.flight
+        ):  # else its drone has it, and may not have opened it yet
             work.followed = ()
 
     def _never_arrived(self, work: Task) -> None:
@@ -146,7 +166,12 @@ class _End(Generic[T]):
         if not self._calls and not self._closed:
             why = (str(error) or type(error).__name__).splitlines()[0]
             if self.channel.is_remote:
-                _say(self.channel, opcodes.ASTRAY, self._number, _TOKENS.pack(self._token, 0) + why.encode())
+                _say(
+                    self.channel,
+                    opcodes.ASTRAY,
+                    self._number,
+                    _TOKENS.pack(self._token, 0) + why.encode(),
+                )
             else:
                 _astray(self.channel, self._number, self._token, why, error)
 
@@ -155,7 +180,8 @@ class _End(Generic[T]):
 
 
 class Sender(_End[T]):
-    """An end by which things are sent: see `Channel.sender`. With ``with`` it is closed at the end of the block."""
+    """An end by which things are sent: see `Channel.sender`. With ``with`` it is closed at the end
+    of the block."""
 
     def send(self, item: T) -> Awaitable[None]:
         """As `Channel.send`."""
@@ -171,8 +197,8 @@ class Sender(_End[T]):
 
 
 class Receiver(_End[T]):
-    """An end by which things are received: see `Channel.receiver`. ``async for`` and ``for`` work as with
-    the channel."""
+    """An end by which things are received: see `Channel.receiver`. ``async for`` and ``for`` work
+    as with the channel."""
 
     def receive(self) -> Awaitable[T]:
         """As `Channel.receive`."""
@@ -225,9 +251,10 @@ def _was_cancelled(work: Any) -> CancelledError:
 
 
 class _Count:
-    """The ends of one channel, where it lives. `holders` has for each end who has it, by token; None is this image, to
-    which it has come back. `passed` has the last tokens of those who handed it on, in their order. `calls` counts those
-    with which it is on its way from here; while there is one, who has died had it in vain: `forsaken` keeps how."""
+    """The ends of one channel, where it lives. `holders` has for each end who has it, by token;
+    None is this image, to which it has come back. `passed` has the last tokens of those who handed
+    it on, in their order. `calls` counts those with which it is on its way from here; while there
+    is one, who has died had it in vain: `forsaken` keeps how."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -244,7 +271,9 @@ _counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
 def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     """One more. The owner counts it, or any thread does before anybody else can know it."""
     if channel.is_remote:
-        raise RuntimeError(f"ends are made where the channel lives, and {channel!r} is only known here")
+        raise RuntimeError(
+            f"ends are made where the channel lives, and {channel!r} is only known here"
+        )
     count = _counts.get(channel)
     if count is None:
         count = _counts.setdefault(channel, _Count())
@@ -255,8 +284,8 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
 
 
 _here: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
-"""The ends that have arrived in this drone, by the identity of the channel, which they hold, and number: each is one
-object, so that it is let go with the last reference, however often it came."""
+"""The ends that have arrived in this drone, by the identity of the channel, which they hold, and
+number: each is one object, so that it is let go with the last reference, however often it came."""
 
 
 some_arrived = False
@@ -282,22 +311,26 @@ def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int)
 
 
 def _arrives(channel: Channel[Any], number: int, before: int) -> int:
-    """Its new token. In a drone it comes back when that is said: or the drone might die after its call was answered,
-    and nobody would ever know that it had the end. The owner itself says it soon; it cannot wait for itself, and in
-    the main image nobody outlives who would wait."""
+    """Its new token. In a drone it comes back when that is said: or the drone might die after its
+    call was answered, and nobody would ever know that it had the end. The owner itself says it
+    soon; it cannot wait for itself, and in the main image nobody outlives who would wait."""
     token = secrets.randbits(63) | 1
     if not channel.is_remote:
         scheduler.post(partial(_held_by, channel, number, None, token, before))
         return token
     said = allocate_lock()
     said.acquire()
-    scheduler.post(partial(_say_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, before), said))
+    scheduler.post(
+        partial(_say_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, before), said)
+    )
     if placeholders.shelf is not None and get_ident() != scheduler.owner:
         said.acquire(timeout=SAID_WITHIN)
     return token
 
 
-def _say_at_once(channel: Channel[Any], word: int, number: int, payload: bytes, said: LockType) -> None:
+def _say_at_once(
+    channel: Channel[Any], word: int, number: int, payload: bytes, said: LockType
+) -> None:
     try:
         _say(channel, word, number, payload)
         if scheduler.mail is not None:
@@ -328,7 +361,8 @@ def _let_go(channel: Channel[Any], number: int, token: int) -> None:
 
 
 def _is_let_go(channel: Channel[Any], number: int, token: int) -> None:
-    """Where it lives. A token that holds nothing any more was handed on, or the end has come there once more."""
+    """Where it lives. A token that holds nothing any more was handed on, or the end has come there
+    once more."""
     count = _counts.get(channel)
     holders = None if count is None else count.holders.get(number)
     if count is None or not holders or token not in holders:
@@ -361,7 +395,9 @@ def _is_open(count: _Count, number: int) -> bool:
     return any(number in others for others in count.open.values())
 
 
-def _held_by(channel: Any, number: int, holder: PeerConnection | None, token: int, before: int) -> None:
+def _held_by(
+    channel: Any, number: int, holder: PeerConnection | None, token: int, before: int
+) -> None:
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
         passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
@@ -376,12 +412,15 @@ def _held_by(channel: Any, number: int, holder: PeerConnection | None, token: in
 
 
 def _holds_less(count: _Count, channel: Any, holder: PeerConnection | None) -> None:
-    if holder is not None and not any(holder in others.values() for others in count.holders.values()):
+    if holder is not None and not any(
+        holder in others.values() for others in count.holders.values()
+    ):
         holder.ends.discard(channel)
 
 
 def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
-    """A call with it has come to nothing: who would have had it, and has not handed it on, has it no more."""
+    """A call with it has come to nothing: who would have had it, and has not handed it on, has it
+    no more."""
     if scheduler.mail is not None:
         scheduler.mail.hear_all()
     count = _counts.get(channel)
@@ -446,7 +485,9 @@ def _hear_astray(peer: PeerConnection, channel: int, number: int, payload: bytes
     if its is not None:
         token, _ = _TOKENS.unpack_from(payload)
         why = payload[_TOKENS.size :].decode()
-        scheduler.post(partial(_astray, its, number, token, why, None))  # not here: it hears what else has come
+        scheduler.post(
+            partial(_astray, its, number, token, why, None)
+        )  # not here: it hears what else has come
 
 
 def _lost(peer: PeerConnection) -> None:

@@ -1,4 +1,5 @@
-"""What other images say of channels that live here: each word leads to what the channel, an op or a deal does."""
+"""What other images say of channels that live here: each word leads to what the channel, an op or a
+deal does."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def channel_of(peer: PeerConnection, number: int) -> Any:
         peer.put(opcodes.ALIAS, number, proper)
         number = proper
     channel = peer.post.channels.get(number)
-    if channel is not None and not isinstance(channel._extra, Known):  # the note that does it is in the queue yet
+    if channel is not None and not isinstance(
+        channel._extra, Known
+    ):  # the note that does it is in the queue yet
         bring_home(channel, peer.post, number)
     return channel
 
@@ -109,7 +112,9 @@ def _lost(peer: PeerConnection) -> None:
     for answer in asked.values():
         answer(False)
     accounts, peer.accounts = peer.accounts, {}
-    for account in accounts.values():  # not by their numbers: the post may have closed, and know none
+    for (
+        account
+    ) in accounts.values():  # not by their numbers: the post may have closed, and know none
         account.channel._extra.accounts.pop(peer, None)
         scheduler.post(account.channel._match)
 

@@ -1,14 +1,16 @@
-"""Channels that came with a fork: a drone is a snapshot of an image, and has a copy of each channel that was there.
+"""Channels that came with a fork: a drone is a snapshot of an image, and has a copy of each channel
+that was there.
 
     snapshot ──fork──> drone: ch.put(1) ──older than this image──> remote end of the original ──its address──> home
 
-A copy is of no use to anybody: so when a drone first uses it, it becomes a remote end of the original. Its number is
-made of what the two have in common: the address in memory, and the generation. The address is the original's as long
-as that lives; another channel that has it later is of a later generation, since each fork begins one. So the home finds
-it, or finds that it is no more, by looking through its objects, once for all that were there at the snapshot.
+A copy is of no use to anybody: so when a drone first uses it, it becomes a remote end of the
+original. Its number is made of what the two have in common: the address in memory, and the
+generation. The address is the original's as long as that lives; another channel that has it later
+is of a later generation, since each fork begins one. So the home finds it, or finds that it is no
+more, by looking through its objects, once for all that were there at the snapshot.
 
-In a process that the program itself has forked, they are channels of its own, in which nobody waits.
-"""
+In a process that the program itself has forked, they are channels of its own, in which nobody
+waits."""
 
 from __future__ import annotations
 
@@ -46,14 +48,21 @@ def settle(channel: Any) -> None:
     if home is None:
         _adopt(channel)
         return
-    if isinstance(channel, OwnedChannel) and channel._extra.post in of_parents:  # not one of a pool that had ended before
+    if (
+        isinstance(channel, OwnedChannel) and channel._extra.post in of_parents
+    ):  # not one of a pool that had ended before
         number = channel._extra.number
     elif made < _GENERATIONS and id(channel) < 1 << _ADDRESS_BITS:
         number = _MARK | made << _ADDRESS_BITS | id(channel)
     else:
-        raise RuntimeError(f"{channel!r} came with the snapshot, and has no number: give it as an argument")
+        raise RuntimeError(
+            f"{channel!r} came with the snapshot, and has no number: give it as an argument"
+        )
     pid = os.path.basename(home).partition(".")[0]
-    ends.setdefault((home, number), become_remote(channel, home, number, f"the image that this one is of (pid {pid})"))
+    ends.setdefault(
+        (home, number),
+        become_remote(channel, home, number, f"the image that this one is of (pid {pid})"),
+    )
 
 
 def _adopt(channel: Any) -> None:

@@ -30,8 +30,8 @@
     RECALL     home ->              give back what you have not used
     BYE        both                 I end, and have said all
 
-A select's number is 0 for a plain send or receive. An item is a pickle; who receives it opens it, and nobody else.
-"""
+A select's number is 0 for a plain send or receive. An item is a pickle; who receives it opens it,
+and nobody else."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
                                                             │
                                                             └──> Deal (transaction.py): one sender, one receiver
 
-A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, whose lines hold threads and
-`PendingOperation`s alike, and which has no fast path. Channels that never leave are not touched.
-"""
+A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, whose lines
+hold threads and `PendingOperation`s alike, and which has no fast path. Channels that never leave
+are not touched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class PendingOperation(Waiter):
 
     is_far = True
 
-    def __init__(self, channel: Any, peer: PeerConnection, number: int, select: int, item: Any = None) -> None:
+    def __init__(
+        self, channel: Any, peer: PeerConnection, number: int, select: int, item: Any = None
+    ) -> None:
         self.channel = channel
         self.peer = peer
         self.number = number
@@ -60,7 +62,10 @@ class PendingOperation(Waiter):
 
     def passes(self) -> None:
         """PASS has come, or what means the same."""
-        deal, answer = self.peer.given.pop(self.number, None), self.peer.asked.pop(self.number, None)
+        deal, answer = (
+            self.peer.given.pop(self.number, None),
+            self.peer.asked.pop(self.number, None),
+        )
         if deal is not None:
             deal.off(self)
         elif answer is not None:
@@ -100,14 +105,26 @@ class PendingOperation(Waiter):
 class Known(_Extra):
     """What a channel has that other images know."""
 
-    __slots__ = ("accounts", "closing", "deals", "number", "pairing", "post", "promised", "reason", "undecided")
+    __slots__ = (
+        "accounts",
+        "closing",
+        "deals",
+        "number",
+        "pairing",
+        "post",
+        "promised",
+        "reason",
+        "undecided",
+    )
 
     def __init__(self, post: ChannelTransport, number: int) -> None:
         super().__init__()
         self.post = post
         self.number = number
         self.deals = 0
-        self.undecided = 0  # those that gave an item of the buffer to a select, which may not want it
+        self.undecided = (
+            0  # those that gave an item of the buffer to a select, which may not want it
+        )
         self.promised = 0  # places of the buffer that deals have in the hand
         self.accounts: dict[PeerConnection, CreditAccount] = {}
         self.pairing = self.closing = False
@@ -127,7 +144,7 @@ class OwnedChannel(Channel[Any]):
     __slots__ = ()
     _extra: Known
 
-    # -- this image's threads: what can be done at once ---------------------------------------------------
+    # -- this image's threads: what can be done at once --------------------------------------------
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         self._check_open()
@@ -136,7 +153,9 @@ class OwnedChannel(Channel[Any]):
         receiver = self._first("receive", thread)
         if receiver is None:
             return self._store(item)
-        if receiver.is_far or self._keeps_order():  # it has to say that it has it; it must not have it yet
+        if (
+            receiver.is_far or self._keeps_order()
+        ):  # it has to say that it has it; it must not have it yet
             if self._store(item):
                 self._match()
                 return True
@@ -184,7 +203,7 @@ class OwnedChannel(Channel[Any]):
         waiter.line = None
         self._forget_empty(end)
 
-    # -- items that nobody sends any more -----------------------------------------------------------------
+    # -- items that nobody sends any more ----------------------------------------------------------
 
     def _next_item(self) -> Any:
         if self._extra.given_back:
@@ -192,7 +211,8 @@ class OwnedChannel(Channel[Any]):
         return NOTHING
 
     def _keeps_order(self) -> bool:
-        """Is an item that was sent before all others undecided? A receiver that has a later one must not get it."""
+        """Is an item that was sent before all others undecided? A receiver that has a later one
+        must not get it."""
         return self._extra.undecided > 0
 
     def _store(self, item: Any) -> bool:
@@ -212,7 +232,7 @@ class OwnedChannel(Channel[Any]):
         """Closed or not, might there still be an item for who receives?"""
         return self._has_items() or bool(self._extra.deals or self._extra.granted)
 
-    # -- bringing together -----------------------------------------------------------------------------
+    # -- bringing together -------------------------------------------------------------------------
 
     def _enlist(self, end: str, waiter: Waiter) -> None:
         super()._enlist(end, waiter)
@@ -277,7 +297,7 @@ class OwnedChannel(Channel[Any]):
         else:
             super()._interrupt_served(waiter, error)
 
-    # -- other images --------------------------------------------------------------------------------------
+    # -- other images ------------------------------------------------------------------------------
 
     def _offered(self, op: PendingOperation) -> None:
         try:
@@ -312,7 +332,7 @@ class OwnedChannel(Channel[Any]):
     def _grant(self, peer: PeerConnection) -> None:
         """It sends: perhaps it is to have places for more."""
 
-    # -- closing ---------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,4 +1,5 @@
-"""Items on their way between images: pickled by who sends, opened by who receives; nobody in between looks inside."""
+"""Items on their way between images: pickled by who sends, opened by who receives; nobody in
+between looks inside."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ __all__ = ["NOT_KNOWN", "PackedItem", "opened", "pack_reason", "packed", "unpack
 
 
 NOT_KNOWN = "was closed, or its home has no use for it any more"
-"""Of a channel whose home knows nothing of it but its number; what else it is called, who asked knows."""
+"""Of a channel whose home knows nothing of it but its number; what else it is called, who asked
+knows."""
 
 
 class PackedItem:
@@ -33,7 +35,9 @@ def packed(item: Any) -> bytes:
         with placeholders.meeting(None):  # the handle of a kept value has no way through a channel
             return capturing.capture(item, capturing.common())
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: it is to end nobody
-        raise RuntimeError(f"pickling an item of a channel raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"pickling an item of a channel raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def opened(item: Any) -> Any:

@@ -3,10 +3,10 @@
     await send(item) ──pickled──> Ask, parked ──OFFER──> home ──DONE──> goes on
     await receive()  <──opened── Ask, parked <──GIVE── home <──DEMAND──┘        TAKE ──> home
 
-It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A thread that waits
-here waits for another image, so it is no deadlock. That the home has closed the channel is known here when an answer
-has told it, or the home's end: `ended`, which nothing of this file goes by, as the home's own answer says more.
-"""
+It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A
+thread that waits here waits for another image, so it is no deadlock. That the home has closed the
+channel is known here when an answer has told it, or the home's end: `ended`, which nothing of this
+file goes by, as the home's own answer says more."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RemoteOperation(Parking):
         if self.thread is not None:
             self.leave()
 
-    # -- the home's answers ----------------------------------------------------------------------------
+    # -- the home's answers ------------------------------------------------------------------------
 
     def done(self, value: Any = None) -> None:
         self.wake(value)
@@ -135,7 +135,7 @@ class ChannelProxy(Channel[Any]):
     _extra: _Away  # type: ignore[assignment]
     is_remote = True
 
-    # -- what green threads do -------------------------------------------------------------------------
+    # -- what green threads do ---------------------------------------------------------------------
 
     @coroutine
     def send(self, item: Any) -> Generator[Any, Any, None]:
@@ -172,13 +172,15 @@ class ChannelProxy(Channel[Any]):
         try:
             post = the_post()
         except RuntimeError:  # this image has no pool any more
-            raise _gone(self, PeerEnding("has ended, as all drones of this image have", None)) from None
+            raise _gone(
+                self, PeerEnding("has ended, as all drones of this image have", None)
+            ) from None
         peer = post.dial(away.home, away.name)
         if peer is None:
             raise _gone(self, post.gone.get(away.home, PeerEnding("has ended", None)))
         return peer
 
-    # -- for select ------------------------------------------------------------------------------------
+    # -- for select --------------------------------------------------------------------------------
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         self._peer()
@@ -195,14 +197,18 @@ class ChannelProxy(Channel[Any]):
             peer = self._peer(may_be_closed=end == "receive")
             if not select.number:
                 select.number = next(the_post().selects)
-            payload = opcodes.SELECT.pack(select.number) + (packed(waiter.item) if end == "send" else b"")
+            payload = opcodes.SELECT.pack(select.number) + (
+                packed(waiter.item) if end == "send" else b""
+            )
         except Exception as error:
             waiter.refuse(error)
             return
         number = next(peer.numbers)
         peer.waiting[number] = waiter
         waiter.at = peer, number, self
-        peer.put(opcodes.OFFER if end == "send" else opcodes.DEMAND, self._extra.number, number, payload)
+        peer.put(
+            opcodes.OFFER if end == "send" else opcodes.DEMAND, self._extra.number, number, payload
+        )
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
         assert isinstance(waiter, Offer)
@@ -213,7 +219,7 @@ class ChannelProxy(Channel[Any]):
             peer.put(opcodes.WITHDRAW, 0, number)
         return True
 
-    # -- the rest --------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[Any]:
         raise RuntimeError(f"an end of {self!r} can be claimed only in the image where it was made")
@@ -260,7 +266,11 @@ class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         credit = self._peer().credits.get(self._extra.number)
-        return credit is not None and credit.places > 0 and self._send_by_credit(self._peer(), packed(item))
+        return (
+            credit is not None
+            and credit.places > 0
+            and self._send_by_credit(self._peer(), packed(item))
+        )
 
 
 _PLAIN = opcodes.SELECT.pack(0)
@@ -283,7 +293,8 @@ def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]
 
 
 def _closed_here(post: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
-    """What a channel of this image has become that is closed, empty and forgotten; it still tells why."""
+    """What a channel of this image has become that is closed, empty and forgotten; it still tells
+    why."""
     closed: Channel[Any] = Channel(capacity)
     reason = post.reasons.get(number)
     if reason is not None:
@@ -309,7 +320,9 @@ def _lost_item(error: ChannelClosed) -> ItemLost:
 
 
 def _gone(remote: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
-    error = ChannelClosed(f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}")
+    error = ChannelClosed(
+        f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}"
+    )
     error.__cause__ = ending.death
     remote._extra.ended = True
     return error
@@ -323,7 +336,7 @@ def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
     return error
 
 
-# -- what a home says ----------------------------------------------------------------------------------
+# -- what a home says ------------------------------------------------------------------------------
 
 
 def _hear_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
@@ -417,7 +430,9 @@ def _hear_refused(peer: PeerConnection, number: int, op: int, payload: bytes) ->
         return
     waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
     if isinstance(error, ChannelClosed) and waiter is not None:
-        error = _was_closed(waiter.remote if isinstance(waiter, RemoteOperation) else waiter.at[2], error)
+        error = _was_closed(
+            waiter.remote if isinstance(waiter, RemoteOperation) else waiter.at[2], error
+        )
     if isinstance(waiter, RemoteOperation):
         waiter.refused(error)
     elif isinstance(waiter, Offer):
@@ -460,7 +475,9 @@ def _lost(peer: PeerConnection) -> None:
             waiter.at = None
             if op not in held:
                 waiter.refuse(error)
-            elif waiter.select.guards[waiter.index].end == "send":  # a receiver may have been given the item
+            elif (
+                waiter.select.guards[waiter.index].end == "send"
+            ):  # a receiver may have been given the item
                 waiter.fail(_lost_item(error))
             else:
                 waiter.fail(error)

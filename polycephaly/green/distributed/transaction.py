@@ -1,4 +1,5 @@
-"""A deal: one item, one sender, one receiver, of which at least one is in another image, or in a `select`.
+"""A deal: one item, one sender, one receiver, of which at least one is in another image, or in a
+`select`.
 
 The channel's home brings them together. What it holds in its hand meanwhile is nobody else's:
 
@@ -9,11 +10,12 @@ The channel's home brings them together. What it holds in its hand meanwhile is 
     ✗  PASS at any step: nothing has happened. Who was held is released; both, but for who has passed, stand
        first in their lines again.
 
-Who waits for whom. A plain sender or receiver never says no and never lets wait: it is asked for nothing, or answers
-GIVE at once. A `select` that is held cannot answer others: they wait until it is told COMMIT (its item) or RELEASE.
-So a deal that holds one and waits for another makes the first wait for the second. As the numbers of selects are of one
-order in all images, and a deal takes the smaller first, those who wait for each other have growing numbers: there is no
-circle, and the last one answers. A receiver in a `select` that would be held last need not be: GIVE asks and tells at
+Who waits for whom. A plain sender or receiver never says no and never lets wait: it is asked for
+nothing, or answers GIVE at once. A `select` that is held cannot answer others: they wait until it
+is told COMMIT (its item) or RELEASE. So a deal that holds one and waits for another makes the first
+wait for the second. As the numbers of selects are of one order in all images, and a deal takes the
+smaller first, those who wait for each other have growing numbers: there is no circle, and the last
+one answers. A receiver in a `select` that would be held last need not be: GIVE asks and tells at
 once.
 
 Exactly once, or told. The possible ends, by who dies when:
@@ -26,8 +28,8 @@ Exactly once, or told. The possible ends, by who dies when:
     the home                                       a `send` that waits raises `ItemLost`, also in a `select` if that is
                                                    held; all else `ChannelClosed`; its buffer is lost with it
 
-What is said on one connection arrives in the order of saying, so all that can cross is the end of a wait and its
-answer:
+What is said on one connection arrives in the order of saying, so all that can cross is the end of a
+wait and its answer:
 
     a plain send is broken off     WITHDRAW, and it waits for what the home says: DONE (it has happened: the error comes
                                    at the next await), or WITHDRAWN. A deal that has it in the hand goes on; only where
@@ -35,9 +37,9 @@ answer:
     a receive is broken off,       WITHDRAW, and no waiting. If the home has said GIVE or HOLD meanwhile, WITHDRAW is as
     or a select has chosen         good as the PASS that will come: the deal is off, and the PASS is of nothing known
 
-Order. An item of the buffer that was given to a `select` may come back; so nobody is given a later one before that is
-decided. (An item that a receive which was broken off, or an image that died, has not taken comes back without that.)
-"""
+Order. An item of the buffer that was given to a `select` may come back; so nobody is given a later
+one before that is decided. (An item that a receive which was broken off, or an image that died, has
+not taken comes back without that.)"""
 
 from __future__ import annotations
 
@@ -58,8 +60,9 @@ log = logging.getLogger("polycephaly.green")
 
 
 class Transaction:
-    """`sender` is None for an item of the buffer, `receiver` for a place in it. Each is a waiter: a green thread of
-    this image, an `Offer` of a select of its, or an `PendingOperation` of another image."""
+    """`sender` is None for an item of the buffer, `receiver` for a place in it. Each is a waiter: a
+    green thread of this image, an `Offer` of a select of its, or an `PendingOperation` of another
+    image."""
 
     __slots__ = ("_to_hold", "channel", "given", "held", "item", "receiver", "sender", "told")
 
@@ -77,7 +80,9 @@ class Transaction:
     def begin(self) -> None:
         self.channel._extra.deals += 1
         self.channel._extra.undecided += self._is_undecided()
-        choosers = [each for each in (self.sender, self.receiver) if each is not None and chooses(each)]
+        choosers = [
+            each for each in (self.sender, self.receiver) if each is not None and chooses(each)
+        ]
         choosers.sort(key=number_of)
         if choosers and choosers[-1] is self.receiver and self.receiver.is_far:
             choosers.pop()
@@ -89,7 +94,11 @@ class Transaction:
 
     def _next(self) -> None:
         for each in (self.sender, self.receiver):
-            if each is not None and each.is_far and (each.peer.lost or (each.withdrawn and not each.can_be_relied_on)):
+            if (
+                each is not None
+                and each.is_far
+                and (each.peer.lost or (each.withdrawn and not each.can_be_relied_on))
+            ):
                 self.off(each)
                 return
         if self._to_hold:
@@ -112,7 +121,9 @@ class Transaction:
             try:
                 content = packed(self.item)
             except Exception as error:
-                error.add_note("while pickling an item of a channel, for a receiver in another image")
+                error.add_note(
+                    "while pickling an item of a channel, for a receiver in another image"
+                )
                 self._refuse_item(error)
                 return
             self.given = receiver.give(self, content)

@@ -3,20 +3,22 @@
     remote end here ──dial──> <home>/<pid>.c of the image where the channel was made
     <home>/<own pid>.c <──accept── images that have ends of channels made here
 
-Two images share one connection, whoever has dialled: what goes there and back wakes the other side once. (Where both
-dial at once there are two, and each uses its own.)
+Two images share one connection, whoever has dialled: what goes there and back wakes the other side
+once. (Where both dial at once there are two, and each uses its own.)
 
-All of it is done by the scheduler's owner: it sleeps in this epoll in place of its lock (`acquire`, `release`), and
-looks into it between steps (`look`). So a message crosses no thread, and channels need no locks here either. What is
-said is collected, and goes out when the owner looks or sleeps: messages to one image in one write. A step that goes on
-for long keeps nothing back: what it says goes at once, if nothing went just before, and else the watchdog sends it.
+All of it is done by the scheduler's owner: it sleeps in this epoll in place of its lock (`acquire`,
+`release`), and looks into it between steps (`look`). So a message crosses no thread, and channels
+need no locks here either. What is said is collected, and goes out when the owner looks or sleeps:
+messages to one image in one write. A step that goes on for long keeps nothing back: what it says
+goes at once, if nothing went just before, and else the watchdog sends it.
 
-Who may connect: the socket is in a directory that only its owner can enter, and both sides ask the kernel whose process
-the other is. Until it has said HELLO, nothing else of a connection is looked at.
+Who may connect: the socket is in a directory that only its owner can enter, and both sides ask the
+kernel whose process the other is. Until it has said HELLO, nothing else of a connection is looked
+at.
 
-The post opens with the first channel that leaves this image or comes to it. It closes with the image, or, in the main
-image, with its last pool: then no image is left to talk to. A forked child closes what it has inherited, and has none.
-"""
+The post opens with the first channel that leaves this image or comes to it. It closes with the
+image, or, in the main image, with its last pool: then no image is left to talk to. A forked child
+closes what it has inherited, and has none."""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ log = logging.getLogger("polycephaly.green")
 LOOK_AFTER = 0.0002  # seconds between looks of a busy owner
 PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog holds, and for goodbyes
 FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
-FIND_OUT_LOOKS = 60.0  # a number of them, for a machine that stands still takes no time from who is to tell that
+FIND_OUT_LOOKS = (
+    60.0  # a number of them, for a machine that stands still takes no time from who is to tell that
+)
 UNREAPED = 0.01  # of a look, while it is a zombie: its parent, which leaves the word, waits for a processor, or is gone
 CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
 HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
@@ -72,7 +76,8 @@ def own_address() -> str | None:
 
 
 def the_post() -> ChannelTransport:
-    """This image's, opened if need be. From any thread. Raises `RuntimeError` where there is nobody to talk to."""
+    """This image's, opened if need be. From any thread. Raises `RuntimeError` where there is nobody
+    to talk to."""
     global _post
     post = _post
     if post is not None:
@@ -92,7 +97,8 @@ def the_post() -> ChannelTransport:
 
 
 class ChannelTransport:
-    """There is at most one in an image. Methods that are not said to be for everybody are for the owner."""
+    """There is at most one in an image. Methods that are not said to be for everybody are for the
+    owner."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -100,20 +106,27 @@ class ChannelTransport:
         """Those made here that others may know, by number: kept until they are closed."""
         self.reasons: dict[int, BaseException] = {}
         """Why the last of those that are gone were closed, for who asks only then."""
-        self._numbers = count(secrets.randbits(40) << 20)  # those of a former image in this place say nothing here
+        self._numbers = count(
+            secrets.randbits(40) << 20
+        )  # those of a former image in this place say nothing here
         self._number_of: dict[int, int] = {}
         self.aliases: dict[int, int] = {}
-        """The numbers by which drones know channels that they have inherited (inherited.py), and the proper ones."""
+        """The numbers by which drones know channels that they have inherited (inherited.py), and
+        the proper ones."""
         self.selects = count(1)
         self.peers: dict[str, PeerConnection] = {}
-        self.gone: dict[str, PeerEnding] = {}  # what became of those that were lost, of the last of them
+        self.gone: dict[
+            str, PeerEnding
+        ] = {}  # what became of those that were lost, of the last of them
         self._by_fd: dict[int, PeerConnection] = {}
         self._dirty: deque[PeerConnection] = deque()
         self._news: list[tuple[int, int]] = []
         self._looked = self._wrote = 0.0
         self._open = True
         self._listener = parent_death.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)))
+        self._bell = parent_death.own(
+            parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        )
         self._epoll = parent_death.own(select.epoll())
         for old in (address, address[:-1] + "e"):  # of a process that had our number before
             with suppress(FileNotFoundError):
@@ -135,7 +148,9 @@ class ChannelTransport:
     def _begin(self) -> None:
         if self._open:
             scheduler.mail = self
-            scheduler.outside += 1  # another image may wake who waits here: there is no verdict of a deadlock
+            scheduler.outside += (
+                1  # another image may wake who waits here: there is no verdict of a deadlock
+            )
 
     def number_of(self, channel: Channel[Any]) -> int:
         """By which others know it. From any thread."""
@@ -154,15 +169,15 @@ class ChannelTransport:
             channel = self.channels.pop(number, None)
             self._number_of.pop(id(channel), None)
 
-    # -- in place of the owner's lock ----------------------------------------------------------------
+    # -- in place of the owner's lock --------------------------------------------------------------
 
     def release(self) -> None:
         """From any thread: wakes the owner."""
         os.eventfd_write(self._bell.fd, 1)
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Until it is woken, or there is something to read, or the time is over. Whether it was woken. Without a time,
-        somebody is about to wake it."""
+        """Until it is woken, or there is something to read, or the time is over. Whether it was
+        woken. Without a time, somebody is about to wake it."""
         if timeout < 0:
             self._rung.poll()
         while self._dirty:  # once, but for what finalizers say meanwhile
@@ -219,11 +234,11 @@ class ChannelTransport:
         if self._dirty:
             self._flush(in_turn=False)
 
-    # -- connections ---------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
     def dial(self, address: str, name: str) -> PeerConnection | None:
-        """The connection to that image; None where it is gone. One that is lost, and of which it is to be found out yet
-        how, too: who asks something there is told with the others."""
+        """The connection to that image; None where it is gone. One that is lost, and of which it is
+        to be found out yet how, too: who asks something there is told with the others."""
         peer = self.peers.get(address)
         if peer is not None or not self._open:
             return peer
@@ -232,10 +247,14 @@ class ChannelTransport:
             self._call(end, address)
         except OSError as error:
             end.close()
-            lost = self.peers[address] = PeerConnection(self, end, address, addresses.pid_of(address))
+            lost = self.peers[address] = PeerConnection(
+                self, end, address, addresses.pid_of(address)
+            )
             lost.name = name
             lost.lose("does not answer" if isinstance(error, BlockingIOError) else "")
-            return self.peers.get(address)  # it has been killed just now, and there is no word of it yet
+            return self.peers.get(
+                address
+            )  # it has been killed just now, and there is no word of it yet
         peer = self._connected(end, address)
         if peer is not None:
             self.peers[address] = peer
@@ -258,7 +277,9 @@ class ChannelTransport:
         try:
             end, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # the caller stays there to be seen: looking at once again would not end
+            if (
+                error.errno in _EXHAUSTED
+            ):  # the caller stays there to be seen: looking at once again would not end
                 log.warning("another image that calls for a channel has to wait: %s", error)
                 self._epoll.modify(self._listener.fileno(), 0)
                 scheduler.timers.set(scheduler.timers.now() + ACCEPT_AGAIN, self._accept_again)
@@ -271,23 +292,31 @@ class ChannelTransport:
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
 
     def _connected(self, end: socket.socket, address: str) -> PeerConnection | None:
-        pid, uid, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid, _ = _CREDENTIALS.unpack(
+            end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
         if uid != os.geteuid():
-            log.warning("process %d of user %d is not let into the channels of this image", pid, uid)
+            log.warning(
+                "process %d of user %d is not let into the channels of this image", pid, uid
+            )
             end.close()
             return None
         end.setblocking(False)
         peer = PeerConnection(self, parent_death.own(end), address, pid)
         self._by_fd[end.fileno()] = peer
         self._epoll.register(end.fileno(), select.EPOLLIN)
-        peer.put(HELLO, 0, 0, json.dumps({"address": self.address, "name": addresses.name_here}).encode())
+        peer.put(
+            HELLO, 0, 0, json.dumps({"address": self.address, "name": addresses.name_here}).encode()
+        )
         return peer
 
     def wants_to_write(self, peer: PeerConnection, now: bool = True) -> None:
         self._dirty.append(peer)
         if now:
             time = monotonic()
-            if time - max(self._looked, self._wrote) >= LOOK_AFTER:  # else more is to come, or we look soon
+            if (
+                time - max(self._looked, self._wrote) >= LOOK_AFTER
+            ):  # else more is to come, or we look soon
                 self._wrote = time
                 self._flush(in_turn=False)
 
@@ -304,15 +333,19 @@ class ChannelTransport:
 
     def find_out(self, peer: PeerConnection, looks: float = FIND_OUT_LOOKS) -> None:
         """It has died without a word; its parent leaves one."""
-        is_there = os.path.exists(peer.who)  # looked at first: the word is left before the socket goes
+        is_there = os.path.exists(
+            peer.who
+        )  # looked at first: the word is left before the socket goes
         ending = ending_of(peer.who, peer.name)
         if ending is None and is_there and looks > 0 and self._open:
             looks -= UNREAPED if state_of(peer.pid) == "Z" else 1
-            scheduler.timers.set(scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks))
+            scheduler.timers.set(
+                scheduler.timers.now() + FIND_OUT_EVERY, partial(self.find_out, peer, looks)
+            )
         else:
             peer.tell_loss(ending or PeerEnding("has ended", None))
 
-    # -- its end -------------------------------------------------------------------------------------
+    # -- its end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """From any thread, soon."""

@@ -16,13 +16,25 @@ from typing import Any, NamedTuple
 
 from ...wire.messages import Malformed
 
-__all__ = ["FAREWELL", "GREETING", "HEAD", "MOST", "TOLD", "WROTE", "Frame", "Message", "message_of", "split"]
+__all__ = [
+    "FAREWELL",
+    "GREETING",
+    "HEAD",
+    "MOST",
+    "TOLD",
+    "WROTE",
+    "Frame",
+    "Message",
+    "message_of",
+    "split",
+]
 
 HEAD = Struct("<BIQ")
 TOLD, WROTE = 1, 2
 MOST = 32_000
-"""Bytes of a message's pickle. What is larger belongs into the memory. And up to 32 KiB the kernel takes a frame as a
-whole or not at all, so that a sender who is killed, or finds no room, leaves no half of one."""
+"""Bytes of a message's pickle. What is larger belongs into the memory. And up to 32 KiB the kernel
+takes a frame as a whole or not at all, so that a sender who is killed, or finds no room, leaves no
+half of one."""
 
 GREETING, FAREWELL = b"\1", b"\2"
 
@@ -33,9 +45,9 @@ Frame = tuple[int, int, int, bytes]
 class Message(NamedTuple):
     """What the owner of a pore receives.
 
-    `sender` is the name of the image that sent it: the drone's, or "MainProcess". `kind` is "told", with the `value`
-    that was told, or "wrote": then `length` bytes from `offset` on have been written.
-    """
+    `sender` is the name of the image that sent it: the drone's, or "MainProcess". `kind` is "told",
+    with the `value` that was told, or "wrote": then `length` bytes from `offset` on have been
+    written."""
 
     sender: str
     kind: str

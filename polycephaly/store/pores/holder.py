@@ -5,12 +5,12 @@
     send    ──frame──> kernel's buffer; no room: waits, or says so
     look    the owner's end: open; or a farewell: closed; or at its end: the owner ended
 
-The kernel takes a frame as a whole or not at all, unless its buffers were made very small. What breaks off a send
-(Ctrl-C, an interrupt) drops the connection, as nobody knows then what has gone; the next use makes a new one.
+The kernel takes a frame as a whole or not at all, unless its buffers were made very small. What
+breaks off a send (Ctrl-C, an interrupt) drops the connection, as nobody knows then what has gone;
+the next use makes a new one.
 
-The kernel closes the owner's ends when it ends, unless somebody has a copy of them whom it forked behind Python's
-back. So who waits also looks at a pidfd of the owner's.
-"""
+The kernel closes the owner's ends when it ends, unless somebody has a copy of them whom it forked
+behind Python's back. So who waits also looks at a pidfd of the owner's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ __all__ = ["Content", "Holder", "Home", "image_name", "machine"]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a pore is: what travels with it. The address is random, so it means this pore for ever."""
+    """Where a pore is: what travels with it. The address is random, so it means this pore for
+    ever."""
 
     pore: str
     address: str
@@ -52,7 +53,9 @@ class Home:
         """`let_in`: whether this image has ever reached it."""
         why = "has ended" if ended else "has closed it"
         if not ended and not let_in:
-            why += ", or kept no reference to it: it lives while its owner keeps it, in a global say"
+            why += (
+                ", or kept no reference to it: it lives while its owner keeps it, in a global say"
+            )
         return PoreClosed(
             f"the pore {self.pore!r} is closed: its owner, process {self.owner} ({self.owner_name}), {why}",
             pore=self.pore, owner=self.owner, ended=ended,
@@ -64,7 +67,10 @@ def machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return boot.read().strip()
-    except (FileNotFoundError, PermissionError):  # and not where no descriptor is left: then nobody can tell
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ):  # and not where no descriptor is left: then nobody can tell
         return os.uname().nodename
 
 
@@ -79,11 +85,12 @@ Content = memoryview | parent_death.Descriptor
 
 
 class Holder:
-    """Any thread may use it. It belongs to the process that made it: in a forked child there is another."""
+    """Any thread may use it. It belongs to the process that made it: in a forked child there is
+    another."""
 
     def __init__(self, home: Home, size: int, memory: memoryview | None, was_let_in: bool) -> None:
-        """`size`: of memory in bytes; 0: it is a file. `memory`: mapped by who forked this image, if it `was_let_in`;
-        a file is not inherited."""
+        """`size`: of memory in bytes; 0: it is a file. `memory`: mapped by who forked this image,
+        if it `was_let_in`; a file is not inherited."""
         self.pid = os.getpid()
         self._home = home
         self._size = size
@@ -96,8 +103,8 @@ class Holder:
         self._turn = threading.Lock()  # of who sends
 
     def content(self, look: bool) -> Content:
-        """The pore's pages or file. The first use waits for the owner's porter. Raises `PoreClosed`; others if they
-        `look`."""
+        """The pore's pages or file. The first use waits for the owner's porter. Raises
+        `PoreClosed`; others if they `look`."""
         connected = False
         while (end := self._end) is None or (content := self._content) is None:
             self._connect()  # once more only if another thread has closed it meanwhile
@@ -171,7 +178,9 @@ class Holder:
             if self._gone is not None:
                 raise another(self._gone)
             if home.machine != machine():
-                raise RuntimeError(f"the pore {home.pore!r} is on another machine, in {home.owner_name}")
+                raise RuntimeError(
+                    f"the pore {home.pore!r} is on another machine, in {home.owner_name}"
+                )
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 end.connect("\0" + home.address)
@@ -197,7 +206,9 @@ class Holder:
         if greeting != GREETING:  # it is being closed
             raise ConnectionResetError
         if not fds:  # it came with one, which had no place here
-            raise OSError(errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}")
+            raise OSError(
+                errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}"
+            )
         came = parent_death.own(parent_death.Descriptor(fds[0]))
         try:
             if self._content is None:
@@ -228,9 +239,12 @@ class Holder:
             parent_death.close(owner)
 
     def close(self) -> None:
-        """Also in a finalizer. While another thread sends or connects, it does nothing. A file is closed with the
-        connection, and comes with the next; memory stays mapped."""
-        with DeferredSigint(), ExitStack() as held:  # a Ctrl-C would leave a lock taken, or half of it open
+        """Also in a finalizer. While another thread sends or connects, it does nothing. A file is
+        closed with the connection, and comes with the next; memory stays mapped."""
+        with (
+            DeferredSigint(),
+            ExitStack() as held,
+        ):  # a Ctrl-C would leave a lock taken, or half of it open
             for lock in (self._turn, self._connecting):
                 if not lock.acquire(blocking=False):
                     return

@@ -3,13 +3,14 @@
     porter: member readable ──a piece of the stream──> pieces ──split──> frames ──> receive: Message
                └── held ≥ ROOM: stops reading, so the senders' buffers fill, and they wait: that is the credit
 
-`pieces` has one writer, the porter. Receivers split pieces under a lock, which runs no code of users; what unpickling
-runs, it runs outside of that. Each of the two counters has one writer: `came` the porter, `taken` whoever has the lock.
+`pieces` has one writer, the porter. Receivers split pieces under a lock, which runs no code of
+users; what unpickling runs, it runs outside of that. Each of the two counters has one writer:
+`came` the porter, `taken` whoever has the lock.
 
-Nothing is waited for in vain: a receiver leaves its milestone in `waiting` and then looks once more; the porter puts
-a piece down and then takes the milestones out. And for room: a receiver counts, then looks whether the porter has
-stopped; the porter notes that it stops, then looks at the count once more.
-"""
+Nothing is waited for in vain: a receiver leaves its milestone in `waiting` and then looks once
+more; the porter puts a piece down and then takes the milestones out. And for room: a receiver
+counts, then looks whether the porter has stopped; the porter notes that it stops, then looks at the
+count once more."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ __all__ = ["ROOM", "ConnectedHolder", "Inbox", "may_be_trusted"]
 log = logging.getLogger("polycephaly.store.pores")
 
 ROOM = 256 * 1024
-"""Bytes that wait to be received before the senders have to wait; beside what the kernel holds for each of them."""
+"""Bytes that wait to be received before the senders have to wait; beside what the kernel holds for
+each of them."""
 PIECE = 64 * 1024
 """Bytes read at once."""
 NAME = 200
@@ -90,7 +92,11 @@ class Inbox:
     """Made and closed by the owner; what the porter alone touches is said to be his."""
 
     def __init__(
-        self, porter: PoreIOThread, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
+        self,
+        porter: PoreIOThread,
+        secret: bytes,
+        content: parent_death.Descriptor,
+        listener: socket.socket,
     ) -> None:
         self.pid = os.getpid()
         self.secret = secret
@@ -107,7 +113,7 @@ class Inbox:
         self._open = [None]
         self._porter = porter
 
-    # -- any thread of the owner's ------------------------------------------------------------------
+    # -- any thread of the owner's -----------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -145,7 +151,8 @@ class Inbox:
         return bool(self._frames or self.pieces)
 
     def is_over(self) -> bool:
-        """Nothing is there, and nothing will come; also not of a piece that another receiver is splitting."""
+        """Nothing is there, and nothing will come; also not of a piece that another receiver is
+        splitting."""
         if not self.ended:
             return False
         with self._splitting, DeferredSigint():
@@ -184,7 +191,7 @@ class Inbox:
             with suppress(ValueError):
                 self.waiting.remove(news)
 
-    # -- the porter ---------------------------------------------------------------------------------
+    # -- the porter --------------------------------------------------------------------------------
 
     def tell_waiting(self) -> None:
         waiting = self.waiting

@@ -4,16 +4,15 @@
     a member is readable   ──> Desk.pieces; who waits for news is told
     the bell               ──> asked: "open", "go on" (there is room again), "close" a desk
 
-Who tells wakes whoever waits for it, and often has to give way to him, so that each tell costs a switch of processes.
-So where news come in less than a nap after the last, the porter takes the nap first, in which nobody is woken: what
-comes meanwhile is read at once. A lone message is not delayed; a stream takes a fifth to a quarter less time so, and
-half of the owner's processor.
+Who tells wakes whoever waits for it, and often has to give way to him, so that each tell costs a
+switch of processes. So where news come in less than a nap after the last, the porter takes the nap
+first, in which nobody is woken: what comes meanwhile is read at once. A lone message is not
+delayed; a stream takes a fifth to a quarter less time so, and half of the owner's processor.
 
-It alone uses the poll and the members, so they need no lock. Others `ask`: an append, and the bell. It ends when it
-has no desk and was asked for nothing; asking, its beginning and its end exclude each other by a lock. A finalizer may
-close a desk in a thread that has that lock: it is taken again then, and finds the porter there, since there is one for
-as long as any desk is open.
-"""
+It alone uses the poll and the members, so they need no lock. Others `ask`: an append, and the bell.
+It ends when it has no desk and was asked for nothing; asking, its beginning and its end exclude
+each other by a lock. A finalizer may close a desk in a thread that has that lock: it is taken again
+then, and finds the porter there, since there is one for as long as any desk is open."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class PoreIOThread:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: its descriptors were closed by `lifeline`, and its pores are the parent's."""
+        """In a forked child: its descriptors were closed by `lifeline`, and its pores are the
+        parent's."""
         self._lock = threading.RLock()
         self._thread: OwnThread | None = None
         self._asked: deque[tuple[str, Inbox]] = deque()
@@ -49,7 +49,8 @@ class PoreIOThread:
         self._bell = parent_death.Descriptor(-1)
 
     def take_over(self, desk: Inbox) -> None:
-        """From now on it serves this desk. Raises `OSError` where the system has no more descriptors."""
+        """From now on it serves this desk. Raises `OSError` where the system has no more
+        descriptors."""
         with self._lock:
             if self._thread is None:
                 self._begin()
@@ -59,7 +60,9 @@ class PoreIOThread:
         self._files: dict[int, Inbox | ConnectedHolder] = {}
         self._poll = parent_death.own(select.epoll())
         try:
-            self._bell = parent_death.own(parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)))
+            self._bell = parent_death.own(
+                parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            )
             self._poll.register(self._bell.fd, select.EPOLLIN)
             thread = OwnThread("polycephaly-pores", self._serve)
             thread.start()
@@ -74,7 +77,8 @@ class PoreIOThread:
         parent_death.close(self._bell)
 
     def ask(self, what: str, desk: Inbox) -> None:
-        """Where there is no porter any more, the desk has been closed, and nothing is to be done."""
+        """Where there is no porter any more, the desk has been closed, and nothing is to be
+        done."""
         with self._lock:  # or it might hear of this, end, and close the bell before it is rung
             if self._thread is not None:
                 self._asked.append((what, desk))
@@ -125,7 +129,7 @@ class PoreIOThread:
         if self._files.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    # -- what it is asked -----------------------------------------------------------------------------
+    # -- what it is asked --------------------------------------------------------------------------
 
     def _open(self, desk: Inbox) -> None:
         self._desks.add(desk)
@@ -156,7 +160,7 @@ class PoreIOThread:
 
     _DO: dict[str, Any] = {"open": _open, "go on": _go_on, "close": _close}  # noqa: RUF012 - a table, never changed
 
-    # -- what comes -----------------------------------------------------------------------------------
+    # -- what comes --------------------------------------------------------------------------------
 
     def _let_knock(self, desk: Inbox) -> None:
         try:

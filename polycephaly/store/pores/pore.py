@@ -1,4 +1,5 @@
-"""`Pore`: memory, or an open file, with one owner; others use it without a copy, and tell him things through it."""
+"""`Pore`: memory, or an open file, with one owner; others use it without a copy, and tell him
+things through it."""
 
 from __future__ import annotations
 
@@ -43,22 +44,24 @@ _numbers = count(1)
 
 
 class Pore:
-    """Shared memory that the image which makes it owns. Given to a drone, as an argument, in a result or captured by a
-    function, it arrives as a pore on the same pages: what one writes, all see.
+    """Shared memory that the image which makes it owns. Given to a drone, as an argument, in a
+    result or captured by a function, it arrives as a pore on the same pages: what one writes, all
+    see.
 
-    ``Pore(nbytes)`` is plain memory, ``Pore(shape, dtype)`` a numpy array (`dtype` None: bytes). It is all zeros.
-    ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a descriptor (`fileno()`), or
-    the number of one.
-    Whoever has it may `tell` its owner something, or `write`, which tells; the owner receives `Message` objects with
-    ``for message in pore`` (in plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
+    ``Pore(nbytes)`` is plain memory, ``Pore(shape, dtype)`` a numpy array (`dtype` None: bytes). It
+    is all zeros. ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a
+    descriptor (`fileno()`), or the number of one. Whoever has it may `tell` its owner something, or
+    `write`, which tells; the owner receives `Message` objects with ``for message in pore`` (in
+    plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
 
-    It is closed by its owner (`close`, the end of its ``with`` block, the loss of the owner's last reference) or by
-    the owner's end, however that comes. (So a drone keeps a pore that it makes: one that its function only returns is
-    closed when that has returned.) From then on each operation on it raises `PoreClosed`, and who waits in one is told
-    at once; views of its memory stay what they are. The end of a holder changes nothing. Any thread may use it.
+    It is closed by its owner (`close`, the end of its ``with`` block, the loss of the owner's last
+    reference) or by the owner's end, however that comes. (So a drone keeps a pore that it makes:
+    one that its function only returns is closed when that has returned.) From then on each
+    operation on it raises `PoreClosed`, and who waits in one is told at once; views of its memory
+    stay what they are. The end of a holder changes nothing. Any thread may use it.
 
-    Raises `ValueError` and `TypeError` for what cannot be its shape and type, or a file, and `MemoryError` for more
-    than half of the machine's memory.
+    Raises `ValueError` and `TypeError` for what cannot be its shape and type, or a file, and
+    `MemoryError` for more than half of the machine's memory.
 
     >>> import polycephaly as poly
     >>> def fill(pore, row):
@@ -80,7 +83,9 @@ class Pore:
         name: str | None = None,
     ) -> None:
         if (shape is None) == (file is None) or (dtype is not None and file is not None):
-            raise TypeError("a pore is either memory of a shape, or a file: Pore(shape, dtype) or Pore(file=file)")
+            raise TypeError(
+                "a pore is either memory of a shape, or a file: Pore(shape, dtype) or Pore(file=file)"
+            )
         sides, dtype, size = _checked(shape, dtype) if file is None else ((), None, 0)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"the name of a pore is a string, not {name!r}")
@@ -94,8 +99,13 @@ class Pore:
             birth=birth_of(os.getpid()),
             machine=machine(),
         )
-        with DeferredSigint(), ExitStack() as made:  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
-            descriptor = parent_death.own(parent_death.Descriptor(_pages(size) if file is None else _another(file)))
+        with (
+            DeferredSigint(),
+            ExitStack() as made,
+        ):  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
+            descriptor = parent_death.own(
+                parent_death.Descriptor(_pages(size) if file is None else _another(file))
+            )
             made.callback(parent_death.close, descriptor)
             content: Content = descriptor
             if file is None:
@@ -129,7 +139,7 @@ class Pore:
         self._holder: Holder | None = None
         _here[home.address] = self
 
-    # -- what it is ---------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -147,7 +157,8 @@ class Pore:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or its owner has ended. In an image that has not used it yet, this is its first use."""
+        """Whether it is closed, or its owner has ended. In an image that has not used it yet, this
+        is its first use."""
         try:
             self._reached()
         except PoreClosed:
@@ -164,34 +175,40 @@ class Pore:
         """Its memory as a numpy array of its shape and type. Raises `PoreClosed`."""
         import numpy
 
-        return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(self._shape)
+        return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(
+            self._shape
+        )
 
     def fileno(self) -> int:
-        """The descriptor of its file in this image: for ``os.pread``, ``socket.fromfd``, ``mmap``, ``os.dup``.
+        """The descriptor of its file in this image: for ``os.pread``, ``socket.fromfd``, ``mmap``,
+        ``os.dup``.
 
-        It is the same open file everywhere, so all have one position in it, and one state of the socket. The number is
-        the pore's: it is good until this image closes the pore or has lost its last reference, whatever a holder's
-        owner does, and in this process only: a forked child asks again. What is to last longer is an ``os.dup`` of
-        it. Raises `PoreClosed`, and ``io.UnsupportedOperation`` if it is memory.
-        """
+        It is the same open file everywhere, so all have one position in it, and one state of the
+        socket. The number is the pore's: it is good until this image closes the pore or has lost
+        its last reference, whatever a holder's owner does, and in this process only: a forked child
+        asks again. What is to last longer is an ``os.dup`` of it. Raises `PoreClosed`, and
+        ``io.UnsupportedOperation`` if it is memory."""
         while True:
             content = self._reached()
             if isinstance(content, memoryview):
-                raise io.UnsupportedOperation(f"the pore {self.name!r} is memory: it has no file descriptor")
+                raise io.UnsupportedOperation(
+                    f"the pore {self.name!r} is memory: it has no file descriptor"
+                )
             if (fd := content.fd) >= 0:
                 return fd
-            # Another thread has just closed it: for all, which is told now, or for this image, which reaches it again.
+            # Another thread has just closed it: for all, which is told now, or for this image,
+            # which reaches it again.
 
-    # -- from any image -----------------------------------------------------------------------------
+    # -- from any image ----------------------------------------------------------------------------
 
     def tell(self, message: Any, *, wait: bool = True) -> bool:
-        """Sends the owner something small (32,000 bytes, pickled as an argument of a drone's call is). Raises
-        `PoreClosed`, and what its pickling raises.
+        """Sends the owner something small (32,000 bytes, pickled as an argument of a drone's call
+        is). Raises `PoreClosed`, and what its pickling raises.
 
-        Where the owner does not keep up, it waits for room; with ``wait=False`` it gives False then, and has sent
-        nothing. Inside a coroutine of a green thread it cannot wait: use ``await green.call(pore.tell, message)``.
-        True means that it is on its way: it is received unless the owner ends before.
-        """
+        Where the owner does not keep up, it waits for room; with ``wait=False`` it gives False
+        then, and has sent nothing. Inside a coroutine of a green thread it cannot wait: use ``await
+        green.call(pore.tell, message)``. True means that it is on its way: it is received unless
+        the owner ends before."""
         pickled = capturing.capture(message, capturing.common())
         if len(pickled) > MOST:
             raise ValueError(
@@ -201,15 +218,18 @@ class Pore:
         return self._send(HEAD.pack(TOLD, len(pickled), 0) + pickled, wait, "tell")
 
     def write(self, offset: int, data: Any, *, wait: bool = True) -> bool:
-        """Writes bytes (any buffer) into its memory from byte `offset` on, and tells the owner where; as `tell`.
+        """Writes bytes (any buffer) into its memory from byte `offset` on, and tells the owner
+        where; as `tell`.
 
-        With ``wait=False`` and no room it is written, and not told. Raises `ValueError` for what is not inside of it.
-        """
+        With ``wait=False`` and no room it is written, and not told. Raises `ValueError` for what is
+        not inside of it."""
         content = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         size = len(content)
         memory = self._mapped(look=False)  # if it is closed, the telling says so
         if not 0 <= offset <= self._size - size:
-            raise ValueError(f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} of {self._size:,}")
+            raise ValueError(
+                f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} of {self._size:,}"
+            )
         memory[offset : offset + size] = content
         return self._send(HEAD.pack(WROTE, size, offset), wait, "write")
 
@@ -223,25 +243,30 @@ class Pore:
             f"thread here: use `await green.call(pore.{what}, ...)`"
         )
 
-    # -- from the owner -----------------------------------------------------------------------------
+    # -- from the owner ----------------------------------------------------------------------------
 
     def get(self, timeout: float | None = None) -> Message:
-        """The next message, for plain code; waits for one, `timeout` seconds at most, then raises `TimeoutError`.
+        """The next message, for plain code; waits for one, `timeout` seconds at most, then raises
+        `TimeoutError`.
 
-        Raises `PoreClosed` when it is closed and all that was told before has been received, `RuntimeError` where
-        the caller is not the owner, and whatever the message's unpickling raises.
-        """
+        Raises `PoreClosed` when it is closed and all that was told before has been received,
+        `RuntimeError` where the caller is not the owner, and whatever the message's unpickling
+        raises."""
         desk = self._owned("get")
         end = None if timeout is None else monotonic() + timeout
         while (taken := desk.take()) is None:
             self._may_come(desk)
             if _in_step():
-                raise RuntimeError("`pore.get()` would stop every green thread here: use `await pore.receive()`")
+                raise RuntimeError(
+                    "`pore.get()` would stop every green thread here: use `await pore.receive()`"
+                )
             with desk.news() as news:
                 try:
                     news.result(None if end is None else max(0.0, end - monotonic()))
                 except TimeoutError:
-                    raise TimeoutError(f"nothing was told to the pore {self.name!r} within {timeout} s") from None
+                    raise TimeoutError(
+                        f"nothing was told to the pore {self.name!r} within {timeout} s"
+                    ) from None
         return message_of(*taken)
 
     async def receive(self) -> Message:
@@ -277,8 +302,9 @@ class Pore:
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """By the owner: for all. What was told before can still be received. By a holder: for this image, until it is
-        used again; while another thread of it tells or connects, it does nothing. Twice is no error."""
+        """By the owner: for all. What was told before can still be received. By a holder: for this
+        image, until it is used again; while another thread of it tells or connects, it does
+        nothing. Twice is no error."""
         self._let_go()
         if self._is_mine() and not self._size:
             assert self._desk is not None
@@ -294,14 +320,19 @@ class Pore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if "_holder" in self.__dict__ and not finalizing():
             self._let_go()
 
-    # -- how it is held -----------------------------------------------------------------------------
+    # -- how it is held ----------------------------------------------------------------------------
 
     def _is_mine(self) -> bool:
         return self._desk is not None and self._desk.pid == os.getpid()
@@ -316,9 +347,14 @@ class Pore:
         if holder is None or holder.pid != os.getpid():
             content = self._content
             memory = content if isinstance(content, memoryview) else None
-            fresh, before = Holder(self._home, self._size, memory, was_let_in=content is not None), holder
+            fresh, before = (
+                Holder(self._home, self._size, memory, was_let_in=content is not None),
+                holder,
+            )
             holder = self._holder
-            if holder is before:  # no call since the look: of several threads, one brings the holder
+            if (
+                holder is before
+            ):  # no call since the look: of several threads, one brings the holder
                 holder = self._holder = fresh
         assert holder is not None
         return holder
@@ -333,7 +369,9 @@ class Pore:
     def _mapped(self, look: bool = True) -> memoryview:
         content = self._reached(look)
         if not isinstance(content, memoryview):
-            raise TypeError(f"the pore {self.name!r} is an open file: it has a `fileno()`, and no memory")
+            raise TypeError(
+                f"the pore {self.name!r} is an open file: it has a `fileno()`, and no memory"
+            )
         return content
 
     def _owned(self, what: str) -> Inbox:
@@ -352,7 +390,9 @@ class Pore:
     def __reduce__(self) -> tuple[Any, ...]:
         served = sys.modules.get("polycephaly.engines.remote.shared")
         if served is not None and served.here.connection is not None:
-            raise TypeError(f"the pore {self.name!r} is for images of this machine: it does not go to a served pool")
+            raise TypeError(
+                f"the pore {self.name!r} is for images of this machine: it does not go to a served pool"
+            )
         return _arrive, (self._home, self._shape, self._dtype, self._size)
 
     def __copy__(self) -> Self:
@@ -363,7 +403,9 @@ class Pore:
 
     def __repr__(self) -> str:
         of = "here" if self._is_mine() else f"of {self._home.owner_name}"
-        state = ", closed" if self._is_mine() and self._desk is not None and self._desk.closed else ""
+        state = (
+            ", closed" if self._is_mine() and self._desk is not None and self._desk.closed else ""
+        )
         return f"<Pore {self.name!r} {of}, {f'{self._size:,} bytes' if self._size else 'a file'}{state}>"
 
 
@@ -381,8 +423,12 @@ def _arrive(home: Home, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
 
 def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
     given = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-    if not given or any(isinstance(side, bool) or not isinstance(side, SupportsIndex) for side in given):
-        raise TypeError(f"the shape of a pore is a number of items, or a tuple of such, not {shape!r}")
+    if not given or any(
+        isinstance(side, bool) or not isinstance(side, SupportsIndex) for side in given
+    ):
+        raise TypeError(
+            f"the shape of a pore is a number of items, or a tuple of such, not {shape!r}"
+        )
     sides = tuple(map(index, given))
     each = 1
     if dtype is not None:
@@ -396,7 +442,9 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
     if size < 1 or min(sides) < 1:
         raise ValueError(f"a pore of the shape {shape!r} would hold nothing")
     if size > (most := shared_memory_ceiling()):
-        raise MemoryError(f"a pore of {size:,} bytes is more than half of this machine's memory, which is {most:,}")
+        raise MemoryError(
+            f"a pore of {size:,} bytes is more than half of this machine's memory, which is {most:,}"
+        )
     return sides, dtype, size
 
 
@@ -417,7 +465,9 @@ def _another(file: Any) -> int:
     fileno = getattr(file, "fileno", None)
     fd = fileno() if callable(fileno) else file
     if not isinstance(fd, int) or isinstance(fd, bool):
-        raise TypeError(f"file= is an open file, a socket or the number of a descriptor, not {file!r}")
+        raise TypeError(
+            f"file= is an open file, a socket or the number of a descriptor, not {file!r}"
+        )
     try:
         return os.dup(fd)
     except (OSError, OverflowError) as error:
