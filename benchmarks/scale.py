@@ -44,7 +44,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Sizes:
-    crews: tuple[tuple[int, int], ...] = ((1, 2), (2, 4), (4, 8), (4, 16))  # nodes, drones
+    dispatchers: tuple[tuple[int, int], ...] = ((1, 2), (2, 4), (4, 8), (4, 16))  # nodes, drones
     submits: int = 20_000
     items: int = 50_000
     tasks: int = 1_000
@@ -58,7 +58,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    crews=((1, 2),),
+    dispatchers=((1, 2),),
     submits=500,
     items=1_000,
     tasks=50,
@@ -195,7 +195,7 @@ def of_rays_actors(drones: int, sizes: Sizes) -> Figures:
 
 def rates(sizes: Sizes, turn: int) -> Figures:
     found: Figures = {}
-    for nodes, drones in sizes.crews:
+    for nodes, drones in sizes.dispatchers:
         with cluster(nodes, drones // nodes):
             contenders = [of_the_pool, of_rays_tasks, of_rays_actors]
             first = turn % len(contenders)  # in each run another begins
@@ -207,7 +207,7 @@ def rates(sizes: Sizes, turn: int) -> Figures:
 
 
 def standing(sizes: Sizes, turn: int) -> Figures:
-    nodes, drones = sizes.crews[-1]
+    nodes, drones = sizes.dispatchers[-1]
     with cluster(nodes, drones // nodes):
         with pool_of(1) as pool:  # what is loaded once is not of any drone
             when_up(pool)
@@ -237,7 +237,7 @@ def sum_below(start: int, stop: int) -> int:
 
 
 def levels(sizes: Sizes, turn: int) -> Figures:
-    nodes, drones = sizes.crews[-1]
+    nodes, drones = sizes.dispatchers[-1]
     piece = 1_000
     with (
         cluster(nodes, 1),
@@ -369,7 +369,7 @@ class Row:
 
 def rows(part: str, sizes: Sizes) -> Iterator[Row]:
     if part == "rates":
-        for nodes, drones in sizes.crews:
+        for nodes, drones in sizes.dispatchers:
             of = f"{drones} drones, {nodes} node{'s' * (nodes > 1)}"
             yield Row(f"{of}: submit + gather, no-ops/s", f"{drones} submit")
             yield Row(
@@ -390,7 +390,7 @@ def rows(part: str, sizes: Sizes) -> Iterator[Row]:
         yield Row("... controller's threads", "threads")
         yield Row("... controller's descriptors", "descriptors")
     elif part == "levels":
-        nodes, drones = sizes.crews[-1]
+        nodes, drones = sizes.dispatchers[-1]
         yield Row(
             f"{nodes} drones, each with a pool of {drones // nodes}: no-ops/s, 1,000 a piece",
             "rate",

@@ -23,7 +23,7 @@ import click
 
 import polycephaly as poly
 from polycephaly.engines.local.handle import LocalHandle
-from polycephaly.pool import dispatcher as crews
+from polycephaly.pool import dispatcher as dispatchers
 from polycephaly.pool import drone_handle, handlers
 from polycephaly.runtime import reactor
 
@@ -110,7 +110,7 @@ def of_map(pool: poly.Pool) -> dict[str, float]:
 def main(runs: int) -> None:
     """Prints microseconds a task: median, least and most of the runs."""
     clock = Clock()
-    clock.watch_method(crews.Dispatcher, "dispatch", "  choosing a drone")
+    clock.watch_method(dispatchers.Dispatcher, "dispatch", "  choosing a drone")
     clock.watch_method(drone_handle.DroneHandle, "load_batch", "  packing")
     clock.watch_method(LocalHandle, "send", "  sending")
     clock.watch(reactor, "hear", "  unpacking")

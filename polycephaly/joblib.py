@@ -138,12 +138,14 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             **{name: options[name] for name in options if name not in _OF_MEMMAPS},
         }
         if self._pool is not None and (
-            shape != self._shape or self._pool._crew.refusal is not None
+            shape != self._shape or self._pool._dispatcher.refusal is not None
         ):
             self._end()
         if self._pool is None:
             self._pool, self._shape = self._start(**shape), shape
-        elif self._pool._crew.plan.start != "spawn" and _may_differ(self._pool._crew.book.snapshot):
+        elif self._pool._dispatcher.config.start != "spawn" and _may_differ(
+            self._pool._dispatcher.registry.snapshot
+        ):
             self._pool.refresh()
         if parallel is not None:
             self._newest = weakref.ref(parallel)

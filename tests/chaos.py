@@ -214,7 +214,7 @@ class Submitter:
             phase.expect(kind == "cancel", i, "was cancelled, which nobody did")
         except poly.DroneDied as died:
             phase.outcomes[i] = DIED
-            phase.lost_by[died.drone, promise.link.number].append(i)
+            phase.lost_by[died.drone, promise.handle.number].append(i)
             phase.expect(not phase.retries, i, f"was not run again: {died}")
         except BaseException as error:
             phase.outcomes[i] = OWN_ERROR
@@ -409,11 +409,13 @@ def tell_of(phase: Phase) -> None:
     for i, promise, _ in [each for submitter in phase.submitters for each in submitter.open][:10]:
         print(f"  task {i} ({KINDS[phase.kinds[i]]}): {promise!r} {promise.spans}", file=sys.stderr)
     if phase.pool is not None:
-        crew = phase.pool._crew
-        print(f"  {len(crew.queue)} in the queue, hungry {crew.hungry}", file=sys.stderr)
-        for link in crew.links:
+        dispatcher = phase.pool._dispatcher
+        print(
+            f"  {len(dispatcher.queue)} in the queue, hungry {dispatcher.hungry}", file=sys.stderr
+        )
+        for link in dispatcher.handles:
             print(
-                f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.flight)[:10]}",
+                f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.in_flight)[:10]}",
                 file=sys.stderr,
             )
     faulthandler.dump_traceback(all_threads=True)

@@ -134,7 +134,7 @@ def trail_of_one(number: int) -> bytes:
     """What a drone tells of its green threads, and of the work with that number."""
     made = trail.EventLog()
     made.events.append(trail.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
-    made.work.append((number, 1000))
+    made.costs.append((number, 1000))
     return made.take()
 
 
@@ -401,17 +401,17 @@ class Decoders:
     def __init__(self) -> None:
         self.counts = {"accepted": 0, "malformed": 0, "opened": 0, "not opened": 0}
         self._stack = contextlib.ExitStack()
-        store, self._ledger = self._stack.enter_context(memory())
+        store, self._ref_table = self._stack.enter_context(memory())
         self.originals = [
-            *work_messages(store, self._ledger),
+            *work_messages(store, self._ref_table),
             *order_messages(),
-            *result_messages(store, self._ledger),
+            *result_messages(store, self._ref_table),
         ]
-        self._ledger.lent.clear()
+        self._ref_table.lent.clear()
         self._mine, its = FastTransport.pair()
-        self._lane = FastTransport(its)
+        self._fast_transport = FastTransport(its)
         self._stack.callback(self._mine.close)
-        self._stack.callback(self._lane.close)
+        self._stack.callback(self._fast_transport.close)
 
     def __enter__(self) -> Decoders:
         return self
@@ -422,7 +422,7 @@ class Decoders:
     def decode(self, frames: Frames, dice: random.Random) -> None:
         """Raises `Finding`."""
         self._mine.send(sent := packet(frames, dice))
-        heard = self._strictly(self._lane.receive, given=[sent])
+        heard = self._strictly(self._fast_transport.receive, given=[sent])
         if heard is not None and not heard:
             raise Finding("the lane says that its other end was closed", [[sent]])
         for each in (frames, heard) if heard else (frames,):
@@ -432,14 +432,14 @@ class Decoders:
                 self._results(self._strictly(unpack_outcomes, each) or [])
         for frame in frames[:2]:
             self._strictly(unpack_split, frame)
-            self._strictly(Received, frame, self._ledger)
-            self._strictly(Received, frame[22:], self._ledger)
-        self._ledger.returned.clear()
+            self._strictly(Received, frame, self._ref_table)
+            self._strictly(Received, frame[22:], self._ref_table)
+        self._ref_table.returned.clear()
 
     def _work(self, items: list[Any]) -> None:
         for _, kind, _, payload in items:
             if kind & SHARED:
-                payload = self._strictly(Received, payload, self._ledger)
+                payload = self._strictly(Received, payload, self._ref_table)
             kind &= ~SHARED
             if kind == CALLS:
                 self._strictly(image_runner._calls, payload)
@@ -459,7 +459,7 @@ class Decoders:
                     continue
                 payload = parts[3]
             if shared:
-                payload = self._strictly(Received, payload, self._ledger)
+                payload = self._strictly(Received, payload, self._ref_table)
             if status == VALUES:
                 self._strictly(unpack_together, payload, 4)
             elif status == ERROR:
@@ -585,13 +585,14 @@ def _frames_in(error: BaseException | None) -> list[Frames]:
 def answers(pool: poly.Pool, heard: Heard) -> None:
     """Every drone of the pool does work of every kind; raises `Finding`. One that has talked
     nonsense may be killed for that meanwhile, and is replaced."""
-    crew = pool._crew
+    dispatcher = pool._dispatcher
     deaths = 0
     while True:
         try:
             wait_for(
                 lambda: (
-                    sum(link.state is State.READY for link in list(crew.links)) == crew.plan.size
+                    sum(link.state is State.READY for link in list(dispatcher.handles))
+                    == dispatcher.config.size
                 ),
                 SOON,
             )
@@ -606,7 +607,7 @@ def answers(pool: poly.Pool, heard: Heard) -> None:
         except BaseException as error:
             heard.check()
             deaths += isinstance(error, poly.DroneDied)
-            if not 0 < deaths <= crew.plan.size:
+            if not 0 < deaths <= dispatcher.config.size:
                 where = traceback.format_exc(limit=-3)
                 lines = "\n".join(heard.lines)
                 raise Finding(f"the pool does not answer any more: {where}\n{lines}") from error
@@ -637,7 +638,7 @@ def little_memory() -> Iterator[None]:
 # -- stage: strangers ------------------------------------------------------------------------------
 
 
-def home_of_the_hub() -> str:
+def home_of_the_reactor() -> str:
     (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
     return home
 
@@ -691,7 +692,7 @@ def fuzz_strangers(
             poly.Pool(2, output=heard.line) as pool,
             contextlib.ExitStack() as ends,
         ):
-            address = f"{home_of_the_hub()}/hub"
+            address = f"{home_of_the_reactor()}/hub"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)
             strangers = [_stranger(context, address, None)]
@@ -774,7 +775,8 @@ def say(seed: int, by: str, first: int, last: int) -> int:
                     drone._send_by_bulk(frames)
                 else:
                     send_all(
-                        drone._lane._end, packet(frames, random.Random(~(seed << 32 | number)))
+                        drone._fast_transport._end,
+                        packet(frames, random.Random(~(seed << 32 | number))),
                     )
     return last - first
 
@@ -795,7 +797,7 @@ def send_all(end: socket.socket, what: bytes) -> None:
                 raise TimeoutError("nobody reads the lane") from None
 
 
-def fuzz_hub(
+def fuzz_reactor(
     seed: int, first: int, last: int, progress: Callable[[int], object], batch: int = 500
 ) -> dict[str, int]:
     skip_low_numbers()
@@ -852,7 +854,7 @@ class ToDrones:
 
     def link(self) -> DroneHandle:
         """A drone that is up."""
-        links = self._pool._crew.links
+        links = self._pool._dispatcher.handles
         wait_for(lambda: any(each.state is State.READY for each in links), SOON)
         return next(each for each in links if each.state is State.READY)
 
@@ -864,7 +866,9 @@ class ToDrones:
         mark = f"mark {self._marks}"
         go = os.path.join(self._folder, mark)
         held = (
-            self._pool._crew.submit(hold_until, (go, go + " started"), {}, link) if busy else None
+            self._pool._dispatcher.submit(hold_until, (go, go + " started"), {}, link)
+            if busy
+            else None
         )
         if held is not None:
             wait_for(lambda: os.path.exists(go + " started") or not link.alive, SOON)
@@ -882,17 +886,17 @@ class ToDrones:
         return mark in self._heard.marks
 
     def _send(self, link: DroneHandle, by: str, said: Sequence[Any]) -> None:
-        assert link.lane is not None
+        assert link.fast_transport is not None
         if by == "lane":
             for each in said:
-                send_all(link.lane._end, each)
+                send_all(link.fast_transport._end, each)
             return
-        hub = self._pool._crew.hub
+        reactor = self._pool._dispatcher.reactor
         if not link.bulk_open:
-            send_all(link.lane._end, well_formed(pack_numbers(OPEN)))
+            send_all(link.fast_transport._end, well_formed(pack_numbers(OPEN)))
             wait_for(lambda: link.bulk_open or not link.alive, SOON)
         for each in said:
-            hub.post(partial(hub._router.send_multipart, [link.identity, *each]))
+            reactor.post(partial(reactor._router.send_multipart, [link.identity, *each]))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""
@@ -1002,7 +1006,7 @@ Stage = Callable[[int, int, int, Callable[[int], object]], dict[str, int]]
 STAGES: dict[str, Stage] = {
     "decoders": fuzz_decoders,
     "strangers": fuzz_strangers,
-    "hub": fuzz_hub,
+    "hub": fuzz_reactor,
     "drones": fuzz_drones,
 }
 PIECE = 100_000

@@ -45,7 +45,7 @@ class Hub:
         self.now = BEGINNING
         self.timers = Timers()
         self.timers.now = lambda: self.now
-        self.crews = []
+        self.dispatchers = []
         self.ending = []
         self._set_now = (BEGINNING, 0)  # timers at one time
         self._inbox = deque()
@@ -75,10 +75,10 @@ class Hub:
             while self._inbox:
                 self._inbox.popleft()()
             self.timers.fire()
-            for crew in self.crews[:]:
-                if crew.queue or crew.pinned_waiting:
-                    crew.dispatch(self.now)
-                crew.after_turn()
+            for dispatcher in self.dispatchers[:]:
+                if dispatcher.queue or dispatcher.dedicated_waiting:
+                    dispatcher.dispatch(self.now)
+                dispatcher.after_turn()
             acts, self._deliveries = self._deliveries, []
             for act in acts:
                 act()
@@ -100,7 +100,7 @@ class Hub:
     def deliver(self, act):
         self._deliveries.append(act)
 
-    def serve(self, crew):
+    def serve(self, dispatcher):
         pass
 
     def wake(self):
@@ -114,10 +114,10 @@ class Link(RealLink):
     """A drone that begins at once what heads its flight, and shows that it lives, unless the test
     says otherwise."""
 
-    def __init__(self, crew, number, name, keeper):
-        super().__init__(crew, number, name)
+    def __init__(self, dispatcher, number, name, keeper):
+        super().__init__(dispatcher, number, name)
         self.keeper = keeper
-        self.ledger = RefTable(None, None, lambda: None)  # nothing is lent
+        self.ref_table = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
         self.looks, self.felt, self.kills = (
             [],
@@ -136,16 +136,16 @@ class Link(RealLink):
 
     def starts(self):
         """It has a pid. It is ready when it `says_hello`."""
-        self.crew.roster.started(self, PID + self.number)
-        self.crew.hub.turn()
+        self.dispatcher.supervisor.started(self, PID + self.number)
+        self.dispatcher.reactor.turn()
 
     def says_hello(self):
-        self.crew.roster.hello(self)
-        self.crew.hub.turn()
+        self.dispatcher.supervisor.hello(self)
+        self.dispatcher.reactor.turn()
 
     def answer(self, work, value=None, together=False):
         """The message; `together` as with those of other works, in one entry."""
-        now = self.crew.hub.now
+        now = self.dispatcher.reactor.now
         if together:
             return pack_outcomes([pack_values([work.number], [now], [now], [value])])
         return pack_outcomes([pack_outcome(work.number, VALUE, now, now, dumps(value), b"")])
@@ -153,14 +153,14 @@ class Link(RealLink):
     def answers(self, work, value=None, together=False):
         """And this process reads it at once."""
         hear(self, self.answer(work, value, together))
-        self.crew.hub.turn()
+        self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
         hear(self, pack_frames(request, {"places": places}))
 
     def dies(self):
-        self.crew.roster.died(self, -9)
-        self.crew.hub.turn()
+        self.dispatcher.supervisor.died(self, -9)
+        self.dispatcher.reactor.turn()
 
     def got(self, kind):
         """The numbers in all messages of that kind."""
@@ -175,26 +175,26 @@ class Link(RealLink):
             self.sent_to_it.append((head_type(frames), numbers(frames)))
 
     def catch_up(self):
-        self.looks.append(self.crew.hub.passed)
+        self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
             hear(self, self.unread.popleft())
 
     def kill(self, verdict=""):
-        self.verdict = self.verdict or verdict
-        self.kills.append(self.crew.hub.passed)
+        self.kill_reason = self.kill_reason or verdict
+        self.kills.append(self.dispatcher.reactor.passed)
 
     def is_up(self):
         return self.alive and self.up
 
     def started(self):
-        self._begun = next(iter(self.flight), self._begun)
+        self._begun = next(iter(self.in_flight), self._begun)
         return self._begun
 
     def sent(self):
         return 0
 
-    def pulse(self):
-        self.felt.append(self.crew.hub.passed)
+    def heartbeat(self):
+        self.felt.append(self.dispatcher.reactor.passed)
         if not self.quiet:
             self._beat = next(self._beats)
         return self._beat, dict(self.threads)
@@ -233,13 +233,13 @@ class Zygote(Launcher):
     def __init__(self):
         self.pid, self.state = 6000, "S"
         self.told = []  # to go on, or to end; and when
-        self.hub = None
+        self.reactor = None
 
     def kill_zygote(self):
-        self.told.append(("killed", self.hub.passed))
+        self.told.append(("killed", self.reactor.passed))
 
     def continue_zygote(self):
-        self.told.append(("continued", self.hub.passed))
+        self.told.append(("continued", self.reactor.passed))
 
 
 class Machine:
@@ -251,10 +251,10 @@ class Machine:
     def check(self, size):
         pass
 
-    def open(self, roster):
-        self._crew = roster.crew
-        roster.book = FunctionRegistry(
-            MainSnapshot(()), None, self._crew.plan.width > 1, self._crew.vault
+    def open(self, supervisor):
+        self._dispatcher = supervisor.dispatcher
+        supervisor.registry = FunctionRegistry(
+            MainSnapshot(()), None, self._dispatcher.config.width > 1, self._dispatcher.directory
         )
         return self
 
@@ -265,7 +265,7 @@ class Machine:
         return True
 
     def start(self, number, name, index):
-        return Link(self._crew, number, name, self._keeper)
+        return Link(self._dispatcher, number, name, self._keeper)
 
     def released(self, link):
         pass
@@ -284,7 +284,7 @@ USUAL = {
     "initargs": (),
     "output": None,
     "width": 1,
-    "terms": TaskOptions(None, 0),
+    "task_options": TaskOptions(None, 0),
     "max_tasks": None,
     "max_memory": None,
     "max_queued": None,
@@ -294,29 +294,29 @@ USUAL = {
 }
 
 
-def crew_of(hub, size, *, ready=True, keeper=None, **plan):
+def dispatcher_of(reactor, size, *, ready=True, keeper=None, **plan):
     """A crew whose drones are `ready`, or have not even a pid."""
     if keeper is not None:
-        keeper.hub = hub
-    with mock.patch.object(polycephaly.pool.dispatcher, "lease_hub", lambda: hub):
-        crew = polycephaly.pool.dispatcher.Dispatcher(
+        keeper.reactor = reactor
+    with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
+        dispatcher = polycephaly.pool.dispatcher.Dispatcher(
             PoolConfig(size=size, machine=Machine(keeper), **(USUAL | plan))
         )
-    hub.turn()
+    reactor.turn()
     if ready:
-        make_ready(crew)
-    return crew
+        make_ready(dispatcher)
+    return dispatcher
 
 
-def make_ready(crew):
-    for link in crew.links:
+def make_ready(dispatcher):
+    for link in dispatcher.handles:
         if link.state is State.STARTING:
             link.starts()
             link.says_hello()
 
 
-def give(crew, what, *args, timeout=None, target=None):
+def give(dispatcher, what, *args, timeout=None, target=None):
     """A call, sent if a drone takes it."""
-    work = crew.submit(what, args, {}, target=target, terms=TaskOptions(timeout, 0))
-    crew.hub.turn()
+    work = dispatcher.submit(what, args, {}, target=target, task_options=TaskOptions(timeout, 0))
+    dispatcher.reactor.turn()
     return work

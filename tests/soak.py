@@ -104,7 +104,7 @@ def _pss(pid: int) -> float:
 
 
 def arena_of(pool: poly.Pool) -> int:
-    return pool._crew.roster.engine._arena.used()
+    return pool._dispatcher.supervisor.engine._arena.used()
 
 
 def grown(samples: list[Sample], slack: float) -> Iterator[str]:

@@ -38,7 +38,7 @@ class ProcessPoolExecutor(poly.Pool):
             output=as_it_is,
             on_death="break",
         )
-        self._max_workers = self._crew.plan.size
+        self._max_workers = self._dispatcher.config.size
 
     @property
     def _processes(self) -> dict[int, Process]:
@@ -46,11 +46,11 @@ class ProcessPoolExecutor(poly.Pool):
 
     @property
     def _executor_manager_thread(self) -> threading.Thread:
-        return self._crew.hub.thread
+        return self._dispatcher.reactor.thread
 
     @property
     def _broken(self) -> bool:
-        return self._crew._broken is not None
+        return self._dispatcher._broken is not None
 
 
 class Process:
@@ -61,7 +61,7 @@ class Process:
         os.kill(self._drone.pid, signal.SIGTERM)
 
     def join(self) -> None:
-        self._drone._link.ended.result()
+        self._drone._handle.ended.result()
 
 
 def as_it_is(line: Line) -> None:

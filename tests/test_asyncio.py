@@ -284,6 +284,6 @@ def test_a_map_that_is_over_leaves_no_timer_for_its_timeout():
         with poly.Pool(1) as pool:
             for _ in range(20):
                 assert [x async for x in pool.map(double, [1, 2], timeout=3600)] == [2, 4]
-            wait_for(lambda: not pool._crew.hub.timers.heap)
+            wait_for(lambda: not pool._dispatcher.reactor.timers.heap)
 
     asyncio.run(main())

@@ -51,7 +51,7 @@ def test_a_call_that_is_one_too_many_waits_for_room(paths):
 def test_many_threads_never_have_more_waiting_than_may(limit):
     most = 0
     with poly.Pool(2, max_queued=limit) as pool:
-        queue = pool._crew.queue
+        queue = pool._dispatcher.queue
         done = []
 
         def submit(n):
@@ -146,7 +146,7 @@ def test_who_waits_for_room_is_told_when_no_more_work_is_taken(how, paths):
     threads = [threading.Thread(target=submit) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: len(pool._crew.rooms._waiting) == 3)
+    wait_for(lambda: len(pool._dispatcher.backpressure._waiting) == 3)
     if how == "break":
         os.kill(int(lines(started)[0]), signal.SIGKILL)
     else:
@@ -170,7 +170,7 @@ def test_ctrl_c_while_waiting_for_room_submits_nothing(paths):
         from faults import hold_until, lines, wait_for
         gate, started = sys.argv[1:]
         def interrupt():
-            wait_for(lambda: pool._crew.rooms)  # somebody waits
+            wait_for(lambda: pool._dispatcher.backpressure)  # somebody waits
             os.kill(os.getpid(), signal.SIGINT)
         with poly.Pool(1, max_queued=1) as pool:
             first = pool.promise(hold_until, gate, started)
@@ -221,7 +221,7 @@ def test_a_slow_consumer_of_results_larger_than_memory_needs_little(tmp_path):
                     time.sleep(0.1)
                 with open("/proc/self/statm") as statm:
                     mine = int(statm.read().split()[1]) * 4096
-                most = max(most, mine + pool._crew.roster.engine._arena.used())
+                most = max(most, mine + pool._dispatcher.supervisor.engine._arena.used())
             print(most >> 20)
     """)
     assert int(done.stdout) < 700, done.stderr

@@ -632,7 +632,7 @@ def test_nothing_is_kept_of_a_function_that_nobody_has_any_more(make, pool):
     pool.doit(abs, 1)  # what the pool's own threads had to do with it is over
     gc.collect()
     assert last() is None
-    assert last not in [entry.function for entry in pool._crew.book._entries.values()]
+    assert last not in [entry.function for entry in pool._dispatcher.registry._entries.values()]
 
 
 @local_only
@@ -645,7 +645,7 @@ def test_a_drone_forgets_a_function_that_nobody_has_any_more():
         )  # itself too, and the one that changes not any more
         del functions
         wait_for(lambda: pool.doit(_opened) <= 1)  # itself
-        assert not pool._crew.links[0]._defined.unused
+        assert not pool._dispatcher.handles[0]._defined.unused
 
 
 def _opened():

@@ -437,7 +437,7 @@ def test_waits_in_threads_while_pools_are_killed_always_end():
         for each in waiters[:2]:
             each.start()
         threading.Event().wait(dice.random() * 0.005)
-        pool._crew.kill()
+        pool._dispatcher.kill()
         for each in waiters[2:]:
             each.start()
         for each in waiters:

@@ -1099,7 +1099,7 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
 def kill_the_sender_while_its_zygote_is_stopped(pool, ch):
     """The pid of the zygote, which does not see the death before somebody lets it go on."""
     (drone,) = pool.drones
-    zygote = pool._crew.roster.engine._launcher.pid
+    zygote = pool._dispatcher.supervisor.engine._launcher.pid
     drone.doit(keep, ch.sender())
     os.kill(zygote, signal.SIGSTOP)
     os.kill(drone.pid, signal.SIGKILL)
@@ -1155,7 +1155,7 @@ def test_how_an_image_ended_is_told_though_its_zygote_was_killed_and_nobody_reap
             (drone,) = pool.drones
             ch = Channel()
             drone.doit(keep, ch.sender())
-            os.kill(pool._crew.roster.engine._launcher.pid, signal.SIGKILL)
+            os.kill(pool._dispatcher.supervisor.engine._launcher.pid, signal.SIGKILL)
             return items_and_error(ch)[-1]
 
     with poly.Pool(1, output="discard") as pool:
@@ -1214,7 +1214,7 @@ def test_a_closed_channel_tells_though_the_last_pool_went_with_who_had_places_in
         with poly.Pool(1, output="discard") as pool:
             pool.promise(put_and_spin, ch)
             assert ch.get(20) == 1
-            pool._crew.kill()
+            pool._dispatcher.kill()
         ch.close()
         with pytest.raises(ChannelClosed):
             ch.get(20)

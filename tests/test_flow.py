@@ -559,7 +559,7 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
             last = add(last)
         seen = set()
         assert all(
-            stall_detection.by_hand_for(each, seen) is None for each in [*pool._crew.waiting]
+            stall_detection.by_hand_for(each, seen) is None for each in [*pool._dispatcher.waiting]
         )
         assert len(visited) == len(seen) == 301
         first.cancel()

@@ -85,7 +85,7 @@ def impatient(monkeypatch):
 
 def nothing_is_used(pool):
     gc.collect()
-    return pool._crew.roster.engine._arena.used() == 0
+    return pool._dispatcher.supervisor.engine._arena.used() == 0
 
 
 def test_what_goes_from_node_to_node_is_opened_by_drones_alone(tmp_path):

@@ -56,7 +56,7 @@ def node():
 
 
 ALONE = SimpleNamespace(
-    hub=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None),
+    reactor=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None),
     withdraw=lambda work: None,
 )
 """A crew whose hub has nothing to drive: another thread settles its work."""

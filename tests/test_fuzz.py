@@ -159,7 +159,7 @@ def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pool.doit(abs, -1)
         stranger = subprocess.Popen(
-            [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_hub()}/hub"]
+            [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_reactor()}/hub"]
         )
         try:
             assert heard.wait_for(lambda: heard.strangers > 1000)
@@ -182,9 +182,9 @@ def say(frames, by="lane"):
         if by == "bulk":
             drone._send_by_bulk(frames)
         elif isinstance(frames, bytes):
-            drone._lane._end.send(frames)
+            drone._fast_transport._end.send(frames)
         else:
-            assert drone._lane.send(frames)
+            assert drone._fast_transport.send(frames)
 
 
 def answer_myself(status, started=0.0, finished=0.0):
@@ -199,7 +199,7 @@ def answer_myself(status, started=0.0, finished=0.0):
 
 @pytest.mark.guarantee("wire-4")
 def test_a_pool_goes_on_whatever_its_drones_say():
-    counts = fuzz.fuzz_hub(SEED, 0, 6000, lambda number: None)
+    counts = fuzz.fuzz_reactor(SEED, 0, 6000, lambda number: None)
     assert counts["dropped"] > 2000
 
 
@@ -238,7 +238,7 @@ def test_impossible_times_of_one_call_harm_no_other(finished):
         fuzz.answers(pool, heard)
 
 
-def test_an_empty_packet_makes_the_hub_deaf_to_nobody():
+def test_an_empty_packet_makes_the_reactor_deaf_to_nobody():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         pool.promise(say, b"").result(SOON)
@@ -272,7 +272,7 @@ def test_a_call_that_is_withdrawn_though_nobody_asked_is_settled():
 
 
 @pytest.mark.guarantee("wire-4")
-def test_drones_go_on_whatever_their_hub_says():
+def test_drones_go_on_whatever_their_reactor_says():
     counts = fuzz.fuzz_drones(SEED, 0, 6000, lambda number: None)
     assert counts["dropped"] > 2000
 
@@ -324,12 +324,12 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
     go = tmp_path / "go"
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._crew.links
-        fuzz.send_all(link.lane._end, packet)
+        (link,) = pool._dispatcher.handles
+        fuzz.send_all(link.fast_transport._end, packet)
         assert heard.wait_for(lambda: heard.refused == 1)
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
-        fuzz.send_all(link.lane._end, packet)
+        fuzz.send_all(link.fast_transport._end, packet)
         assert heard.wait_for(lambda: heard.refused == 2), (
             heard.lines
         )  # it is still busy: this was its ear
@@ -362,8 +362,8 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
     batch.add_calls(KNOWN + 1, [KNOWN, KNOWN + 1], [(1,), (2,)])
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._crew.links
-        fuzz.send_all(link.lane._end, fuzz.well_formed(batch.frames()))
+        (link,) = pool._dispatcher.handles
+        fuzz.send_all(link.fast_transport._end, fuzz.well_formed(batch.frames()))
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 0
 
@@ -371,8 +371,8 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
 def test_a_drone_that_stops_though_nobody_asked_is_replaced():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._crew.links
-        fuzz.send_all(link.lane._end, fuzz.well_formed(pack_numbers(STOP)))
+        (link,) = pool._dispatcher.handles
+        fuzz.send_all(link.fast_transport._end, fuzz.well_formed(pack_numbers(STOP)))
         wait_for(lambda: link.state is State.DEAD)
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) != pid
@@ -382,7 +382,7 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
 
 
 def speak_badly(kind):
-    lane = fuzz.this_drone()._lane
+    lane = fuzz.this_drone()._fast_transport
     lane.send = fuzz.Noise(kind, lane.send, _count)
 
 
@@ -406,14 +406,14 @@ def bad_line(pool_size, kind, side):
                 for each in pool.everywhere(speak_badly, kind):
                     each.result(SOON)
             else:
-                for link in pool._crew.links:
-                    link.lane.send = fuzz.Noise(kind, link.lane.send, _count)
+                for link in pool._dispatcher.handles:
+                    link.fast_transport.send = fuzz.Noise(kind, link.fast_transport.send, _count)
             yield pool, heard, _count
         _count = memoryview(b"")
 
 
 def kill_all_drones(pool):
-    links = list(pool._crew.links)
+    links = list(pool._dispatcher.handles)
     for link in links:
         os.kill(link.pid, signal.SIGKILL)
     wait_for(lambda: all(link.state is State.DEAD for link in links))
@@ -473,7 +473,7 @@ def test_a_call_whose_answer_was_dropped_can_be_cancelled_and_times_out():
 
 def say_no_more():
     """On a drone: from here on nothing that it says goes out."""
-    lane = fuzz.this_drone()._lane
+    lane = fuzz.this_drone()._fast_transport
     lane.send = lambda frames: True
 
 

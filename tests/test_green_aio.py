@@ -453,7 +453,7 @@ def test_a_green_thread_that_is_cancelled_as_it_leaves_a_pool_ends_the_pool():
         with pytest.raises(CancelledError):
             await thread
         pool, sleeping = pools[0]
-        return pool._crew.over, pool._crew.ended.cancelled(), sleeping.cancelled()
+        return pool._dispatcher.over, pool._dispatcher.ended.cancelled(), sleeping.cancelled()
 
     assert run(main) == (True, False, True)
 

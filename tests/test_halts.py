@@ -7,7 +7,7 @@ test_options.py."""
 import math
 
 import pytest
-from in_time import Hub, crew_of, give
+from in_time import Hub, dispatcher_of, give
 
 from polycephaly.pool.cancellation import LOOKS
 from polycephaly.pool.drone_handle import State
@@ -24,32 +24,32 @@ async def overlapped(x):
 
 
 @pytest.fixture
-def hub():
+def reactor():
     return Hub()
 
 
 @pytest.fixture
-def alone(hub):
+def alone(reactor):
     """The one drone of a crew."""
-    return crew_of(hub, 1).links[0]
+    return dispatcher_of(reactor, 1).handles[0]
 
 
 @pytest.fixture
-def wide(hub):
+def wide(reactor):
     """One that runs several coroutines at once."""
-    return crew_of(hub, 1, width=9).links[0]
+    return dispatcher_of(reactor, 1, width=9).handles[0]
 
 
 def run(link, timeout=None, what=abs):
     """What that drone has begun, or was sent to be run next."""
-    work = give(link.crew, what, -1, timeout=timeout)
-    assert work.number in link.flight
+    work = give(link.dispatcher, what, -1, timeout=timeout)
+    assert work.number in link.in_flight
     return work
 
 
 def known_to_be_short(link):
     """So that several calls are sent at once."""
-    link.crew.book.define(abs).took(1e-4, 1)
+    link.dispatcher.registry.define(abs).took(1e-4, 1)
 
 
 def about(*times):
@@ -59,140 +59,142 @@ def about(*times):
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def test_a_limit_strikes_at_its_time_and_not_before(hub, alone):
+def test_a_limit_strikes_at_its_time_and_not_before(reactor, alone):
     work = run(alone, timeout=3.0)
-    hub.pass_(3.0 - A_MOMENT)
+    reactor.pass_(3.0 - A_MOMENT)
     assert not work.done() and not alone.sent_to_it
-    hub.pass_(A_MOMENT)
+    reactor.pass_(A_MOMENT)
     assert isinstance(work.exception(), TimeoutError) and alone.got(CANCEL) == [work.number]
     assert alone.looks == [3.0] and alone.timer_at == math.inf and not alone.deadlines
 
 
-def test_the_error_names_the_call_the_limit_and_the_drone(hub, alone):
+def test_the_error_names_the_call_the_limit_and_the_drone(reactor, alone):
     work = run(alone, timeout=0.25)
-    hub.pass_(0.25)
+    reactor.pass_(0.25)
     assert str(work.exception()) == "abs ran for more than 0.25 s on pool.0"
 
 
-def test_time_in_the_queue_does_not_count(hub, alone):
+def test_time_in_the_queue_does_not_count(reactor, alone):
     holding = run(alone)
-    limited = give(alone.crew, abs, -1, timeout=3.0)
-    hub.pass_(100)
+    limited = give(alone.dispatcher, abs, -1, timeout=3.0)
+    reactor.pass_(100)
     alone.answers(holding)
-    hub.pass_(3.0 - A_MOMENT)
+    reactor.pass_(3.0 - A_MOMENT)
     assert not limited.done()
-    hub.pass_(A_MOMENT)
+    reactor.pass_(A_MOMENT)
     assert isinstance(limited.exception(), TimeoutError)
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_what_is_answered_in_time_is_not_halted(together, hub, alone):
+def test_what_is_answered_in_time_is_not_halted(together, reactor, alone):
     work = run(alone, timeout=3.0)
-    hub.pass_(2.9)
+    reactor.pass_(2.9)
     alone.answers(work, 1, together)
-    hub.pass_(10)
+    reactor.pass_(10)
     assert work.value == 1 and not alone.sent_to_it and not alone.kills
-    assert not alone.deadlines and not hub.timers.heap
+    assert not alone.deadlines and not reactor.timers.heap
 
 
-def test_what_was_answered_in_time_while_this_process_stood_still_is_not_halted(hub, alone):
+def test_what_was_answered_in_time_while_this_process_stood_still_is_not_halted(reactor, alone):
     work = run(alone, timeout=3.0)
     alone.unread.append(alone.answer(work, 1))
-    hub.stand_still(1000)
+    reactor.stand_still(1000)
     assert work.value == 1 and not alone.sent_to_it
 
 
-def test_what_was_not_answered_while_this_process_stood_still_is_halted(hub, alone):
+def test_what_was_not_answered_while_this_process_stood_still_is_halted(reactor, alone):
     work = run(alone, timeout=3.0)
-    hub.stand_still(1000)
+    reactor.stand_still(1000)
     assert isinstance(work.exception(), TimeoutError) and alone.got(CANCEL) == [work.number]
 
 
-def test_what_was_cancelled_is_not_halted_again_by_its_limit(hub, alone):
+def test_what_was_cancelled_is_not_halted_again_by_its_limit(reactor, alone):
     work = run(alone, timeout=0.5 * GRACE)
     assert work.cancel()
-    hub.pass_(GRACE - STEP / 2)
+    reactor.pass_(GRACE - STEP / 2)
     assert alone.got(CANCEL) == [work.number] and work.cancelled() and not alone.deadlines
-    hub.pass_(STEP)
+    reactor.pass_(STEP)
     assert alone.kills == about(GRACE)
 
 
-def test_the_first_of_several_limits_sets_the_timer_and_each_the_next(hub, wide):
+def test_the_first_of_several_limits_sets_the_timer_and_each_the_next(reactor, wide):
     works = [run(wide, timeout, overlapped) for timeout in (1.0, 2.5, 4.0)]
-    assert wide.timer_at == hub.now + 1.0 and len(hub.timers.heap) == 2  # with that of the watch
+    assert (
+        wide.timer_at == reactor.now + 1.0 and len(reactor.timers.heap) == 2
+    )  # with that of the watch
     wide.answers(works[0])
-    hub.pass_(2.0)
-    assert wide.looks == [1.0] and wide.timer_at == hub.now + 0.5
+    reactor.pass_(2.0)
+    assert wide.looks == [1.0] and wide.timer_at == reactor.now + 0.5
     assert list(wide.deadlines) == [work.number for work in works[1:]]
     wide.answers(works[1])
     wide.answers(works[2])
-    hub.pass_(10)
+    reactor.pass_(10)
     assert wide.looks == [1.0, 2.5] and wide.timer_at == math.inf and not wide.sent_to_it
 
 
-def test_of_several_limits_only_those_that_are_over_strike(hub, wide):
+def test_of_several_limits_only_those_that_are_over_strike(reactor, wide):
     works = [run(wide, timeout, overlapped) for timeout in (1.0, 1.0, 1.5, 3.0)]
-    hub.pass_(1.0)
+    reactor.pass_(1.0)
     assert wide.got(CANCEL) == [work.number for work in works[:2]] and wide.looks == [1.0]
     assert [work.done() for work in works] == [True, True, False, False]
-    hub.pass_(0.5)
+    reactor.pass_(0.5)
     assert [work.done() for work in works] == [True, True, True, False]
 
 
-def test_a_later_but_shorter_limit_sets_an_earlier_timer(hub, wide):
+def test_a_later_but_shorter_limit_sets_an_earlier_timer(reactor, wide):
     long, short = run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)
-    hub.pass_(2.0)
+    reactor.pass_(2.0)
     assert short.done() and not long.done()
     wide.answers(short)
-    hub.pass_(3.0 - A_MOMENT)
+    reactor.pass_(3.0 - A_MOMENT)
     assert not long.done()
-    hub.pass_(A_MOMENT)
+    reactor.pass_(A_MOMENT)
     assert isinstance(long.exception(), TimeoutError)
 
 
-def test_a_timer_that_another_comes_before_is_called_off(hub, wide):
+def test_a_timer_that_another_comes_before_is_called_off(reactor, wide):
     for work in [run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)]:
         wide.answers(work)
-    hub.pass_(20.0)
+    reactor.pass_(20.0)
     assert wide.looks == [2.0]
 
 
-def test_limits_beside_a_long_one_leave_no_timers(hub, wide):
+def test_limits_beside_a_long_one_leave_no_timers(reactor, wide):
     run(wide, 3600.0, overlapped)
     for _ in range(300):
         wide.answers(run(wide, 1.0, overlapped))
-        hub.pass_(1.5)
-    assert len(hub.timers.heap) < 100  # those that were called off are swept together
+        reactor.pass_(1.5)
+    assert len(reactor.timers.heap) < 100  # those that were called off are swept together
 
 
-def test_a_limit_keeps_no_crew_that_has_ended(hub):
-    crew = crew_of(hub, 1)
-    (link,) = crew.links
-    link.answers(give(crew, abs, 1, timeout=1e6))
-    crew.kill()
-    hub.turn()
+def test_a_limit_keeps_no_dispatcher_that_has_ended(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    (link,) = dispatcher.handles
+    link.answers(give(dispatcher, abs, 1, timeout=1e6))
+    dispatcher.kill()
+    reactor.turn()
     link.dies()
-    assert all(timer.off for at, _, timer in hub.timers.heap if at > hub.now + 1e5)
+    assert all(timer.off for at, _, timer in reactor.timers.heap if at > reactor.now + 1e5)
 
 
-def test_no_limit_at_all_and_one_that_never_comes_set_no_timer(hub, wide):
+def test_no_limit_at_all_and_one_that_never_comes_set_no_timer(reactor, wide):
     run(wide, None, overlapped)
     endless = run(wide, math.inf, overlapped)
-    assert wide.timer_at == math.inf and len(hub.timers.heap) == 1  # that of the watch
+    assert wide.timer_at == math.inf and len(reactor.timers.heap) == 1  # that of the watch
     assert list(wide.deadlines) == [endless.number]
-    hub.pass_(100)
+    reactor.pass_(100)
     assert not wide.looks
 
 
-def test_limits_of_what_is_done_are_forgotten_with_the_next_work(hub, alone):
+def test_limits_of_what_is_done_are_forgotten_with_the_next_work(reactor, alone):
     for _ in range(100):
         work = run(alone, timeout=3600.0)
         assert list(alone.deadlines) == [work.number]
         alone.answers(work, together=True)  # which leaves its deadline where it is
-    assert len(hub.timers.heap) == 2  # with that of the watch
+    assert len(reactor.timers.heap) == 2  # with that of the watch
 
 
-def test_limits_of_overlapped_work_are_kept_when_more_is_sent(hub, wide):
+def test_limits_of_overlapped_work_are_kept_when_more_is_sent(reactor, wide):
     works = [run(wide, 5.0, overlapped), run(wide, None, overlapped), run(wide, 6.0, overlapped)]
     assert list(wide.deadlines) == [works[0].number, works[2].number]
 
@@ -200,100 +202,102 @@ def test_limits_of_overlapped_work_are_kept_when_more_is_sent(hub, wide):
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(hub, alone):
-    hub.pass_(5.0)
+def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, alone):
+    reactor.pass_(5.0)
     work = run(alone)
     assert work.cancel()
-    hub.pass_(0)
+    reactor.pass_(0)
     assert alone.got(CANCEL) == [work.number]
-    hub.pass_(GRACE - STEP / 2)
+    reactor.pass_(GRACE - STEP / 2)
     assert not alone.kills
-    hub.pass_(STEP)
+    reactor.pass_(STEP)
     assert alone.looks == about(*(5.0 + STEP * step for step in range(1, LOOKS + 1)))
-    assert alone.kills == about(5.0 + GRACE) and not alone.verdict
-    hub.pass_(10 * GRACE)
+    assert alone.kills == about(5.0 + GRACE) and not alone.kill_reason
+    reactor.pass_(10 * GRACE)
     assert len(alone.kills) == 1
 
 
-def test_a_pause_of_this_process_takes_one_step_of_grace(hub, alone):
+def test_a_pause_of_this_process_takes_one_step_of_grace(reactor, alone):
     run(alone).cancel()
-    hub.stand_still(1000 * GRACE)
+    reactor.stand_still(1000 * GRACE)
     assert len(alone.looks) == 1 and not alone.kills
-    hub.pass_(GRACE - STEP * 3 / 2)
+    reactor.pass_(GRACE - STEP * 3 / 2)
     assert not alone.kills
-    hub.pass_(STEP)
+    reactor.pass_(STEP)
     assert alone.kills == about(1000 * GRACE + GRACE - STEP)
 
 
-def test_who_answers_within_grace_lives(hub, alone):
+def test_who_answers_within_grace_lives(reactor, alone):
     work = run(alone)
     work.cancel()
-    hub.pass_(GRACE - STEP / 2)
+    reactor.pass_(GRACE - STEP / 2)
     alone.answers(work)
-    hub.pass_(10 * GRACE)
+    reactor.pass_(10 * GRACE)
     assert not alone.kills and len(alone.looks) == LOOKS
 
 
-def test_an_answer_that_was_not_read_yet_counts(hub, alone):
+def test_an_answer_that_was_not_read_yet_counts(reactor, alone):
     work = run(alone)
     work.cancel()
-    hub.pass_(GRACE - STEP / 2)
+    reactor.pass_(GRACE - STEP / 2)
     alone.unread.append(alone.answer(work))
-    hub.pass_(STEP)
-    assert not alone.kills and not alone.flight
+    reactor.pass_(STEP)
+    assert not alone.kills and not alone.in_flight
 
 
-def test_the_dead_are_not_killed(hub, alone):
+def test_the_dead_are_not_killed(reactor, alone):
     work = run(alone)
     work.cancel()
-    hub.pass_(0)
+    reactor.pass_(0)
     alone.dies()
-    alone.flight[work.number] = work  # as where it had sent answers that are still on their way
-    hub.pass_(10 * GRACE)
+    alone.in_flight[work.number] = work  # as where it had sent answers that are still on their way
+    reactor.pass_(10 * GRACE)
     assert not alone.kills and len(alone.looks) <= 2
 
 
-def test_what_its_limit_has_interrupted_is_killed_after_grace(hub, alone):
+def test_what_its_limit_has_interrupted_is_killed_after_grace(reactor, alone):
     run(alone, timeout=3.0)
-    hub.pass_(3.0 + GRACE + A_MOMENT)
+    reactor.pass_(3.0 + GRACE + A_MOMENT)
     assert alone.kills == about(3.0 + GRACE)
 
 
-def test_what_waits_behind_other_work_in_its_drone_holds_nobody_up(hub, alone):
+def test_what_waits_behind_other_work_in_its_drone_holds_nobody_up(reactor, alone):
     known_to_be_short(alone)
     running, behind = run(alone), run(alone)
     behind.cancel()
-    hub.pass_(10 * GRACE)
+    reactor.pass_(10 * GRACE)
     assert alone.got(CANCEL) == [behind.number] and not running.done()
     assert not alone.kills and len(alone.looks) == LOOKS
 
 
-def test_what_holds_up_work_behind_it_is_killed(hub, alone):
+def test_what_holds_up_work_behind_it_is_killed(reactor, alone):
     """The work behind it was not begun, so that loses nothing."""
     known_to_be_short(alone)
     running, behind = run(alone), run(alone)
     running.cancel()
-    hub.pass_(GRACE + A_MOMENT)
+    reactor.pass_(GRACE + A_MOMENT)
     assert alone.kills == about(GRACE)
     alone.dies()
-    (new,) = alone.crew.links
+    (new,) = alone.dispatcher.handles
     assert not behind.done() and new is not alone
     new.starts()
     new.says_hello()
-    assert behind.number in new.flight
+    assert behind.number in new.in_flight
 
 
 # -- beside overlapped work ------------------------------------------------------------------------
 
 
-def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at_again(hub, wide):
+def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at_again(
+    reactor, wide
+):
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
     hung.cancel()
-    hub.pass_(GRACE - STEP / 2)
+    reactor.pass_(GRACE - STEP / 2)
     assert not wide.hung and wide.takes()
-    hub.pass_(STEP)
+    reactor.pass_(STEP)
     assert wide.hung == {hung.number} and not wide.takes()
-    hub.pass_(10 * GRACE)
+    reactor.pass_(10 * GRACE)
     assert not wide.kills and not wanted.done()
     assert wide.looks == about(*(STEP * step for step in range(1, 11 * LOOKS + 1)))
 
@@ -305,28 +309,28 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
         ("cancelled", 2.5 * GRACE),
     ],  # then it is the first of these whose own grace is over
 )
-def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, hub, wide):
+def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, reactor, wide):
     hung, *beside = [run(wide, None, overlapped) for _ in "123"]
     hung.cancel()
     for work, at in zip(beside, (1.5 * GRACE, 2.2 * GRACE), strict=True):
-        hub.pass_(at - hub.passed)
+        reactor.pass_(at - reactor.passed)
         assert not wide.kills
         if how == "answered":
             wide.answers(work)
         else:
             work.cancel()
-    hub.pass_(GRACE)
+    reactor.pass_(GRACE)
     assert wide.kills[:1] == about(killed)
 
 
-def test_the_hung_one_may_still_come_back(hub, wide):
+def test_the_hung_one_may_still_come_back(reactor, wide):
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
     hung.cancel()
-    hub.pass_(GRACE + STEP / 2)
-    waits = give(wide.crew, overlapped, 1)
-    assert waits.number not in wide.flight
+    reactor.pass_(GRACE + STEP / 2)
+    waits = give(wide.dispatcher, overlapped, 1)
+    assert waits.number not in wide.in_flight
     wide.answers(hung)
-    assert not wide.hung and waits.number in wide.flight
+    assert not wide.hung and waits.number in wide.in_flight
     wide.answers(wanted)
-    hub.pass_(10 * GRACE)
+    reactor.pass_(10 * GRACE)
     assert not wide.kills and wide.state is State.READY

@@ -138,13 +138,13 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
         desk.take(frames.Item(3, 7, CALL))
     desk.cancel([0, 3], running=True)
     assert [(number, promise.cancelled()) for number, promise in settled] == [(0, True), (3, True)]
-    del desk.works[0], desk.works[3]  # their client was told
+    del desk.tasks[0], desk.tasks[3]  # their client was told
     desk.take(frames.Item(7, 0, FORGET))
     desk.begin()
     assert begun == [0, 1, 2, 4]
     desk.take(frames.Item(8, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
     desk.take(frames.Item(9, 8, CALL))
-    assert desk.drop() == 4 and not desk.waiting and not desk.works
+    assert desk.drop() == 4 and not desk.waiting and not desk.tasks
 
 
 def test_signs_of_life_come_no_faster_than_the_time():
@@ -281,15 +281,15 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         held = many.promise(hold_until, gate)
         wait_for(held.running)
         others = [many.promise(append, told, "many") for _ in range(500)]
-        wait_for(lambda: len(pool._crew.queue) > 200)
+        wait_for(lambda: len(pool._dispatcher.queue) > 200)
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
         tag = wait_for(
-            lambda: next((client.tag for client in clients if len(client.desk.works) == 2), "")
+            lambda: next((client.tag for client in clients if len(client.desk.tasks) == 2), "")
         )
         queued = wait_for(
             lambda: (
-                (found := [work.party for work in [*pool._crew.queue]][:4]).count(tag) == 2
+                (found := [work.party for work in [*pool._dispatcher.queue]][:4]).count(tag) == 2
                 and found
             )
         )
@@ -301,25 +301,25 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 
 
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
-    crew = Mock(
+    dispatcher = Mock(
         over=False,
         queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)),
     )
-    crew.hub.post.side_effect = lambda act: (
-        crew.queue.append(Mock(party="late", number=-1)),
+    dispatcher.reactor.post.side_effect = lambda act: (
+        dispatcher.queue.append(Mock(party="late", number=-1)),
         act(),
     )
-    works, turns = [*crew.queue], FairTurns(crew)
+    works, turns = [*dispatcher.queue], FairTurns(dispatcher)
     turns.look()  # nothing is due
-    assert [*crew.queue] == works
+    assert [*dispatcher.queue] == works
     turns.due = True
     turns.look()
-    assert "".join(work.party for work in crew.queue).startswith("abclateabcacacac")
-    assert {id(work) for work in works} < {id(work) for work in crew.queue} and len(
-        crew.queue
+    assert "".join(work.party for work in dispatcher.queue).startswith("abclateabcacacac")
+    assert {id(work) for work in works} < {id(work) for work in dispatcher.queue} and len(
+        dispatcher.queue
     ) == len(works) + 1
     for party in "abc":
-        numbers = [work.number for work in crew.queue if work.party == party]
+        numbers = [work.number for work in dispatcher.queue if work.party == party]
         assert numbers == sorted(numbers)
     turns.due = turns._asked = True  # the hub has not come to it yet
     turns.look()

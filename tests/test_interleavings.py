@@ -48,25 +48,25 @@ class Held:
 @pytest.mark.parametrize("how", ["kill", "break"])
 def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, inputs):
     pool, held, given = poly.Pool(1), Held(), []
-    crew = pool._crew
+    dispatcher = pool._dispatcher
     by_hand = [poly.Promise() for _ in range(inputs)]
     late = threading.Thread(target=lambda: given.append(pool.promise(pow, held, 2, *by_hand)))
     late.start()
     held.begun.wait(30)
     called_off = threading.Event()
     if how == "kill":
-        crew.kill()
+        dispatcher.kill()
     else:
-        crew.hub.post(lambda: crew.break_(RuntimeError("broken")))
+        dispatcher.reactor.post(lambda: dispatcher.break_(RuntimeError("broken")))
 
     def let_go():  # in the same turn: its drone is not known to be dead
         called_off.set()
         held.let_go.set()
         late.join(30)
 
-    crew.hub.post(let_go)
+    dispatcher.reactor.post(let_go)
     called_off.wait(30)
-    crew.ended.result(30)
+    dispatcher.ended.result(30)
     late.join()
     assert isinstance(given[0].exception(30), RuntimeError)
 
@@ -104,16 +104,16 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
         (holder,) = [each for each in pool.drones if each.name == kept.drone]
         holder.release(wait=False)
         retires = threading.Event()
-        pool._crew.hub.post(retires.set)
+        pool._dispatcher.reactor.post(retires.set)
         assert retires.wait(
             30
         )  # or what comes now could be sent there, where it waits for the packing
         pool.doit(abs, -1)
-        wait_for(lambda: pool._crew.hungry)
+        wait_for(lambda: pool._dispatcher.hungry)
         by_hand = poly.Promise()
         work = pool.promise(lambda *both: both, kept, by_hand)
         by_hand.set_result([1])
-        wait_for(lambda: work not in pool._crew.queue)
+        wait_for(lambda: work not in pool._dispatcher.queue)
         pool.shutdown(wait=False, cancel_futures=True)
         try:
             wait_for(work.cancelled)
@@ -124,23 +124,23 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
 def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
     class Meanwhile(deque):
         def __len__(self):
-            crew.pinned_waiting = True  # as a caller's thread says it
+            dispatcher.dedicated_waiting = True  # as a caller's thread says it
             return 0
 
     with poly.Pool(2) as pool:
         pool.doit(abs, -1)
-        crew, seen = pool._crew, poly.Promise()
+        dispatcher, seen = pool._dispatcher, poly.Promise()
 
         def turn():
-            link = crew.links[0]
-            before, link.pinned = link.pinned, Meanwhile()
-            crew.pinned_waiting = False
-            crew.roster._ready(link)
-            link.pinned = before
-            said = crew.pinned_waiting
-            crew.hub.deliver(lambda: seen.set_result(said))
+            link = dispatcher.handles[0]
+            before, link.dedicated = link.dedicated, Meanwhile()
+            dispatcher.dedicated_waiting = False
+            dispatcher.supervisor._ready(link)
+            link.dedicated = before
+            said = dispatcher.dedicated_waiting
+            dispatcher.reactor.deliver(lambda: seen.set_result(said))
 
-        crew.hub.post(turn)
+        dispatcher.reactor.post(turn)
         assert seen.result(30)
 
 
@@ -288,12 +288,15 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
 def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
     """Of two calls the first is done and the second runs: what is left has as many calls as the
     message answers."""
-    whole = work.Slice(SimpleNamespace(hub=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
+    whole = work.Slice(SimpleNamespace(reactor=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
     cut = split_head(1, 0, RUNNING) + pack_answers([1], False, None, None)
     for there, heard in ((whole, whole), (running, None)):
-        crew = SimpleNamespace(split=lambda *told: None)
+        dispatcher = SimpleNamespace(split=lambda *told: None)
         assert (
-            _hear_special(SimpleNamespace(flight={7: there}, crew=crew), 7, SPLIT, cut)[0] is heard
+            _hear_special(
+                SimpleNamespace(in_flight={7: there}, dispatcher=dispatcher), 7, SPLIT, cut
+            )[0]
+            is heard
         )

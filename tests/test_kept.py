@@ -537,7 +537,7 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
     )
     assert (kept.value == 1).all()  # so it is packed
     (other,) = [each for each in pool.drones if each.name != kept.drone]
-    link = other._link
+    link = other._handle
     custody = kept._custody
     number, nothing = dropped._custody.number, []
 
@@ -549,7 +549,7 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
         link.unheard(message.frames())
         del link.drop
 
-    pool._crew.hub.post(lose)
+    pool._dispatcher.reactor.post(lose)
     wait_for(lambda: nothing == [(number, 2)])
     assert link not in custody.holders
     assert other.doit(total, kept) == 10
@@ -670,7 +670,7 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
         )
         gc.collect()  # an error that a promise has holds the frames it went through, and so what is in them
         wait_for(lambda: nothing_is_kept(pool))
-        arena = pool._crew.roster.engine._arena
+        arena = pool._dispatcher.supervisor.engine._arena
         wait_for(lambda: not arena._keeps and arena.used() == 0)
 
 
@@ -694,7 +694,7 @@ def test_what_is_waiting_for_a_busy_drone_is_counted_where_queues_have_a_limit(t
         waiting = [pool.promise(total, kept) for _ in range(2)]
         third = threading.Thread(target=lambda: waiting.append(pool.promise(total, kept)))
         third.start()
-        wait_for(lambda: pool._crew.rooms)
+        wait_for(lambda: pool._dispatcher.backpressure)
         assert len(waiting) == 2, "the third caller waits for room"
         (tmp_path / "go").touch()
         third.join()

@@ -1191,8 +1191,8 @@ def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others
     sent = []
 
     def interrupted(send):
-        def body(crew, *args):
-            made = send(crew, *args) or args[-1]
+        def body(dispatcher, *args):
+            made = send(dispatcher, *args) or args[-1]
             sent.append(made)
             if len(sent) == 10:
                 raise KeyboardInterrupt

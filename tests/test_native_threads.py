@@ -325,7 +325,7 @@ def test_a_name_that_was_left_out_counts_as_changed_only_when_it_is():
         def look():
             global lock
             with poly.Pool(1) as pool:
-                taken = pool._crew.book.snapshot
+                taken = pool._dispatcher.registry.snapshot
                 print(taken.has("lock"), taken.is_current())
                 lock = threading.Lock()
                 print(taken.is_current())

@@ -237,7 +237,7 @@ def test_a_definition_is_given_to_the_pool_once(remote, pool):
         return table[i]
 
     assert [remote.doit(look, i) for i in range(20)] == list(table[:20])
-    known = [each.definition.label for each in pool._crew.book._entries.values()]
+    known = [each.definition.label for each in pool._dispatcher.registry._entries.values()]
     assert len(known) == 1 and known[0].endswith("look")
 
 
@@ -272,7 +272,7 @@ def test_a_clients_end_cancels_its_own_work_only(number, server, card, pool, tmp
         script.signal(number)
         script.wait()
         assert [p.result(SOON) for p in behind] == list(range(5))
-        wait_for(lambda: server.clients == 1 and not pool._crew.pending())
+        wait_for(lambda: server.clients == 1 and not pool._dispatcher.pending())
 
 
 def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_client_that_is_silent_is_let_go(server, card, pool, tmp_path, monkeyp
         wait_for(lambda: len(lines(tmp_path / "started")) == 2)
         script.signal(signal.SIGSTOP)
         monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
-        wait_for(lambda: server.clients == 0 and not pool._crew.pending())
+        wait_for(lambda: server.clients == 0 and not pool._dispatcher.pending())
         script.signal(signal.SIGCONT)
 
 
@@ -365,7 +365,7 @@ def test_a_pool_that_ends_cancels_its_clients_promises_too(card, tmp_path):
     with poly.serve(pool, file=card), poly.connect(card) as remote:
         running = remote.promise(hold_until, gate, started)
         waiting = [remote.promise(slow, 0.5) for _ in range(5)]
-        wait_for(lambda: lines(started) and pool._crew.pending() == 6)
+        wait_for(lambda: lines(started) and pool._dispatcher.pending() == 6)
         pool.shutdown(wait=False, cancel_futures=True)
         for each in waiting:
             with pytest.raises(CancelledError):

@@ -159,7 +159,7 @@ def test_options_hold_for_each_call_of_a_map(tmp_path):
 def test_options_are_added_up_and_everything_else_is_the_pools():
     with poly.Pool(2, name="mine") as pool:
         both = pool.options(timeout=3).options(retries=2)
-        assert both._terms == (3, 2) and pool._terms is None
+        assert both._task_options == (3, 2) and pool._task_options is None
         assert [d.pid for d in both.drones] == [d.pid for d in pool.drones]
         assert repr(both) == repr(pool)
         assert sorted(p.value for p in both.everywhere(os.getpid)) == sorted(

@@ -103,7 +103,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_results_that_have_come_to_their_end_let_the_pool_go(ending):
     pool = poly.Pool(1)
-    there, ended = weakref.ref(pool), pool._crew.ended
+    there, ended = weakref.ref(pool), pool._dispatcher.ended
     results = ENDINGS[ending](pool)
     del pool
     wait_for(lambda: there() is None)

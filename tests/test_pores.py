@@ -29,7 +29,7 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.store.pores import Message
 from polycephaly.store.pores.frames import HEAD, MOST, TOLD
-from polycephaly.store.pores.io_thread import porter
+from polycephaly.store.pores.io_thread import io_thread
 
 np = pytest.importorskip("numpy")
 
@@ -38,10 +38,10 @@ np = pytest.importorskip("numpy")
 def no_pore_is_left():
     yield
     gc.collect()
-    thread = porter._thread
+    thread = io_thread._thread
     if thread is not None:
         thread.join(30)
-    assert porter._thread is None
+    assert io_thread._thread is None
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def tell_until_full(pore):
     """By the owner, who does not receive meanwhile."""
     told = 0
     while True:
-        stopped = pore._desk.stopped  # nothing more is read from the senders' buffers
+        stopped = pore._inbox.stopped  # nothing more is read from the senders' buffers
         if pore.tell(told, wait=False):
             told += 1
         elif stopped:
@@ -82,7 +82,7 @@ def told_by(pore):
 
 
 def until_no_pore_is_here():
-    wait_for(lambda: porter._thread is None)
+    wait_for(lambda: io_thread._thread is None)
 
 
 def error_of(fn, *args):
@@ -296,7 +296,7 @@ def test_threads_that_begin_to_use_it_together_share_one_connection():
             threads = [green.spawn(tell_together, pore, together) for _ in range(8)]
             for each in threads:
                 each.result(30)
-            assert owner.doit("[pore.get().value for _ in range(8)], len(pore._desk.members)") == (
+            assert owner.doit("[pore.get().value for _ in range(8)], len(pore._inbox.members)") == (
                 [1] * 8,
                 1,
             )
@@ -313,7 +313,7 @@ def test_a_wait_has_a_limit():
             TimeoutError, match=r"nothing was told to the pore 'quiet' within 0\.01 s"
         ):
             pore.get(0.01)
-        assert not pore._desk.waiting
+        assert not pore._inbox.waiting
 
 
 def test_what_cannot_be_unpickled_is_that_messages_error_only():
@@ -374,7 +374,7 @@ def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(
         blocked = [
             pool.promise(tell_large, pore) for _ in range(2)
         ]  # there is no room for all of these
-        while not pore._desk.stopped:
+        while not pore._inbox.stopped:
             os.sched_yield()
         assert all(each.cancel() for each in blocked)
         last = pool.everywhere(lambda: pore.tell("enough"))
@@ -470,7 +470,7 @@ def test_who_waits_in_the_owner_is_told_of_the_close():
     pore = poly.Pore(1)
     waiting = green.spawn(lambda: [message.value for message in pore])
     async_waiting = green.spawn(pore.receive)
-    while len(pore._desk.waiting) < 2:
+    while len(pore._inbox.waiting) < 2:
         os.sched_yield()
     pore.close()
     assert waiting.result(30) == []
@@ -481,8 +481,8 @@ def test_who_waits_for_room_is_told_of_the_close(pool):
     pore = poly.Pore(1)
     waits = [pool.promise(tell_for_ever, pore) for _ in range(2)]
     while (
-        not pore._desk.stopped
-        or sum(each.name is not None for each in list(pore._desk.members.values())) < 2
+        not pore._inbox.stopped
+        or sum(each.name is not None for each in list(pore._inbox.members.values())) < 2
     ):
         time.sleep(0.001)  # they have been let in
     pore.close()
@@ -514,7 +514,7 @@ def test_the_loss_of_the_owners_last_reference_closes_it(pool):
     keep.result()
     del pore
     gc.collect()
-    thread = porter._thread
+    thread = io_thread._thread
     if thread is not None:
         thread.join(30)
     said = [each.value for each in pool.everywhere(let_go)]
@@ -591,7 +591,7 @@ def test_a_holders_death_frees_its_place_and_changes_nothing_else(pool):
         pool.doit(tell_all, pore, ["enough"])
         assert told_by(pore) == []
         assert list(pore.memory[:3]) == [0, 1, 2]
-        wait_for(lambda: len(pore._desk.members) <= 2 + 2)
+        wait_for(lambda: len(pore._inbox.members) <= 2 + 2)
 
 
 def tell_and_die(pore):
@@ -898,7 +898,7 @@ INTERRUPTED = """
         before = len(descriptors())
         assert through_interrupts(use, pore) and through_interrupts(make, file)
         use(pore), make(file), gc.collect()
-        while len(descriptors()) > before:  # the porter ends
+        while len(descriptors()) > before:  # the io_thread ends
             time.sleep(0.001)
         print("whole", end="")
 """
@@ -1020,9 +1020,9 @@ def test_a_pore_for_which_there_is_no_descriptor_leaves_nothing_behind():
 
         before = descriptors()
         poly.Pore(1).close()
-        while descriptors() > before:  # the porter ends when it has no more to serve
+        while descriptors() > before:  # the io_thread ends when it has no more to serve
             os.sched_yield()
-        for more in range(5):  # it needs four, and then the porter has to accept
+        for more in range(5):  # it needs four, and then the io_thread has to accept
             resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             try:
                 poly.Pore(1)
@@ -1050,8 +1050,8 @@ def test_who_finds_no_descriptor_left_with_the_owner_waits_until_there_is_one():
             taken = [os.dup(0) for _ in range(64)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
             telling = drone.promise(pore.tell, "late")
-            from polycephaly.store.pores.io_thread import porter
-            while not porter._turned_away:
+            from polycephaly.store.pores.io_thread import io_thread
+            while not io_thread._turned_away:
                 os.sched_yield()
             os.close(taken.pop())
             print(pore.get(30).value, telling.value)
@@ -1134,15 +1134,15 @@ def test_writers_killed_at_random_lose_no_more_than_what_they_were_about_to_tell
             os.kill(drones[cell].pid, signal.SIGKILL)
             assert isinstance(counting[cell].exception(30), poly.DroneDied)
             while drones[cell].name in [
-                member.name for member in list(pore._desk.members.values())
+                member.name for member in list(pore._inbox.members.values())
             ]:
                 hear()  # the others go on telling
             came = (
-                pore._desk.came
+                pore._inbox.came
             )  # with all that the dead one has told; the others may never let it be empty
-            while pore._desk.taken < came:
+            while pore._inbox.taken < came:
                 hear()
-            for _ in range(len(pore._desk._frames)):
+            for _ in range(len(pore._inbox._frames)):
                 hear()
             assert last[cell] in (int(pore.array[cell]), int(pore.array[cell]) - 1)
             last[cell] = pore.array[cell] = 0

@@ -8,6 +8,7 @@ import pytest
 from engines import on_each_engine, poly
 
 from polycephaly import green
+from polycephaly.pool.progress import Progress
 
 pytestmark = on_each_engine
 
@@ -65,7 +66,7 @@ def test_calls_that_are_done_count_before_their_turn(capsys):
     gate = threading.Event()
     seen = []
 
-    class Watched(poly.progress.Progress):
+    class Watched(Progress):
         def show(self, done):
             seen.append(done)
             if done == 5:

@@ -246,7 +246,7 @@ def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypa
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     with poly.Pool(1, num_cpus=1) as pool:
         assert pool.doit(abs, -1) == 1 and ray.get([each.ping.remote() for each in others])
-        wait_for(lambda: not pool._crew.roster.engine._says_what_is_awaited)
+        wait_for(lambda: not pool._dispatcher.supervisor.engine._says_what_is_awaited)
         others.append(other.remote())
         has_a_place = others[-1].ping.remote()
         while not ray.wait([has_a_place], timeout=0)[0]:
@@ -268,10 +268,10 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
 
     after, asked = Reactor.after, []
 
-    def note_and_set(hub, seconds, act):
+    def note_and_set(reactor, seconds, act):
         if getattr(act, "__func__", None) is engine.RayEngine._say_what_is_awaited:
             asked.append(seconds)
-        after(hub, seconds, act)
+        after(reactor, seconds, act)
 
     monkeypatch.setattr(Reactor, "after", note_and_set)
     monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
@@ -471,7 +471,7 @@ def test_the_death_of_a_drone_that_only_waits_for_what_it_overlaps_is_noticed(tm
         tasks = [pool.promise(sleep_long, path) for _ in range(2)]
         wait_for(lambda: len(lines(path)) == 2)
         wait_for(lambda: pool.drones[0].pid)
-        wait_for(lambda: not pool._crew.links[0].calls)  # so that no answer is due
+        wait_for(lambda: not pool._dispatcher.handles[0].calls)  # so that no answer is due
         os.kill(pool.drones[0].pid, signal.SIGKILL)
         assert [type(each.exception(30)) for each in tasks] == [poly.DroneDied] * 2
 
@@ -530,19 +530,19 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
         page.reported(1, before)
         page.reported(2, before)
         page.acknowledged(0)
-        assert page._page.kept(0) == b"abc"
+        assert page._status_table.kept(0) == b"abc"
         page.acknowledged(1)
-        assert page._page.kept(0) == b"c"
+        assert page._status_table.kept(0) == b"c"
         assert page.keep(b"d")
         page.acknowledged(2)
-        assert page._page.kept(0) == b"cd"
+        assert page._status_table.kept(0) == b"cd"
         page.reported(3, page.entries())
         page.acknowledged(3)
-        assert page._page.kept(0) == b""
+        assert page._status_table.kept(0) == b""
     finally:
         page._cells.release()
         page._room.release()
-        page._page.close()
+        page._status_table.close()
 
 
 def print_much(times):
@@ -718,7 +718,7 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
         with poly.Pool(1, engine="ray") as pool:
             large = pool.promise(len, bytes(150 << 20))
             print(type(large.exception(40)).__name__)
-            print(pool.doit(len, "abc"), pool._crew.links[0].load)
+            print(pool.doit(len, "abc"), pool._dispatcher.handles[0].load)
         ray.shutdown()
     """,
         timeout=100,

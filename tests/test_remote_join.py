@@ -147,7 +147,7 @@ def test_cancelled_calls_are_withdrawn_from_afar(remote, joined, far, server, tm
     assert all(p.cancel() for p in (*behind[::2], *both))
     assert [p.result(SOON) for p in behind[1::2]] == [1, 3, 5, 7, 9]
     assert sorted(lines(ran)) == ["1", "3", "5", "7", "9"]
-    wait_for(lambda: not far._crew.pending() and not server._pool._crew.pending())
+    wait_for(lambda: not far._dispatcher.pending() and not server._pool._dispatcher.pending())
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, t
     warm_up(remote)
     promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(60)]
     wait_for(lambda: len(lines(ran)) == 2)
-    wait_for(lambda: far._crew.queue or len(joined._desk.works) == 1)
+    wait_for(lambda: far._dispatcher.queue or len(joined._desk.tasks) == 1)
     leaving = poly.green.spawn(joined.leave)
-    wait_for(lambda: len(joined._desk.works) == 1)  # what it runs
+    wait_for(lambda: len(joined._desk.tasks) == 1)  # what it runs
     append(gate, "open")
     assert [p.result(SOON) for p in promises] == list(range(60))
     leaving.result(SOON)

@@ -157,7 +157,7 @@ def test_status_tells_what_runs(remote, pool, tmp_path):
 
 
 def _works(pool):
-    return [work for link in pool._crew.links for work in list(link.flight.values())]
+    return [work for link in pool._dispatcher.handles for work in list(link.in_flight.values())]
 
 
 def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
@@ -278,7 +278,7 @@ def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
         script.wait()
         pids = [p.result(SOON) for p in behind]
         assert pids == [drone.pid for drone in other.drones]
-        wait_for(lambda: server.clients == 1 and not pool._crew.pending())
+        wait_for(lambda: server.clients == 1 and not pool._dispatcher.pending())
         assert len(lines(started)) == 2  # what had not begun did not begin
 
 
@@ -290,7 +290,7 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
             wait_for(lambda: len(lines(started)) == 2)
             raise ZeroDivisionError
         assert all(p.cancelled() for p in promises)
-        wait_for(lambda: not pool._crew.pending())
+        wait_for(lambda: not pool._dispatcher.pending())
 
 
 def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):
@@ -412,7 +412,7 @@ def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
         wait_for(
             lambda: (
                 gc.collect() is not None
-                and not pool._crew.book._entries.keys() - {id(opened), id(abs)}
+                and not pool._dispatcher.registry._entries.keys() - {id(opened), id(abs)}
             )
         )
         wait_for(lambda: max(p.value for p in pool.everywhere(opened)) <= 2)
@@ -421,6 +421,6 @@ def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
 def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, remote):
     functions = [functools.partial(len, b"x" * n) for n in range(20)]
     assert [remote.promise(each).value for each in functions] == [*range(20)]
-    assert len(pool._crew.book._entries) >= 20
+    assert len(pool._dispatcher.registry._entries) >= 20
     del functions
-    wait_for(lambda: len(pool._crew.book._entries) < 2)
+    wait_for(lambda: len(pool._dispatcher.registry._entries) < 2)

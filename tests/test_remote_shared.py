@@ -47,8 +47,8 @@ def held(server):
 
 
 def used(pool):
-    pool._crew.book.store.tidy(0.0)
-    return pool._crew.book.store.arena.used()
+    pool._dispatcher.registry.store.tidy(0.0)
+    return pool._dispatcher.registry.store.arena.used()
 
 
 def test_a_shared_array_arrives_as_the_value_and_is_each_calls_own(remote, server):
@@ -128,7 +128,7 @@ def test_a_handle_goes_nowhere_else(remote, card):
 
 
 def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, monkeypatch, pool):
-    monkeypatch.setattr(pool._crew.book.store.arena, "ceiling", 1 << 20)
+    monkeypatch.setattr(pool._dispatcher.registry.store.arena, "ceiling", 1 << 20)
     with pytest.raises(MemoryError, match="would be too much"):
         remote.share(bytes(2 << 20))
     with pytest.raises(TypeError, match="cannot pickle"):

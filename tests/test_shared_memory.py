@@ -348,7 +348,7 @@ def impatient(monkeypatch):
 
 
 def arena_of(pool):
-    return pool._crew.roster.engine._arena
+    return pool._dispatcher.supervisor.engine._arena
 
 
 def used(pool):
@@ -627,7 +627,7 @@ def test_a_spawned_image_shares_as_well():
                 pool.doit(abs, -1)
                 shared = pool.share(a)
                 print(pool.doit(twice, a).sum(), pool.doit(twice, shared).sum(), a.sum(), shared.value.sum())
-                print(pool._crew.roster.engine._arena.used() > 0)
+                print(pool._dispatcher.supervisor.engine._arena.used() > 0)
     """) == "200000.0 200000.0 100000.0 100000.0\nTrue\n"  # fmt: skip
 
 
@@ -825,7 +825,9 @@ def test_any_view_of_a_view_keeps_it(kind):
             assert is_full(list(view) if kind == "iterator" else view, i)
         del view, views
         gc.collect()
-        wait_for(lambda: not any(link.ledger.returned for link in pool._crew.links), LONG)
+        wait_for(
+            lambda: not any(link.ref_table.returned for link in pool._dispatcher.handles), LONG
+        )
         assert not live_keeps(pool)
 
 
@@ -996,7 +998,7 @@ def test_nothing_is_left_of_it_after_a_controller_that_was_killed():
         a = pool.doit(lambda: np.ones(1_000_000))
         shared = pool.share(np.ones(1_000_000))
         pool.doit(len, shared)
-        fd = pool._crew.roster.engine._arena.fd
+        fd = pool._dispatcher.supervisor.engine._arena.fd
         print(os.fstat(fd).st_ino, os.fstat(fd).st_dev, os.fstat(fd).st_blocks > 0, flush=True)
         pool.promise("import time; time.sleep(60)")
         input() if False else __import__("signal").pause()
@@ -1445,7 +1447,7 @@ def test_thousands_one_after_another_take_no_more_memory_than_a_few():
             assert got[0] == got[-1] == i
             most = max(most, used(pool))
         assert most < 12 << 20
-        assert pool._crew.book.store._top < 12 << 20
+        assert pool._dispatcher.registry.store._top < 12 << 20
         for i, got in enumerate(pool.map(full, range(500), [256_000] * 500)):
             assert is_full(got, i)
             most = max(most, used(pool))
@@ -1738,7 +1740,9 @@ def what_is_used(pool):
             regions.setdefault(start // arena_module.SPAN, []).append(
                 (start % arena_module.SPAN, at - start)
             )
-    lent = [(link.number, link.state, len(link.ledger.lent)) for link in pool._crew.links]
+    lent = [
+        (link.number, link.state, len(link.ref_table.lent)) for link in pool._dispatcher.handles
+    ]
     return {"used": arena.used(), "regions": regions, "keeps": arena._keeps, "lent": lent}
 
 
@@ -1773,7 +1777,7 @@ def test_while_drones_are_killed_all_that_arrives_is_what_was_sent(turn, impatie
                 under_way.append((pool.promise(keep, value % 3, a), value, 0))
             a[:] = -1
             if rng.random() < 0.06:
-                ready = [drone for drone in pool.drones if drone._link.state is State.READY]
+                ready = [drone for drone in pool.drones if drone._handle.state is State.READY]
                 with contextlib.suppress(IndexError, ProcessLookupError, RuntimeError):
                     os.kill(rng.choice(ready).pid, signal.SIGKILL)
             while len(under_way) > rng.randrange(20):

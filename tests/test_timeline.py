@@ -623,6 +623,6 @@ def test_names_without_end_are_added_up_together(monkeypatch):
     with poly.Pool(1) as pool:
         for n in range(60):
             pool.doit(f"x = {n}")
-        (folded, _), sums = pool._crew.record.look(), pool.timeline.sums()
+        (folded, _), sums = pool._dispatcher.record.look(), pool.timeline.sums()
     assert len(folded.sums) <= 6 and folded.spans > 6
     assert sum(each.calls for each in sums.values()) == 60

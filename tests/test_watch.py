@@ -116,7 +116,7 @@ def pulses_of(drone, times):
     patient = health._Patient(time.monotonic())
     felt = 0
     for _ in range(times):
-        felt += patient.quiet_for(time.monotonic(), *drone._link.pulse()) == 0
+        felt += patient.quiet_for(time.monotonic(), *drone._handle.heartbeat()) == 0
         time.sleep(0.2)
     return felt
 
@@ -317,7 +317,7 @@ def test_an_initializer_that_hangs_is_an_error_and_no_endless_loop(quick):
 def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, caplog):
     with poly.Pool(1, hang_timeout=1, start=start, retries=9) as pool:
         pool.doit(abs, 1)
-        zygote = pool._crew.roster.engine._launcher.pid
+        zygote = pool._dispatcher.supervisor.engine._launcher.pid
         os.kill(zygote, signal.SIGSTOP)
         victim = pool.options(retries=0).promise(os.kill, pool.drones[0].pid, signal.SIGKILL)
         assert isinstance(victim.exception(), poly.DroneDied)
@@ -336,7 +336,7 @@ def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(
 ):
     with poly.Pool(2) as pool:
         other = pool.drones[0].promise(sleep, 3)
-        os.kill(pool._crew.roster.engine._launcher.pid, signal.SIGSTOP)
+        os.kill(pool._dispatcher.supervisor.engine._launcher.pid, signal.SIGSTOP)
         error = pool.drones[1].promise(os._exit, 7).exception(60)
         assert isinstance(error, poly.DroneDied) and error.exitcode == 7
         assert other.result(60) == "slept"  # it has lost nothing
@@ -346,7 +346,7 @@ def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(
 
 def test_a_pool_ends_though_its_zygote_is_stopped(monkeypatch):
     pool = poly.Pool(1)
-    launcher = pool._crew.roster.engine._launcher
+    launcher = pool._dispatcher.supervisor.engine._launcher
     ends = launcher.close
 
     def stops_and_ends():
@@ -372,8 +372,8 @@ def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
             print("up", flush=True)
             hold_until(sys.argv[1])
             for _ in range(3):
-                looked = pool._crew.watch._looked
-                wait_for(lambda: pool._crew.watch._looked != looked)
+                looked = pool._dispatcher.watch._looked
+                wait_for(lambda: pool._dispatcher.watch._looked != looked)
             open(sys.argv[1] + " to the end", "w").close()
             p.result()
             print("done", flush=True)
@@ -725,20 +725,23 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
     large."""
     pool = poly.Pool(1, max_memory=ROOMY, initializer=keep, initargs=(NEARLY,))
     with pool, pytest.raises(BrokenProcessPool, match="max_memory"):
-        wait_for(lambda: pool._crew.refusal, 50)
+        wait_for(lambda: pool._dispatcher.refusal, 50)
         pool.doit(abs, 1)
 
 
 def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     """Its memory goes bit by bit, and a look may come in between: the drones before it were too
     large all the same."""
-    roster = SimpleNamespace(too_large_so_far=1)
-    crew = SimpleNamespace(
-        plan=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None), roster=roster
+    supervisor = SimpleNamespace(too_large_so_far=1)
+    dispatcher = SimpleNamespace(
+        config=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None),
+        supervisor=supervisor,
     )
-    dying = SimpleNamespace(verdict="it held too much", memory=lambda enough: 0, state=State.READY)
-    health.HealthMonitor(crew)._look_at_memory(dying, 100)
-    assert roster.too_large_so_far == 1
+    dying = SimpleNamespace(
+        kill_reason="it held too much", memory=lambda enough: 0, state=State.READY
+    )
+    health.HealthMonitor(dispatcher)._look_at_memory(dying, 100)
+    assert supervisor.too_large_so_far == 1
 
 
 @pytest.mark.guarantee("death-13")

@@ -10,7 +10,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from in_time import WHY, Hub, Zygote, crew_of, give, make_ready
+from in_time import WHY, Hub, Zygote, dispatcher_of, give, make_ready
 
 from polycephaly.pool import health
 from polycephaly.pool.drone_handle import State
@@ -31,7 +31,7 @@ HOUR = 3600
 
 
 @pytest.fixture
-def hub():
+def reactor():
     return Hub()
 
 
@@ -47,10 +47,10 @@ def zygote(monkeypatch):
     return zygote
 
 
-def busy(hub, **plan):
+def busy(reactor, **plan):
     """The one drone of a crew, and what it runs."""
-    crew = crew_of(hub, 1, **plan)
-    return crew.links[0], give(crew, sleep, 1)
+    dispatcher = dispatcher_of(reactor, 1, **plan)
+    return dispatcher.handles[0], give(dispatcher, sleep, 1)
 
 
 def sleep(seconds):
@@ -80,16 +80,16 @@ def times_of_looks(every, until):
 # -- when it looks ---------------------------------------------------------------------------------
 
 
-def test_no_timer_runs_while_there_is_nothing_to_look_at(hub):
-    crew = crew_of(hub, 2)
-    hub.pass_(LOOK)  # the last look at their start
-    assert not hub.timers.heap
-    hub.pass_(HOUR)
-    work = give(crew, sleep, 1)
-    assert len(hub.timers.heap) == 1
-    work.link.answers(work)
-    hub.pass_(LOOK)
-    assert not hub.timers.heap and len(crew.links[0].felt) == 0
+def test_no_timer_runs_while_there_is_nothing_to_look_at(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    reactor.pass_(LOOK)  # the last look at their start
+    assert not reactor.timers.heap
+    reactor.pass_(HOUR)
+    work = give(dispatcher, sleep, 1)
+    assert len(reactor.timers.heap) == 1
+    work.handle.answers(work)
+    reactor.pass_(LOOK)
+    assert not reactor.timers.heap and len(dispatcher.handles[0].felt) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,313 +106,319 @@ def test_no_timer_runs_while_there_is_nothing_to_look_at(hub):
         ({"hang_timeout": 0.5, "report_waiting": 4.0}, 0.125),
     ],
 )
-def test_a_busy_drone_is_looked_at_every_so_often(plan, every, hub):
-    link, _ = busy(hub, **plan)
-    hub.pass_(4.01)
+def test_a_busy_drone_is_looked_at_every_so_often(plan, every, reactor):
+    link, _ = busy(reactor, **plan)
+    reactor.pass_(4.01)
     assert link.felt == times_of_looks(every, 4.01)
 
 
-def test_more_work_sets_no_more_timers(hub):
-    crew = crew_of(hub, 1, width=9)
-    (link,) = crew.links
+def test_more_work_sets_no_more_timers(reactor):
+    dispatcher = dispatcher_of(reactor, 1, width=9)
+    (link,) = dispatcher.handles
     for each in range(9):
-        give(crew, overlapped, each)
-        hub.pass_(0.7 * LOOK)
-    assert link.felt == times_of_looks(LOOK, 0.7 * LOOK * 9) and len(hub.timers.heap) == 1
+        give(dispatcher, overlapped, each)
+        reactor.pass_(0.7 * LOOK)
+    assert link.felt == times_of_looks(LOOK, 0.7 * LOOK * 9) and len(reactor.timers.heap) == 1
 
 
-def test_only_who_has_work_is_felt_for_a_pulse(hub):
-    crew = crew_of(hub, 2)
-    work = give(crew, sleep, 1)
-    hub.pass_(3)
-    idle = next(link for link in crew.links if link is not work.link)
-    assert work.link.felt and not idle.felt
+def test_only_who_has_work_is_felt_for_a_pulse(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    work = give(dispatcher, sleep, 1)
+    reactor.pass_(3)
+    idle = next(link for link in dispatcher.handles if link is not work.handle)
+    assert work.handle.felt and not idle.felt
 
 
-def test_with_a_limit_of_memory_idle_drones_are_looked_at_too_till_the_crew_has_ended(hub):
-    crew = crew_of(hub, 1, max_memory=LIMIT)
-    hub.pass_(60)
-    assert len(hub.timers.heap) == 1 and not crew.links[0].felt
-    crew.kill()
-    hub.turn()
-    crew.links[0].dies()
-    assert crew.over
-    hub.pass_(60)
-    assert not hub.timers.heap
+def test_with_a_limit_of_memory_idle_drones_are_looked_at_too_till_the_dispatcher_has_ended(
+    reactor,
+):
+    dispatcher = dispatcher_of(reactor, 1, max_memory=LIMIT)
+    reactor.pass_(60)
+    assert len(reactor.timers.heap) == 1 and not dispatcher.handles[0].felt
+    dispatcher.kill()
+    reactor.turn()
+    dispatcher.handles[0].dies()
+    assert dispatcher.over
+    reactor.pass_(60)
+    assert not reactor.timers.heap
 
 
-def test_a_bug_in_a_look_breaks_its_crew(hub):
-    crew = crew_of(hub, 1)
-    crew.watch.fail(ValueError("bug"))
+def test_a_bug_in_a_look_breaks_its_dispatcher(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    dispatcher.watch.fail(ValueError("bug"))
     with pytest.raises(BrokenProcessPool, match="bug"):
-        crew.submit(sleep, (1,), {})
+        dispatcher.submit(sleep, (1,), {})
 
 
 # -- signs of life ---------------------------------------------------------------------------------
 
 
-def test_one_without_a_pulse_is_told_once_when_it_was_quiet_for_so_long(hub, caplog):
-    link, _ = busy(hub)
+def test_one_without_a_pulse_is_told_once_when_it_was_quiet_for_so_long(reactor, caplog):
+    link, _ = busy(reactor)
     link.quiet = True
-    hub.pass_(FIRST + QUIET - A_MOMENT)
+    reactor.pass_(FIRST + QUIET - A_MOMENT)
     assert link.unresponsive is None and not told(caplog)
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert link.unresponsive == WHY
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert told(caplog) == [
         f"drone pool.0 (pid {link.pid}) does not respond: {WHY}; it was running sleep"
     ]
 
 
-def test_of_several_tasks_the_warning_names_the_one_that_was_begun_last(hub, monkeypatch, caplog):
-    crew = crew_of(hub, 1, width=3)
-    (link,) = crew.links
-    _, last = [give(crew, what, 1) for what in (overlapped, overlapped_too)]
+def test_of_several_tasks_the_warning_names_the_one_that_was_begun_last(
+    reactor, monkeypatch, caplog
+):
+    dispatcher = dispatcher_of(reactor, 1, width=3)
+    (link,) = dispatcher.handles
+    _, last = [give(dispatcher, what, 1) for what in (overlapped, overlapped_too)]
     monkeypatch.setattr(link, "started", lambda: last.number)
     link.quiet = True
-    hub.pass_(3)
+    reactor.pass_(3)
     assert told(caplog)[0].endswith("; it was running overlapped_too")
 
 
-def test_one_that_runs_nothing_yet_is_told_without_what_it_was_running(hub, caplog):
-    (link,) = crew_of(hub, 1, ready=False).links
+def test_one_that_runs_nothing_yet_is_told_without_what_it_was_running(reactor, caplog):
+    (link,) = dispatcher_of(reactor, 1, ready=False).handles
     link.starts()
     link.quiet = True
-    hub.pass_(FIRST + QUIET + A_MOMENT)
+    reactor.pass_(FIRST + QUIET + A_MOMENT)
     assert told(caplog) == [f"drone pool.0 (pid {link.pid}) does not respond: {WHY}"]
 
 
-def test_who_has_a_pulse_now_and_then_is_not_told(hub, caplog):
-    link, _ = busy(hub)
+def test_who_has_a_pulse_now_and_then_is_not_told(reactor, caplog):
+    link, _ = busy(reactor)
     for _ in range(100):
         link.quiet = True
-        hub.pass_(QUIET - LOOK)
+        reactor.pass_(QUIET - LOOK)
         link.quiet = False
-        hub.pass_(LOOK)
+        reactor.pass_(LOOK)
     assert link.unresponsive is None and not caplog.records
 
 
-def test_one_that_is_idle_is_not_told_whatever_it_does(hub, caplog):
-    (link,) = crew_of(hub, 1).links
+def test_one_that_is_idle_is_not_told_whatever_it_does(reactor, caplog):
+    (link,) = dispatcher_of(reactor, 1).handles
     link.quiet = True
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert not link.felt and not caplog.records
 
 
-def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(hub, caplog):
-    link, _ = busy(hub)
-    link.crew.book.define(sleep).took(1e-4, 1)  # known to be short: it would be sent ahead
+def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, caplog):
+    link, _ = busy(reactor)
+    link.dispatcher.registry.define(sleep).took(
+        1e-4, 1
+    )  # known to be short: it would be sent ahead
     link.load, link.unknown = 1e-4, 0
     link.quiet = True
-    hub.pass_(FIRST + QUIET + A_MOMENT)
-    waiting = give(link.crew, sleep, 2, target=link)
-    hub.pass_(10)
-    assert waiting.number not in link.flight
+    reactor.pass_(FIRST + QUIET + A_MOMENT)
+    waiting = give(link.dispatcher, sleep, 2, target=link)
+    reactor.pass_(10)
+    assert waiting.number not in link.in_flight
     link.quiet = False
-    hub.pass_(LOOK)
-    assert link.unresponsive is None and waiting.number in link.flight
-    hub.pass_(HOUR)
+    reactor.pass_(LOOK)
+    assert link.unresponsive is None and waiting.number in link.in_flight
+    reactor.pass_(HOUR)
     assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) responds again"]
     assert len(told(caplog)) == 1
 
 
-def test_each_silence_is_told(hub, caplog):
-    link, _ = busy(hub)
+def test_each_silence_is_told(reactor, caplog):
+    link, _ = busy(reactor)
     for _ in "12":
         link.quiet = True
-        hub.pass_(QUIET + 2 * LOOK)
+        reactor.pass_(QUIET + 2 * LOOK)
         link.quiet = False
-        hub.pass_(LOOK)
+        reactor.pass_(LOOK)
     assert len(told(caplog)) == len(told(caplog, logging.INFO)) == 2
 
 
-def test_one_that_answers_and_has_nothing_more_to_do_counts_as_responsive(hub, caplog):
-    link, work = busy(hub)
+def test_one_that_answers_and_has_nothing_more_to_do_counts_as_responsive(reactor, caplog):
+    link, work = busy(reactor)
     link.quiet = True
-    hub.pass_(FIRST + QUIET + A_MOMENT)
-    waiting = give(link.crew, sleep, 2, target=link)
+    reactor.pass_(FIRST + QUIET + A_MOMENT)
+    waiting = give(link.dispatcher, sleep, 2, target=link)
     link.answers(work)
-    assert link.unresponsive and not link.flight
-    hub.pass_(LOOK)
-    assert link.unresponsive is None and waiting.number in link.flight
+    assert link.unresponsive and not link.in_flight
+    reactor.pass_(LOOK)
+    assert link.unresponsive is None and waiting.number in link.in_flight
 
 
-def test_what_is_queued_goes_to_others_while_one_is_quiet(hub):
-    crew = crew_of(hub, 2)
-    crew.book.define(abs).took(1e-4, 1)  # known to be short: it would be sent ahead
-    held, other = (give(crew, abs, each) for each in "12")
-    held.link.quiet = True
-    hub.pass_(FIRST + QUIET + A_MOMENT)
-    other.link.answers(other)
-    queued = [give(crew, abs, each) for each in "123"]
-    assert all(work.link is other.link for work in queued)
-    held.link.answers(held)
-    hub.pass_(LOOK)
-    assert give(crew, abs, 1).link is held.link
+def test_what_is_queued_goes_to_others_while_one_is_quiet(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    dispatcher.registry.define(abs).took(1e-4, 1)  # known to be short: it would be sent ahead
+    held, other = (give(dispatcher, abs, each) for each in "12")
+    held.handle.quiet = True
+    reactor.pass_(FIRST + QUIET + A_MOMENT)
+    other.handle.answers(other)
+    queued = [give(dispatcher, abs, each) for each in "123"]
+    assert all(work.handle is other.handle for work in queued)
+    held.handle.answers(held)
+    reactor.pass_(LOOK)
+    assert give(dispatcher, abs, 1).handle is held.handle
 
 
 @pytest.mark.parametrize("heard", ["before the look", "after the look"])
-def test_what_waits_for_one_that_answered_while_this_process_stood_still_is_sent(heard, hub):
-    link, work = busy(hub)
+def test_what_waits_for_one_that_answered_while_this_process_stood_still_is_sent(heard, reactor):
+    link, work = busy(reactor)
     link.quiet = True
-    hub.pass_(FIRST + QUIET + A_MOMENT)
-    waiting = give(link.crew, sleep, 2, target=link)
+    reactor.pass_(FIRST + QUIET + A_MOMENT)
+    waiting = give(link.dispatcher, sleep, 2, target=link)
     assert link.unresponsive
     if heard == "before the look":
         link.answers(work)
-        hub.stand_still(HOUR)
+        reactor.stand_still(HOUR)
     else:
-        hub.stand_still(HOUR)
+        reactor.stand_still(HOUR)
         link.answers(work)
-        hub.pass_(LOOK)
-    assert waiting.number in link.flight
+        reactor.pass_(LOOK)
+    assert waiting.number in link.in_flight
 
 
-def test_its_silence_is_counted_anew_with_new_work(hub, caplog):
+def test_its_silence_is_counted_anew_with_new_work(reactor, caplog):
     """Also where it was looked on meanwhile, as another one had work."""
-    crew = crew_of(hub, 2)
-    work, _ = [give(crew, sleep, each) for each in "12"]
-    link = work.link
+    dispatcher = dispatcher_of(reactor, 2)
+    work, _ = [give(dispatcher, sleep, each) for each in "12"]
+    link = work.handle
     link.quiet = True
-    hub.pass_(QUIET)
+    reactor.pass_(QUIET)
     link.answers(work)
-    hub.pass_(2 * LOOK)
-    give(crew, sleep, 1)
-    assert link.flight
-    hub.pass_(FIRST + QUIET - A_MOMENT)
+    reactor.pass_(2 * LOOK)
+    give(dispatcher, sleep, 1)
+    assert link.in_flight
+    reactor.pass_(FIRST + QUIET - A_MOMENT)
     assert not told(caplog)
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert told(caplog)
 
 
-def test_what_was_seen_before_an_idle_time_counts_for_nothing(hub, caplog):
+def test_what_was_seen_before_an_idle_time_counts_for_nothing(reactor, caplog):
     """Nobody looks meanwhile; and that is no standstill of ours."""
-    link, work = busy(hub)
+    link, work = busy(reactor)
     link.quiet = True
-    hub.pass_(FIRST)
+    reactor.pass_(FIRST)
     link.answers(work)
-    hub.pass_(HOUR + LOOK / 2)
-    give(link.crew, sleep, 1)
-    hub.pass_(2 * LOOK)
+    reactor.pass_(HOUR + LOOK / 2)
+    give(link.dispatcher, sleep, 1)
+    reactor.pass_(2 * LOOK)
     assert not told(caplog)
-    hub.pass_(QUIET)
+    reactor.pass_(QUIET)
     assert told(caplog)
 
 
-def test_it_looks_on_where_one_is_quiet_and_another_ends(hub, caplog):
-    crew = crew_of(hub, 2)
-    works = [give(crew, sleep, each) for each in (1, 2)]
-    works[0].link.quiet = True
-    hub.pass_(FIRST + QUIET - LOOK)
-    works[1].link.answers(works[1])
-    hub.pass_(LOOK + A_MOMENT)
-    assert works[0].link.unresponsive and not works[1].link.unresponsive
+def test_it_looks_on_where_one_is_quiet_and_another_ends(reactor, caplog):
+    dispatcher = dispatcher_of(reactor, 2)
+    works = [give(dispatcher, sleep, each) for each in (1, 2)]
+    works[0].handle.quiet = True
+    reactor.pass_(FIRST + QUIET - LOOK)
+    works[1].handle.answers(works[1])
+    reactor.pass_(LOOK + A_MOMENT)
+    assert works[0].handle.unresponsive and not works[1].handle.unresponsive
 
 
 @pytest.mark.parametrize("hang", [None, 3.0])
-def test_only_with_hang_timeout_it_is_killed_and_after_that(hang, hub):
-    link, _ = busy(hub, hang_timeout=hang)
+def test_only_with_hang_timeout_it_is_killed_and_after_that(hang, reactor):
+    link, _ = busy(reactor, hang_timeout=hang)
     link.quiet = True
-    hub.pass_(FIRST + 3.0 - A_MOMENT)
+    reactor.pass_(FIRST + 3.0 - A_MOMENT)
     assert link.unresponsive and not link.kills
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     if hang is None:
         assert not link.kills
     else:
         assert (
             link.kills == about(FIRST + 3.0)
-            and link.verdict == f"it did not respond for 3.0 s: {WHY}"
+            and link.kill_reason == f"it did not respond for 3.0 s: {WHY}"
         )
 
 
-def test_with_a_short_hang_timeout_it_is_told_and_killed_at_one_look(hub, caplog):
-    link, _ = busy(hub, hang_timeout=1.0)
+def test_with_a_short_hang_timeout_it_is_told_and_killed_at_one_look(reactor, caplog):
+    link, _ = busy(reactor, hang_timeout=1.0)
     link.quiet = True
-    hub.pass_(1.25 - A_MOMENT)  # it is looked at four times as often
+    reactor.pass_(1.25 - A_MOMENT)  # it is looked at four times as often
     assert not told(caplog) and not link.kills
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert len(told(caplog)) == 1 and link.kills == about(1.25)
 
 
-def test_one_that_is_being_killed_for_something_else_keeps_its_verdict(hub):
-    link, _ = busy(hub, hang_timeout=3.0)
+def test_one_that_is_being_killed_for_something_else_keeps_its_verdict(reactor):
+    link, _ = busy(reactor, hang_timeout=3.0)
     link.quiet = True
     link.kill("it held too much")
-    hub.pass_(HOUR)
-    assert len(link.kills) == 1 and link.verdict == "it held too much"
+    reactor.pass_(HOUR)
+    assert len(link.kills) == 1 and link.kill_reason == "it held too much"
 
 
-def test_one_whose_start_hangs_is_killed_too(hub, zygote):
-    (link,) = crew_of(hub, 1, ready=False, keeper=zygote, hang_timeout=3.0).links
+def test_one_whose_start_hangs_is_killed_too(reactor, zygote):
+    (link,) = dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0).handles
     link.quiet = True
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert not link.felt  # it has no pid
     link.starts()
-    hub.pass_(3.0 + 2 * LOOK)
+    reactor.pass_(3.0 + 2 * LOOK)
     assert len(link.kills) == 1
 
 
 # -- this process itself does not run --------------------------------------------------------------
 
 
-def test_a_standstill_of_this_process_is_not_held_against_drones(hub, caplog):
-    link, _ = busy(hub, hang_timeout=3.0)
+def test_a_standstill_of_this_process_is_not_held_against_drones(reactor, caplog):
+    link, _ = busy(reactor, hang_timeout=3.0)
     link.quiet = True
-    hub.pass_(FIRST + LOOK)
-    hub.stand_still(2 * LOOK + QUIET / 4 + 0.01)
-    hub.pass_(QUIET - A_MOMENT)
+    reactor.pass_(FIRST + LOOK)
+    reactor.stand_still(2 * LOOK + QUIET / 4 + 0.01)
+    reactor.pass_(QUIET - A_MOMENT)
     assert not told(caplog)
-    hub.stand_still(HOUR)
-    hub.pass_(QUIET - A_MOMENT)
+    reactor.stand_still(HOUR)
+    reactor.pass_(QUIET - A_MOMENT)
     assert not told(caplog) and not link.kills
-    hub.pass_(1 + LOOK)
+    reactor.pass_(1 + LOOK)
     assert told(caplog) and link.kills
 
 
-def test_one_that_is_quiet_still_is_after_a_standstill_of_this_process(hub, caplog):
-    link, _ = busy(hub, hang_timeout=10.0)
+def test_one_that_is_quiet_still_is_after_a_standstill_of_this_process(reactor, caplog):
+    link, _ = busy(reactor, hang_timeout=10.0)
     link.quiet = True
     link.threads = {"looks up": (1.0, 0.0)}
-    hub.pass_(QUIET + FIRST + LOOK)
+    reactor.pass_(QUIET + FIRST + LOOK)
     assert len(told(caplog)) == 1
     link.threads = {"looks up": (2.0, 0.0)}  # in all that time
-    hub.stand_still(100.0)
-    hub.pass_(3 * QUIET)
+    reactor.stand_still(100.0)
+    reactor.pass_(3 * QUIET)
     assert link.unresponsive and len(told(caplog)) == 1 and not link.kills
-    hub.pass_(10.0)
+    reactor.pass_(10.0)
     assert len(link.kills) == 1
 
 
-def test_a_start_that_hangs_where_no_zygote_could_tell_of_it_is_seen(hub):
-    crew = crew_of(hub, 1, ready=False, hang_timeout=3.0)
-    (link,) = crew.links
-    hub.pass_(60.0)
+def test_a_start_that_hangs_where_no_zygote_could_tell_of_it_is_seen(reactor):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, hang_timeout=3.0)
+    (link,) = dispatcher.handles
+    reactor.pass_(60.0)
     link.starts()
     link.quiet = True
-    hub.pass_(60.0)
+    reactor.pass_(60.0)
     assert len(link.kills) == 1
 
 
-def test_a_look_that_is_late_on_a_busy_machine_is_no_standstill(hub, caplog):
-    link, _ = busy(hub)
+def test_a_look_that_is_late_on_a_busy_machine_is_no_standstill(reactor, caplog):
+    link, _ = busy(reactor)
     link.quiet = True
-    hub.pass_(FIRST + LOOK)
-    hub.stand_still(2 * LOOK + QUIET / 4 - 0.01)  # after that look
-    hub.pass_(QUIET - 4 * LOOK + LOOK)
+    reactor.pass_(FIRST + LOOK)
+    reactor.stand_still(2 * LOOK + QUIET / 4 - 0.01)  # after that look
+    reactor.pass_(QUIET - 4 * LOOK + LOOK)
     assert told(caplog)
 
 
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def compute(hub, link, seconds, ran, waited=0.0):
+def compute(reactor, link, seconds, ran, waited=0.0):
     """As long as `seconds`, a thread of it runs and waits for a processor such a part of the
     time."""
     link.quiet = True
     for _ in range(int(seconds / LOOK)):
         before = link.threads.get("7", (5.0, 5.0))
         link.threads["7"] = before[0] + ran * LOOK, before[1] + waited * LOOK
-        hub.pass_(LOOK)
+        reactor.pass_(LOOK)
 
 
 @pytest.mark.parametrize(
@@ -431,282 +437,282 @@ def compute(hub, link, seconds, ran, waited=0.0):
     ],
 )
 def test_a_thread_that_computes_is_a_sign_of_life_and_one_that_looks_up_is_none(
-    ran, waited, lives, hub
+    ran, waited, lives, reactor
 ):
-    link, _ = busy(hub)
-    compute(hub, link, 10 * QUIET, ran, waited)
+    link, _ = busy(reactor)
+    compute(reactor, link, 10 * QUIET, ran, waited)
     assert (link.unresponsive is None) == lives
 
 
-def test_what_a_thread_has_computed_is_reckoned_since_the_last_sign_of_life(hub):
-    link, _ = busy(hub)
+def test_what_a_thread_has_computed_is_reckoned_since_the_last_sign_of_life(reactor):
+    link, _ = busy(reactor)
     link.threads["7"] = (50.0, 50.0)
-    compute(hub, link, 10, 0.0)
+    compute(reactor, link, 10, 0.0)
     assert link.unresponsive
-    compute(hub, link, LOOK, 1.0)
+    compute(reactor, link, LOOK, 1.0)
     assert link.unresponsive
-    compute(hub, link, QUIET, 1.0)  # by now it is a tenth
+    compute(reactor, link, QUIET, 1.0)  # by now it is a tenth
     assert link.unresponsive is None
-    compute(hub, link, QUIET + LOOK, 0.0)
+    compute(reactor, link, QUIET + LOOK, 0.0)
     assert link.unresponsive
 
 
-def test_a_new_thread_that_computes_is_a_sign_of_life(hub):
-    link, _ = busy(hub)
+def test_a_new_thread_that_computes_is_a_sign_of_life(reactor):
+    link, _ = busy(reactor)
     link.quiet = True
-    hub.pass_(3 * LOOK)
+    reactor.pass_(3 * LOOK)
     link.threads["8"] = (LOOK, 0.0)
-    hub.pass_(QUIET)
+    reactor.pass_(QUIET)
     assert link.unresponsive is None
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert link.unresponsive
 
 
 # -- zygotes ---------------------------------------------------------------------------------------
 
 
-def test_who_is_being_started_is_awaited_by_its_zygote(hub, zygote, caplog):
-    (link,) = crew_of(hub, 1, ready=False, keeper=zygote).links
+def test_who_is_being_started_is_awaited_by_its_zygote(reactor, zygote, caplog):
+    (link,) = dispatcher_of(reactor, 1, ready=False, keeper=zygote).handles
     zygote.state = "T"
-    hub.pass_(FIRST + QUIET - A_MOMENT)
+    reactor.pass_(FIRST + QUIET - A_MOMENT)
     assert not told(caplog) and not link.felt
-    hub.pass_(2 * A_MOMENT)
-    hub.pass_(1.0)
+    reactor.pass_(2 * A_MOMENT)
+    reactor.pass_(1.0)
     assert told(caplog) == ["the zygote of pool (pid 6000) does not respond: it is stopped"]
 
 
 @pytest.mark.parametrize("state", ["S", "R", "D", ""])
-def test_a_zygote_that_is_not_stopped_may_do_nothing_for_ever(state, hub, zygote, caplog):
-    crew_of(hub, 1, ready=False, keeper=zygote, hang_timeout=3.0)
+def test_a_zygote_that_is_not_stopped_may_do_nothing_for_ever(state, reactor, zygote, caplog):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0)
     zygote.state = state
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert not zygote.told and not caplog.records
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
-def test_a_stopped_zygote_is_let_go_on(state, hub, zygote):
-    crew_of(hub, 1, ready=False, keeper=zygote, hang_timeout=60.0)
+def test_a_stopped_zygote_is_let_go_on(state, reactor, zygote):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=60.0)
     zygote.state = state
-    hub.pass_(FIRST + STOPPED - A_MOMENT)
+    reactor.pass_(FIRST + STOPPED - A_MOMENT)
     assert not zygote.told
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert zygote.told == [("continued", pytest.approx(FIRST + STOPPED))]
-    hub.pass_(60.0 - STOPPED - 2 * LOOK)  # where that does not help
+    reactor.pass_(60.0 - STOPPED - 2 * LOOK)  # where that does not help
     assert {what for what, _ in zygote.told} == {"continued"}
-    hub.pass_(2 * LOOK)
+    reactor.pass_(2 * LOOK)
     assert zygote.told[-1] == ("killed", pytest.approx(FIRST + 60.0))
 
 
-def test_each_stop_of_a_zygote_is_told(hub, zygote, caplog):
-    crew_of(hub, 1, ready=False, keeper=zygote)
+def test_each_stop_of_a_zygote_is_told(reactor, zygote, caplog):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
     for state in "TSTS":
         zygote.state = state
-        hub.pass_(QUIET + 3 * LOOK)
+        reactor.pass_(QUIET + 3 * LOOK)
     assert len(told(caplog)) == 2
 
 
-def test_without_hang_timeout_a_stopped_zygote_is_never_killed(hub, zygote):
-    crew_of(hub, 1, ready=False, keeper=zygote)
+def test_without_hang_timeout_a_stopped_zygote_is_never_killed(reactor, zygote):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
     zygote.state = "T"
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert {what for what, _ in zygote.told} == {"continued"}
 
 
-def test_with_a_short_hang_timeout_a_stopped_zygote_is_killed(hub, zygote, caplog):
-    crew_of(hub, 1, ready=False, keeper=zygote, hang_timeout=3.0)
+def test_with_a_short_hang_timeout_a_stopped_zygote_is_killed(reactor, zygote, caplog):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0)
     zygote.state = "T"
-    hub.pass_(FIRST + 3.0 - A_MOMENT)
+    reactor.pass_(FIRST + 3.0 - A_MOMENT)
     assert told(caplog) and not zygote.told
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert zygote.told == [("killed", pytest.approx(FIRST + 3.0))]
 
 
-def test_a_zygote_that_was_stopped_for_moments_is_not_told(hub, zygote, caplog):
-    crew_of(hub, 1, ready=False, keeper=zygote)
+def test_a_zygote_that_was_stopped_for_moments_is_not_told(reactor, zygote, caplog):
+    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
     for state in "TSTSTST":
         zygote.state = state
-        hub.pass_(QUIET - LOOK)
+        reactor.pass_(QUIET - LOOK)
     assert not zygote.told and not caplog.records
 
 
 @pytest.mark.parametrize("why", ["it is quiet", "it is killed", "it is to stop"])
-def test_a_zygote_is_looked_at_where_it_has_to_tell_of_an_end(why, hub, zygote, caplog):
-    crew = crew_of(hub, 1, keeper=zygote)
-    (link,) = crew.links
+def test_a_zygote_is_looked_at_where_it_has_to_tell_of_an_end(why, reactor, zygote, caplog):
+    dispatcher = dispatcher_of(reactor, 1, keeper=zygote)
+    (link,) = dispatcher.handles
     zygote.state = "T"
-    hub.pass_(LOOK + QUIET)
-    work = give(crew, sleep, 1)
-    hub.pass_(10)
+    reactor.pass_(LOOK + QUIET)
+    work = give(dispatcher, sleep, 1)
+    reactor.pass_(10)
     assert not caplog.records and not zygote.told  # nobody waits for it
     if why == "it is quiet":
         link.quiet = True
     elif why == "it is killed":
         link.kill("it held too much")
     else:
-        crew.roster.retire(link)
+        dispatcher.supervisor.retire(link)
         link.answers(work)
         assert link.state is State.STOPPING
-        crew.links[-1].starts()
-        crew.links[-1].says_hello()
-    hub.pass_(2 * QUIET + 2 * LOOK)
+        dispatcher.handles[-1].starts()
+        dispatcher.handles[-1].says_hello()
+    reactor.pass_(2 * QUIET + 2 * LOOK)
     assert any("the zygote" in each for each in told(caplog))
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def worked(hub, **plan):
+def worked(reactor, **plan):
     """The one drone of a crew, that has done something and is idle."""
-    link, work = busy(hub, max_memory=LIMIT, **plan)
+    link, work = busy(reactor, max_memory=LIMIT, **plan)
     link.answers(work)
     return link
 
 
 @pytest.mark.parametrize("on_death", ["replace", "break", "end"])
 @pytest.mark.parametrize("idle", [False, True])
-def test_who_holds_more_than_its_limit_is_killed(idle, on_death, hub):
-    link = worked(hub, on_death=on_death)
+def test_who_holds_more_than_its_limit_is_killed(idle, on_death, reactor):
+    link = worked(reactor, on_death=on_death)
     if not idle:
-        give(link.crew, sleep, 1)
+        give(link.dispatcher, sleep, 1)
     link.held = LIMIT + 1
-    hub.pass_(LOOK_AT_MEMORY - A_MOMENT)
+    reactor.pass_(LOOK_AT_MEMORY - A_MOMENT)
     assert not link.kills
-    hub.pass_(10)
+    reactor.pass_(10)
     assert link.kills == about(LOOK_AT_MEMORY)
     assert (
-        link.verdict
+        link.kill_reason
         == "it and what it had started held 1,000 MiB, more than max_memory=1,048,576,000 bytes"
     )
 
 
-def test_one_that_is_being_started_is_killed_too_if_it_holds_too_much(hub):
-    (link,) = crew_of(hub, 1, ready=False, max_memory=LIMIT).links
+def test_one_that_is_being_started_is_killed_too_if_it_holds_too_much(reactor):
+    (link,) = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT).handles
     link.held = LIMIT + 1
-    hub.pass_(1)
+    reactor.pass_(1)
     assert not link.kills  # it has no pid yet
     link.starts()
-    hub.pass_(1)
-    assert len(link.kills) == 1 and link.crew.roster.too_large_so_far == 0
+    reactor.pass_(1)
+    assert len(link.kills) == 1 and link.dispatcher.supervisor.too_large_so_far == 0
 
 
 @pytest.mark.parametrize("held", [math.ceil(LIMIT * NEAR), LIMIT])
-def test_who_comes_near_its_limit_is_replaced(held, hub, caplog):
-    link = worked(hub)
+def test_who_comes_near_its_limit_is_replaced(held, reactor, caplog):
+    link = worked(reactor)
     link.held = held
-    hub.pass_(LOOK_AT_MEMORY + A_MOMENT)
+    reactor.pass_(LOOK_AT_MEMORY + A_MOMENT)
     assert not link.kills and link.state is State.STOPPING
-    (new,) = [each for each in link.crew.links if each is not link]
+    (new,) = [each for each in link.dispatcher.handles if each is not link]
     assert told(caplog, logging.INFO) == [
         f"drone {link.name} is replaced: it holds {held >> 20:,} MiB"
     ]
     assert new.name == link.name and new.state is State.STARTING
-    hub.pass_(2)
+    reactor.pass_(2)
     assert not link.kills and len(caplog.records) == 1
-    assert [timer.go_off for *_, timer in hub.timers.heap].count(
-        link.crew.watch._look
+    assert [timer.go_off for *_, timer in reactor.timers.heap].count(
+        link.dispatcher.watch._look
     ) == 1  # though two asked for one
 
 
-def test_who_comes_near_while_it_works_is_replaced_after_its_work(hub):
-    link, work = busy(hub, max_memory=LIMIT)
+def test_who_comes_near_while_it_works_is_replaced_after_its_work(reactor):
+    link, work = busy(reactor, max_memory=LIMIT)
     link.held = LIMIT
-    hub.pass_(10)
+    reactor.pass_(10)
     assert link.state is State.RETIRING and not link.kills and (STOP, ()) not in link.sent_to_it
     link.answers(work, "done")
     assert work.value == "done" and link.state is State.STOPPING
 
 
-def test_who_is_not_near_its_limit_stays(hub, caplog):
-    link = worked(hub)
+def test_who_is_not_near_its_limit_stays(reactor, caplog):
+    link = worked(reactor)
     link.held = math.ceil(LIMIT * NEAR) - 1
-    hub.pass_(10)
+    reactor.pass_(10)
     assert link.state is State.READY and not caplog.records
 
 
-def test_one_that_is_near_and_not_ready_yet_is_let_be(hub):
-    crew = crew_of(hub, 1, ready=False, max_memory=LIMIT)
-    (link,) = crew.links
+def test_one_that_is_near_and_not_ready_yet_is_let_be(reactor):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
+    (link,) = dispatcher.handles
     link.starts()
     link.held = LIMIT
-    hub.pass_(10)
-    assert link.state is State.STARTING and not link.kills and crew.links == [link]
+    reactor.pass_(10)
+    assert link.state is State.STARTING and not link.kills and dispatcher.handles == [link]
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_a_lone_drone_that_is_near_stays(done, hub, caplog):
+def test_a_lone_drone_that_is_near_stays(done, reactor, caplog):
     """Nothing would be there in its place."""
-    crew = crew_of(hub, 1, max_memory=LIMIT, on_death="end")
-    (link,) = crew.links
+    dispatcher = dispatcher_of(reactor, 1, max_memory=LIMIT, on_death="end")
+    (link,) = dispatcher.handles
     if done:
-        link.answers(give(crew, sleep, 1))
+        link.answers(give(dispatcher, sleep, 1))
     link.held = LIMIT
-    hub.pass_(10)
+    reactor.pass_(10)
     assert link.state is State.READY and not link.kills and not caplog.records
 
 
-def test_the_dead_are_not_measured(hub):
+def test_the_dead_are_not_measured(reactor):
     """Their number may be another's by now."""
-    link = worked(hub)
+    link = worked(reactor)
     link.state, link.held = State.DEAD, LIMIT + 1  # and its last answers are on their way
-    hub.pass_(1)
+    reactor.pass_(1)
     assert not link.kills
 
 
-def test_no_more_is_measured_than_is_needed(hub):
-    link = worked(hub)
+def test_no_more_is_measured_than_is_needed(reactor):
+    link = worked(reactor)
     asked = []
     link.memory = lambda enough: asked.append(enough) or 0
-    hub.pass_(LOOK_AT_MEMORY)
+    reactor.pass_(LOOK_AT_MEMORY)
     assert asked == [int(LIMIT * NEAR)]
 
 
-def too_large(hub, crew, held=LIMIT):
+def too_large(reactor, dispatcher, held=LIMIT):
     """The newest drone of that crew is ready, holds so much, and has died if it was killed."""
-    link = crew.links[-1]
-    make_ready(crew)
+    link = dispatcher.handles[-1]
+    make_ready(dispatcher)
     link.held = held
-    hub.pass_(LOOK_AT_MEMORY + A_MOMENT)
+    reactor.pass_(LOOK_AT_MEMORY + A_MOMENT)
     if link.kills:
         link.dies()
     return link
 
 
-def test_a_limit_that_no_drone_keeps_breaks_the_pool(hub):
-    crew = crew_of(hub, 1, ready=False, max_memory=LIMIT)
+def test_a_limit_that_no_drone_keeps_breaks_the_pool(reactor):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
     for _ in range(START_TRIES):
-        assert crew.refusal is None
+        assert dispatcher.refusal is None
         assert (
             "before it had done anything, of max_memory=1,048,576,000 bytes"
-            in too_large(hub, crew).verdict
+            in too_large(reactor, dispatcher).kill_reason
         )
-    assert isinstance(crew.refusal, BrokenProcessPool)
-    assert str(crew.refusal).startswith(
+    assert isinstance(dispatcher.refusal, BrokenProcessPool)
+    assert str(dispatcher.refusal).startswith(
         "no drone of pool fits: it and what it had started held 1,000 MiB before"
     )
 
 
-def test_one_that_keeps_the_limit_shows_that_it_can_be_kept(hub):
-    crew = crew_of(hub, 1, ready=False, max_memory=LIMIT)
+def test_one_that_keeps_the_limit_shows_that_it_can_be_kept(reactor):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
     for held in [LIMIT, LIMIT, 0]:
-        kept = too_large(hub, crew, held)
-    assert crew.roster.too_large_so_far == 0 and not kept.kills
+        kept = too_large(reactor, dispatcher, held)
+    assert dispatcher.supervisor.too_large_so_far == 0 and not kept.kills
     kept.dies()
     for _ in range(START_TRIES - 1):
-        too_large(hub, crew)
-    assert crew.refusal is None
+        too_large(reactor, dispatcher)
+    assert dispatcher.refusal is None
 
 
-def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be_kept(hub):
-    crew = crew_of(hub, 1, ready=False, max_memory=LIMIT)
-    too_large(hub, crew)
-    (link,) = crew.links
+def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be_kept(reactor):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
+    too_large(reactor, dispatcher)
+    (link,) = dispatcher.handles
     link.starts()
-    hub.pass_(2)
-    assert crew.roster.too_large_so_far == 1
+    reactor.pass_(2)
+    assert dispatcher.supervisor.too_large_so_far == 1
     link.kill("it held too much")
     link.says_hello()
-    hub.pass_(2)
-    assert crew.roster.too_large_so_far == 1
+    reactor.pass_(2)
+    assert dispatcher.supervisor.too_large_so_far == 1
 
 
 # -- waits -----------------------------------------------------------------------------------------
@@ -714,30 +720,30 @@ def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be
 PLACE = ["file.py", 17, "sleep"]
 
 
-def waiting(hub, **plan):
+def waiting(reactor, **plan):
     """One that runs something and does nothing, as far as the kernel tells; since the first
     look."""
-    link, work = busy(hub, report_waiting=60.0, **plan)
+    link, work = busy(reactor, report_waiting=60.0, **plan)
     link.did = "started 1"
-    hub.pass_(FIRST)
+    reactor.pass_(FIRST)
     return link, work
 
 
-def test_a_wait_is_told_by_the_look_after_its_place_was_asked_for(hub, caplog):
-    link, work = waiting(hub)
-    hub.pass_(60.0 - A_MOMENT)
+def test_a_wait_is_told_by_the_look_after_its_place_was_asked_for(reactor, caplog):
+    link, work = waiting(reactor)
+    reactor.pass_(60.0 - A_MOMENT)
     assert not link.got(FRAMES)
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     (request,) = link.got(FRAMES)
     assert link.waiting is None and not caplog.records
     link.tells_frames(request, {str(work.number): PLACE})
     link.call = "futex"
-    hub.pass_(LOOK - 2 * A_MOMENT)
+    reactor.pass_(LOOK - 2 * A_MOMENT)
     assert link.waiting is None
-    hub.pass_(2 * A_MOMENT)
+    reactor.pass_(2 * A_MOMENT)
     assert (link.waiting.task, link.waiting.where) == ("sleep", "file.py:17 in sleep")
     assert link.waiting.system_call == "futex" and link.waiting.item is None
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert link.got(FRAMES) == [request]
     (said,) = told(caplog)
     assert (
@@ -748,61 +754,61 @@ def test_a_wait_is_told_by_the_look_after_its_place_was_asked_for(hub, caplog):
     assert not link.kills and link.unresponsive is None
 
 
-def test_nothing_is_asked_or_told_where_nobody_wants_it(hub, caplog):
-    link, _ = busy(hub)
+def test_nothing_is_asked_or_told_where_nobody_wants_it(reactor, caplog):
+    link, _ = busy(reactor)
     link.did = "started 1"
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert not link.got(FRAMES) and not caplog.records
 
 
-def test_nothing_is_told_of_one_of_which_it_is_not_known_what_it_does(hub, caplog):
-    busy(hub, report_waiting=1.0)
-    hub.pass_(HOUR)
+def test_nothing_is_told_of_one_of_which_it_is_not_known_what_it_does(reactor, caplog):
+    busy(reactor, report_waiting=1.0)
+    reactor.pass_(HOUR)
     assert not caplog.records
 
 
-def test_one_that_does_something_now_and_then_does_not_wait(hub, caplog):
-    link, _ = waiting(hub)
+def test_one_that_does_something_now_and_then_does_not_wait(reactor, caplog):
+    link, _ = waiting(reactor)
     for step in range(20):
         link.did = f"step {step}"
-        hub.pass_(59)
+        reactor.pass_(59)
     assert not link.got(FRAMES) and not caplog.records
 
 
-def test_one_whose_programs_do_something_now_and_then_does_not_wait(hub, caplog):
-    link, _ = waiting(hub)
+def test_one_whose_programs_do_something_now_and_then_does_not_wait(reactor, caplog):
+    link, _ = waiting(reactor)
     for step in range(20):
         link.others = step
-        hub.pass_(59)
+        reactor.pass_(59)
     assert not link.got(FRAMES) and not caplog.records
-    hub.pass_(3)
+    reactor.pass_(3)
     assert link.got(FRAMES)
 
 
-def test_one_that_works_again_before_it_is_told_is_not_told(hub, caplog):
-    link, work = waiting(hub)
-    hub.pass_(60.0 + A_MOMENT)
+def test_one_that_works_again_before_it_is_told_is_not_told(reactor, caplog):
+    link, work = waiting(reactor)
+    reactor.pass_(60.0 + A_MOMENT)
     (request,) = link.got(FRAMES)
     link.tells_frames(request, {str(work.number): PLACE})
     link.did = "started 2"
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert link.waiting is None
-    hub.pass_(60 - LOOK)
+    reactor.pass_(60 - LOOK)
     assert not caplog.records and len(link.got(FRAMES)) == 1
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert len(link.got(FRAMES)) == 2
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert link.waiting.where is None  # its ear has not answered this time
 
 
-def test_a_wait_that_was_told_is_over_when_it_works_again_and_the_next_is_told_too(hub, caplog):
-    link, work = waiting(hub)
+def test_a_wait_that_was_told_is_over_when_it_works_again_and_the_next_is_told_too(reactor, caplog):
+    link, work = waiting(reactor)
     for step in "12":
-        hub.pass_(62)
+        reactor.pass_(62)
         link.tells_frames(link.got(FRAMES)[-1], {str(work.number): PLACE})
         assert link.waiting.where
         link.did = f"step {step}"
-        hub.pass_(LOOK)
+        reactor.pass_(LOOK)
         assert link.waiting is None
     assert len(told(caplog)) == 2
     assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) waits no more"] * 2
@@ -810,35 +816,35 @@ def test_a_wait_that_was_told_is_over_when_it_works_again_and_the_next_is_told_t
     assert first != second
 
 
-def test_a_wait_is_over_when_it_owes_nothing_any_more(hub, caplog):
-    link, work = waiting(hub)
-    hub.pass_(62)
+def test_a_wait_is_over_when_it_owes_nothing_any_more(reactor, caplog):
+    link, work = waiting(reactor)
+    reactor.pass_(62)
     assert link.waiting
     link.answers(work)
     assert link.waiting is None and link.told_waiting
-    hub.pass_(LOOK)
-    assert link.told_waiting is None and not hub.timers.heap
+    reactor.pass_(LOOK)
+    assert link.told_waiting is None and not reactor.timers.heap
     assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) waits no more"]
-    give(link.crew, sleep, 1)
-    hub.pass_(60)
+    give(link.dispatcher, sleep, 1)
+    reactor.pass_(60)
     assert len(link.got(FRAMES)) == 1  # counted anew
-    hub.pass_(2)
+    reactor.pass_(2)
     assert len(link.got(FRAMES)) == 2
 
 
-def test_one_that_only_has_to_wait_for_a_processor_is_not_told(hub, caplog):
-    link, _ = waiting(hub)
+def test_one_that_only_has_to_wait_for_a_processor_is_not_told(reactor, caplog):
+    link, _ = waiting(reactor)
     link.asleep = False
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert len(link.got(FRAMES)) == 1 and not caplog.records
     link.asleep = True
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert len(told(caplog)) == 1
 
 
-def test_an_ear_that_answers_late_completes_what_was_told(hub, caplog):
-    link, work = waiting(hub)
-    hub.pass_(70)
+def test_an_ear_that_answers_late_completes_what_was_told(reactor, caplog):
+    link, work = waiting(reactor)
+    reactor.pass_(70)
     assert link.waiting.task == "sleep" and link.waiting.where is None
     since = link.waiting.since
     (request,) = link.got(FRAMES)
@@ -848,24 +854,24 @@ def test_an_ear_that_answers_late_completes_what_was_told(hub, caplog):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_the_answer_to_another_request_is_passed_over(when, hub):
-    link, work = waiting(hub)
-    hub.pass_(60.0 + A_MOMENT if when == "before" else 70)
+def test_the_answer_to_another_request_is_passed_over(when, reactor):
+    link, work = waiting(reactor)
+    reactor.pass_(60.0 + A_MOMENT if when == "before" else 70)
     (request,) = link.got(FRAMES)
     link.tells_frames(request + 1, {str(work.number): PLACE})
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert link.waiting and link.waiting.where is None
 
 
-def test_an_answer_about_one_that_does_not_wait_is_passed_over(hub):
-    link, work = busy(hub)
+def test_an_answer_about_one_that_does_not_wait_is_passed_over(reactor):
+    link, work = busy(reactor)
     link.tells_frames(1, {str(work.number): PLACE})
     assert link.waiting is None
 
 
 @pytest.mark.parametrize("places", [None, [], "file.py"])
-def test_an_answer_that_tells_no_places_is_malformed(places, hub):
-    link, _ = waiting(hub)
+def test_an_answer_that_tells_no_places_is_malformed(places, reactor):
+    link, _ = waiting(reactor)
     with pytest.raises(Malformed, match=r"pool\.0 did not tell where its tasks are"):
         link.tells_frames(1, places)
 
@@ -873,20 +879,20 @@ def test_an_answer_that_tells_no_places_is_malformed(places, hub):
 @pytest.mark.parametrize(
     "place", [None, "file.py", ["file.py", 17], ["file.py", "17", "sleep"], [17, 17, "sleep"]]
 )
-def test_a_place_that_is_none_is_left_out(place, hub):
-    link, work = waiting(hub)
-    hub.pass_(70)
+def test_a_place_that_is_none_is_left_out(place, reactor):
+    link, work = waiting(reactor)
+    reactor.pass_(70)
     link.tells_frames(link.got(FRAMES)[0], {str(work.number): place})
     assert link.waiting.task == "sleep" and link.waiting.where is None
 
 
-def test_of_several_tasks_the_one_is_told_that_was_begun_last(hub, monkeypatch):
-    crew = crew_of(hub, 1, width=3, report_waiting=60.0)
-    (link,) = crew.links
-    works = [give(crew, overlapped, each) for each in "123"]
+def test_of_several_tasks_the_one_is_told_that_was_begun_last(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1, width=3, report_waiting=60.0)
+    (link,) = dispatcher.handles
+    works = [give(dispatcher, overlapped, each) for each in "123"]
     link.did = 1
     monkeypatch.setattr(link, "started", lambda: works[1].number)
-    hub.pass_(70)
+    reactor.pass_(70)
     assert link.told_waiting[0] == works[1].number
     link.tells_frames(
         link.got(FRAMES)[0], {str(work.number): ["f", work.number, "x"] for work in works}
@@ -894,122 +900,122 @@ def test_of_several_tasks_the_one_is_told_that_was_begun_last(hub, monkeypatch):
     assert link.waiting.line == works[1].number
 
 
-def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(hub, monkeypatch):
-    crew = crew_of(hub, 1, width=3, report_waiting=60.0)
-    (link,) = crew.links
-    works = [give(crew, overlapped, each) for each in "12"]
+def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1, width=3, report_waiting=60.0)
+    (link,) = dispatcher.handles
+    works = [give(dispatcher, overlapped, each) for each in "12"]
     link.did = 1
     monkeypatch.setattr(link, "started", lambda: 0)
-    hub.pass_(70)
+    reactor.pass_(70)
     assert link.told_waiting[0] == works[0].number
 
 
 @pytest.mark.parametrize(("count", "item"), [(1, 5), (2, None)])
-def test_the_item_of_a_map_is_told_where_it_is_one(count, item, hub):
-    link, work = waiting(hub)
+def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
+    link, work = waiting(reactor)
     work.item, work.count = 5, count
-    hub.pass_(70)
+    reactor.pass_(70)
     assert link.waiting.item == item
 
 
-def test_one_whose_start_waits_is_told_without_a_task(hub, caplog):
-    (link,) = crew_of(hub, 1, ready=False, report_waiting=60.0).links
+def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):
+    (link,) = dispatcher_of(reactor, 1, ready=False, report_waiting=60.0).handles
     link.up, link.did = False, 0  # nobody is there yet to be asked
     link.starts()
-    hub.pass_(70)
+    reactor.pass_(70)
     assert not link.got(FRAMES) and link.told_waiting[0] == 0
     assert "its start has waited for" in told(caplog)[0]
     link.says_hello()
-    hub.pass_(LOOK)
+    reactor.pass_(LOOK)
     assert link.told_waiting is None
 
 
 # -- all of them wait ------------------------------------------------------------------------------
 
 
-def all_wait(hub, size=2):
-    crew = crew_of(hub, size, report_waiting=60.0)
-    works = [give(crew, sleep, each) for each in range(size)]
-    for link in crew.links:
+def all_wait(reactor, size=2):
+    dispatcher = dispatcher_of(reactor, size, report_waiting=60.0)
+    works = [give(dispatcher, sleep, each) for each in range(size)]
+    for link in dispatcher.handles:
         link.did = 0
-    hub.pass_(70)
-    assert all(link.waiting for link in crew.links)
-    return crew, works
+    reactor.pass_(70)
+    assert all(link.waiting for link in dispatcher.handles)
+    return dispatcher, works
 
 
 def deadlocks(caplog):
     return [each for each in told(caplog) if "deadlock" in each]
 
 
-def test_where_all_wait_and_calls_are_queued_that_is_told_once(hub, caplog):
-    crew, _ = all_wait(hub)
+def test_where_all_wait_and_calls_are_queued_that_is_told_once(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
     assert not deadlocks(caplog)
-    queued = [give(crew, abs, each) for each in "123"]
-    hub.pass_(LOOK)
+    queued = [give(dispatcher, abs, each) for each in "123"]
+    reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
     assert said.startswith("all drones of pool wait (2), and calls are queued")
     assert "(3, first of all abs)" in said and said.endswith("takes a Pool of 5 drones")
-    hub.pass_(HOUR)
+    reactor.pass_(HOUR)
     assert len(deadlocks(caplog)) == 1 and not any(work.done() for work in queued)
 
 
-def test_what_only_one_of_them_may_run_is_queued_too(hub, caplog):
-    crew, _ = all_wait(hub)
-    give(crew, abs, 1, target=crew.links[1])
-    crew.favours.add(give_to_none(crew), crew.links[0])
-    hub.pass_(LOOK)
+def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
+    give(dispatcher, abs, 1, target=dispatcher.handles[1])
+    dispatcher.locality.add(give_to_none(dispatcher), dispatcher.handles[0])
+    reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
     assert "(2, first of all " in said
 
 
-def give_to_none(crew):
+def give_to_none(dispatcher):
     """A call that is in no queue."""
-    work = give(crew, abs, 1)
-    crew.queue.remove(work)
+    work = give(dispatcher, abs, 1)
+    dispatcher.queue.remove(work)
     return work
 
 
-def test_what_was_cancelled_is_not_queued(hub, caplog):
-    crew, _ = all_wait(hub)
-    give(crew, abs, 1).cancel()
-    hub.pass_(LOOK)
+def test_what_was_cancelled_is_not_queued(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
+    give(dispatcher, abs, 1).cancel()
+    reactor.pass_(LOOK)
     assert not deadlocks(caplog)
 
 
-def test_where_one_does_not_wait_nothing_is_told(hub, caplog):
-    crew, _ = all_wait(hub)
-    crew.links[1].did = "something"
-    hub.pass_(LOOK)
-    give(crew, abs, 1)
-    hub.pass_(30)
+def test_where_one_does_not_wait_nothing_is_told(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
+    dispatcher.handles[1].did = "something"
+    reactor.pass_(LOOK)
+    give(dispatcher, abs, 1)
+    reactor.pass_(30)
     assert not deadlocks(caplog)
-    hub.pass_(32)
+    reactor.pass_(32)
     assert len(deadlocks(caplog)) == 1
 
 
-def test_each_deadlock_is_told(hub, caplog):
-    crew, _ = all_wait(hub)
-    give(crew, abs, 1)
-    hub.pass_(LOOK)
-    crew.links[0].did = "something"
-    hub.pass_(LOOK)
+def test_each_deadlock_is_told(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
+    give(dispatcher, abs, 1)
+    reactor.pass_(LOOK)
+    dispatcher.handles[0].did = "something"
+    reactor.pass_(LOOK)
     assert len(deadlocks(caplog)) == 1
-    hub.pass_(62)
+    reactor.pass_(62)
     assert len(deadlocks(caplog)) == 2
 
 
-def test_the_dead_are_not_waited_for(hub, caplog):
-    crew, _ = all_wait(hub)
-    give(crew, abs, 1)
-    crew.links[1].state = State.DEAD
-    hub.pass_(LOOK)
+def test_the_dead_are_not_waited_for(reactor, caplog):
+    dispatcher, _ = all_wait(reactor)
+    give(dispatcher, abs, 1)
+    dispatcher.handles[1].state = State.DEAD
+    reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
     assert "all drones of pool wait (1)" in said
 
 
-def test_the_dead_do_not_wait_and_none_is_no_deadlock(hub, caplog):
-    crew, _ = all_wait(hub, 1)
-    give(crew, abs, 1)
-    crew.links[0].state = State.DEAD  # and its last answers are on their way
-    hub.pass_(LOOK)
+def test_the_dead_do_not_wait_and_none_is_no_deadlock(reactor, caplog):
+    dispatcher, _ = all_wait(reactor, 1)
+    give(dispatcher, abs, 1)
+    dispatcher.handles[0].state = State.DEAD  # and its last answers are on their way
+    reactor.pass_(LOOK)
     assert not deadlocks(caplog)

@@ -174,7 +174,7 @@ def test_the_lane_gives_back_what_was_sent_or_refuses_it():
 # -- with a pool
 
 
-def home_of_the_hub():
+def home_of_the_reactor():
     (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
     return home
 
@@ -190,7 +190,7 @@ class Bomb:
 @pytest.mark.guarantee("wire-2")
 def test_the_directory_of_the_socket_is_for_its_owner_alone():
     with poly.Pool(1):
-        home = home_of_the_hub()
+        home = home_of_the_reactor()
         assert stat.S_IMODE(os.stat(home).st_mode) == 0o700 and os.stat(home).st_uid == os.geteuid()
     assert not os.path.exists(home)
 
@@ -209,7 +209,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
             stranger.linger = 1000
             if identity:
                 stranger.setsockopt(zmq.IDENTITY, identity)
-            stranger.connect(f"ipc://{home_of_the_hub()}/hub")
+            stranger.connect(f"ipc://{home_of_the_reactor()}/hub")
             stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
             for number in range(2000):
                 stranger.send_multipart(
@@ -241,7 +241,7 @@ def say_nonsense(by):
                 )
             elif by == "lane":
                 try:
-                    drone._lane._end.send(dice.randbytes(dice.randrange(1, 50)))
+                    drone._fast_transport._end.send(dice.randbytes(dice.randrange(1, 50)))
                 except BlockingIOError:
                     break
             else:

@@ -115,15 +115,18 @@ class Serving:
                     _setup=setup.plain(),
                 ) as server,
             ):
-                pool._crew.ended._hook(
-                    lambda _: ending.ask(f"its drones have ended: {pool._crew.refusal}")
+                pool._dispatcher.ended._hook(
+                    lambda _: ending.ask(f"its drones have ended: {pool._dispatcher.refusal}")
                 )
                 tell(self._welcome(server))
                 log.info(
-                    "%s serves %d drones at %s", self._name, pool._crew.plan.size, server.address
+                    "%s serves %d drones at %s",
+                    self._name,
+                    pool._dispatcher.config.size,
+                    server.address,
                 )
                 ending.wait()
-                broken = pool._crew.ended.done()
+                broken = pool._dispatcher.ended.done()
                 log.log(
                     logging.ERROR if broken else logging.INFO, "%s ends: %s", self._name, ending.why
                 )
@@ -134,7 +137,7 @@ class Serving:
         return int(broken)
 
     def _welcome(self, server: Server) -> str:
-        size = len(server._pool._crew.links)
+        size = len(server._pool._dispatcher.handles)
         lines = [
             f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {self._journal.path}"
         ]

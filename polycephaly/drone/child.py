@@ -30,13 +30,13 @@ __all__ = [
     "become_child", "call_as_imported", "goes_only_with_the_start", "leave_exit_handlers", "with_heirloom",
 ]  # fmt: skip
 
-_heirloom: tuple[Any, ...] | bytes = ()
+_inherited_args: tuple[Any, ...] | bytes = ()
 
 
-def become_child(name: str, heirloom: tuple[Any, ...] | bytes | None) -> None:
+def become_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> None:
     """In a drone that was just forked."""
-    global _heirloom
-    _heirloom = heirloom or ()
+    global _inherited_args
+    _inherited_args = inherited_args or ()
     leave_exit_handlers()
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
@@ -73,7 +73,8 @@ def _seed_numpy() -> None:
 
 def with_heirloom(initializer: Callable[..., Any]) -> Any:
     return call_as_imported(
-        initializer, *(loads(_heirloom) if isinstance(_heirloom, bytes) else _heirloom)
+        initializer,
+        *(loads(_inherited_args) if isinstance(_inherited_args, bytes) else _inherited_args),
     )
 
 

@@ -95,7 +95,7 @@ class DroneExecutor:
         row: Slot,
         snapshot: MainSnapshot,
         store: Any,
-        ledger: RefTable,
+        ref_table: RefTable,
         tail: OutputTail,
     ) -> None:
         """In the main thread, whose signal handler for SIGINT it sets."""
@@ -115,10 +115,10 @@ class DroneExecutor:
         self._main_thread = threading.get_ident()
         self.socket_turn = threading.Lock()
         self._store = store
-        self._ledger = ledger
+        self._ref_table = ref_table
         self._shelf = DroneStore(name)
         self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
-        self._outcomes = ResultBuffer(row, snapshot, store, ledger, tail, self._shelf)
+        self._outcomes = ResultBuffer(row, snapshot, store, ref_table, tail, self._shelf)
         signal.signal(signal.SIGINT, self._on_sigint)
         _runners[:] = [self]  # of a drone that this one descends from, nothing is left to be done
 
@@ -265,7 +265,7 @@ class DroneExecutor:
         finished = monotonic()
         brief = finished - started < BRIEF
         if not brief and not definition.brief:
-            trail.work.append((number, round((process_time() - used) * 1e6)))
+            trail.costs.append((number, round((process_time() - used) * 1e6)))
         definition.brief = brief
         head = b""
         if self._slice is not None:
@@ -426,7 +426,7 @@ class DroneExecutor:
         for number, kind, definition, payload in unpack_work(frames):
             if kind & SHARED:
                 kind &= ~SHARED
-                payload = self._ledger.arrived(payload)
+                payload = self._ref_table.arrived(payload)
             if kind in DEFINES:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
@@ -434,7 +434,7 @@ class DroneExecutor:
             elif kind == CALLS and definition in definitions:
                 todo.append(Calls(definitions[definition], *_calls(payload)))
             elif kind == CAME_BACK:
-                self._ledger.came_back(number)
+                self._ref_table.came_back(number)
             elif kind == BRING:
                 self._shelf.bring(number, payload)
             elif kind == FETCH:

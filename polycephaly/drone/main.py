@@ -41,31 +41,31 @@ from .logs import send_logs_home
 from .notebook import leave_the_kernel
 from .overlap import Overlap
 
-__all__ = ["hatch"]
+__all__ = ["drone_main"]
 
 
-def hatch(
+def drone_main(
     order: Order,
-    nest: DroneSpec,
-    lane: socket.socket,
-    page: StatusTable,
+    spec: DroneSpec,
+    fast_transport: socket.socket,
+    status_table: StatusTable,
     arena: Arena,
     snapshot: MainSnapshot,
     control: socket.socket,
 ) -> None:
     """The drone's main function: serves until told to stop. `control` is open where the drone
     reports its own start."""
-    addresses.home_of_parent, addresses.name_here = nest.home, order.name
+    addresses.home_of_parent, addresses.name_here = spec.home, order.name
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and addresses.address_of_parent is not None:
         channel.lineage.append((channel.oldest, addresses.address_of_parent))
-    become_child(order.name, nest.heirloom)
-    if nest.main is not None:
-        snapshot = nest.main.make(arena)
+    become_child(order.name, spec.inherited_args)
+    if spec.main is not None:
+        snapshot = spec.main.make(arena)
     shared_with[:] = [lambda: snapshot]
-    if nest.imports_main():
+    if spec.imports_main():
         _report_start(order, snapshot, control)
-    drone = LocalDrone(order, nest, lane, page, arena, snapshot)
+    drone = LocalDrone(order, spec, fast_transport, status_table, arena, snapshot)
     try:
         drone.serve()
     finally:
@@ -85,9 +85,9 @@ class LocalDrone(DroneExecutor):
     def __init__(
         self,
         order: Order,
-        nest: DroneSpec,
-        lane: socket.socket,
-        page: StatusTable,
+        spec: DroneSpec,
+        fast_transport: socket.socket,
+        status_table: StatusTable,
         arena: Arena,
         snapshot: MainSnapshot,
     ) -> None:
@@ -98,20 +98,20 @@ class LocalDrone(DroneExecutor):
         store = Store(arena, order.number)
         super().__init__(
             order.name,
-            page.row(order.slot),
+            status_table.row(order.slot),
             snapshot,
             store,
             RefTable(arena, None, self._ring),
             tail,
         )
-        self._home, self._identity = nest.home, bytes.fromhex(order.identity)
-        self._lane = parent_death.own(FastTransport(lane))
+        self._home, self._identity = spec.home, bytes.fromhex(order.identity)
+        self._fast_transport = parent_death.own(FastTransport(fast_transport))
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
         self.busy = False
         """Whether the main thread has something to run, or is about to look."""
         self._news = parent_death.own(select.epoll())
-        self._news.register(self._lane.fileno(), select.EPOLLIN)
+        self._news.register(self._fast_transport.fileno(), select.EPOLLIN)
         self._bell = parent_death.own(
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
@@ -188,7 +188,7 @@ class LocalDrone(DroneExecutor):
                     return
                 self._missed.clear()  # nothing is between
                 self._waiting = True
-            if not self._ledger.returned:  # looked at after `_waiting` was set: see `_ring`
+            if not self._ref_table.returned:  # looked at after `_waiting` was set: see `_ring`
                 self._sleep()
         with self.socket_turn:
             self._waiting = False
@@ -241,7 +241,7 @@ class LocalDrone(DroneExecutor):
     def _hear_lane(self) -> None:
         while True:
             try:
-                frames = self._lane.receive()
+                frames = self._fast_transport.receive()
             except Malformed as wrong:
                 dropped(wrong)
                 continue
@@ -253,7 +253,7 @@ class LocalDrone(DroneExecutor):
 
     def _send(self, frames: list[bytes]) -> bool:
         """Whether it went by the lane."""
-        if self._lane.send(frames):
+        if self._fast_transport.send(frames):
             return True
         self._send_by_bulk(frames)
         return False

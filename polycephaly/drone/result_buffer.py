@@ -48,14 +48,14 @@ class ResultBuffer:
         row: Slot,
         snapshot: MainSnapshot,
         store: Store,
-        ledger: RefTable,
+        ref_table: RefTable,
         tail: OutputTail,
         shelf: DroneStore,
     ) -> None:
         self._row = row
         self._snapshot = snapshot
         self._store = store
-        self._ledger = ledger
+        self._ref_table = ref_table
         self._tail = tail
         self._shelf = shelf
         self._generation = forked.generation
@@ -106,7 +106,7 @@ class ResultBuffer:
         """An entry in a RESULTS message, and what goes beside that. Any thread may call it."""
         self._leave_if_forked()
         if isinstance(payload, Serialized):
-            status, payload = status | SHARED, payload.waybill(self._ledger)
+            status, payload = status | SHARED, payload.waybill(self._ref_table)
         if head:
             payload = head + payload
         large = [payload] if len(payload) >= LARGE_FROM else []
@@ -164,7 +164,7 @@ class ResultBuffer:
         told = trail.take()  # first, as the processor time of works is to be there before they are
         entries = [pack_outcome(0, TRAIL, 0.0, 0.0, told, b"")] if told else []
         entries += [entry for entry, _ in taken]
-        for number in self._ledger.take_returned():
+        for number in self._ref_table.take_returned():
             entries.append(pack_outcome(number, LOAN_OVER, 0.0, 0.0, b"", b""))
         values = self._values[:]
         if values:

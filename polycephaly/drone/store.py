@@ -135,8 +135,8 @@ class KeptHere:
         if now is not None:
             where = (
                 "was to go through a channel"
-                if now.vault is None
-                else f"was given to a call of {now.vault.name}"
+                if now.directory is None
+                else f"was given to a call of {now.directory.name}"
             )
             raise TypeError(
                 f"what drone {self.home} keeps {where}: its handle goes to calls of the pool that {self.home} is of, "

@@ -181,7 +181,7 @@ class Mapped(Collected, Generic[T]):
         places: list[list[Any]] = []
         scheduler.current._since = None  # it is none of the user's threads
 
-        async def work() -> None:
+        async def task() -> None:
             apply, awaits = applier(self._fn, self._progress)
             thread = scheduler.current
             trail.number_of(thread)  # in the order of their beginning
@@ -198,7 +198,7 @@ class Mapped(Collected, Generic[T]):
         try:
             async with Group() as group:
                 for _ in range(self._width):
-                    group.spawn(work, name=f"map {_name(self._fn)}")
+                    group.spawn(task, name=f"map {_name(self._fn)}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -229,9 +229,9 @@ class _Drain(Generic[T]):
         self.places: Channel[_Place] = Channel(width * AHEAD)
         self._busy = width
         name = f"map {getattr(fn, '__qualname__', fn)}"
-        self.workers: list[GreenThread[Any]] = [spawn(self._work, name=name) for _ in range(width)]
+        self.workers: list[GreenThread[Any]] = [spawn(self._task, name=name) for _ in range(width)]
 
-    async def _work(self) -> None:
+    async def _task(self) -> None:
         apply, awaits = applier(self._fn, self._progress)
         thread = scheduler.current
         trail.number_of(thread)

@@ -38,7 +38,7 @@ AHEAD = 4  # items under way, or done before an earlier one, for each green thre
 
 
 def drones_of(pool: Any) -> Sequence[Any]:
-    refusal: BaseException | None = getattr(getattr(pool, "_crew", None), "refusal", None)
+    refusal: BaseException | None = getattr(getattr(pool, "_dispatcher", None), "refusal", None)
     if refusal is not None:  # it has ended, say: as with all other work
         raise another(refusal)
     drones: Sequence[Any] = getattr(pool, "drones", ())
@@ -204,7 +204,7 @@ async def share_of_map(
 
     apply, _ = applier(fn, None)
 
-    async def work() -> None:
+    async def task() -> None:
         async for index, item in jobs:
             try:
                 value = await apply(item)
@@ -220,7 +220,7 @@ async def share_of_map(
     try:
         async with Group() as group:
             for _ in range(width):
-                group.spawn(work)
+                group.spawn(task)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

@@ -31,12 +31,12 @@ _PHASES = (
 
 
 def pool_table(pool: Pool) -> str:
-    links = [] if pool._crew.over else list(pool._crew.links)
-    return _table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, links))
+    handles = [] if pool._dispatcher.over else list(pool._dispatcher.handles)
+    return _table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, handles))
 
 
 def drone_table(drone: Drone) -> str:
-    return _table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._link)])
+    return _table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._handle)])
 
 
 def promise_table(promise: Promise[Any]) -> str:
@@ -48,27 +48,27 @@ def promise_table(promise: Promise[Any]) -> str:
     return _table(repr(promise), (), rows, _bar(spans, promise))
 
 
-def _row(link: DroneHandle) -> tuple[object, ...]:
-    return link.name, link.pid or "", _state(link), _runs(link), link.tasks_done
+def _row(handle: DroneHandle) -> tuple[object, ...]:
+    return handle.name, handle.pid or "", _state(handle), _runs(handle), handle.tasks_done
 
 
-def _state(link: DroneHandle) -> str:
-    if link.state is State.DEAD:
-        return f"ended, exit code {link.exitcode}"
-    if link.unresponsive:
-        return f"unresponsive: {link.unresponsive}"
-    if link.state is not State.READY:
-        return link.state.name.lower()
-    return "busy" if link.flight else "idle"
+def _state(handle: DroneHandle) -> str:
+    if handle.state is State.DEAD:
+        return f"ended, exit code {handle.exitcode}"
+    if handle.unresponsive:
+        return f"unresponsive: {handle.unresponsive}"
+    if handle.state is not State.READY:
+        return handle.state.name.lower()
+    return "busy" if handle.in_flight else "idle"
 
 
-def _runs(link: DroneHandle) -> str:
+def _runs(handle: DroneHandle) -> str:
     """What it has begun and not answered."""
-    if not link.flight or not link.alive:
+    if not handle.in_flight or not handle.alive:
         return ""
-    if link.overlapping:
-        return f"{link.overlapping} at once"
-    work = link.flight.get(link.started())
+    if handle.overlapping:
+        return f"{handle.overlapping} at once"
+    work = handle.in_flight.get(handle.started())
     return "" if work is None else work.definition.label
 
 

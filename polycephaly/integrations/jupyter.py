@@ -119,7 +119,7 @@ class Heads(Magics):
             name: each
             for name, each in self.shell.user_ns.items()
             if isinstance(each, TaskTarget)
-            and each._crew.refusal is None
+            and each._dispatcher.refusal is None
             and not re.match(r"_\d*$|__", name)
         }
 
@@ -201,9 +201,9 @@ class _Call:
 
 
 def name_of(doer: TaskTarget) -> str:
-    crew: Any = doer._crew
-    plan = getattr(crew, "plan", None)
-    return str(crew.name if plan is None else plan.name)
+    dispatcher: Any = doer._dispatcher
+    config = getattr(dispatcher, "config", None)
+    return str(dispatcher.name if config is None else config.name)
 
 
 def _refuse(why: str) -> NoReturn:

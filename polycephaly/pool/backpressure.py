@@ -23,8 +23,8 @@ __all__ = ["BackPressure"]
 class BackPressure:
     """For queues that may hold at most `limit` pieces of work each. Any thread may call it."""
 
-    def __init__(self, hub: Reactor, limit: int) -> None:
-        self._hub = hub
+    def __init__(self, reactor: Reactor, limit: int) -> None:
+        self._reactor = reactor
         self._limit = limit
         self._waiting: deque[_Room] = deque()
 
@@ -38,8 +38,8 @@ class BackPressure:
     def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
         """Until there is room in it, or it is `closed`. Not where this very thread would have to
         make the room."""
-        while not (self.has(queue) or closed()) and self._hub.can_be_waited_for():
-            room = _Room(self._hub, queue)
+        while not (self.has(queue) or closed()) and self._reactor.can_be_waited_for():
+            room = _Room(self._reactor, queue)
             self._waiting.append(room)
             try:
                 if not (self.has(queue) or closed()):
@@ -57,7 +57,7 @@ class BackPressure:
             key = id(room.queue)
             told[key] = told.get(key, 0) + 1
             if closed or len(room.queue) + told[key] <= self._limit:
-                self._hub.deliver(partial(room._settle, FINISHED, None, None))
+                self._reactor.deliver(partial(room._settle, FINISHED, None, None))
             else:
                 self._waiting.append(room)
 
@@ -65,10 +65,10 @@ class BackPressure:
 class _Room(Signal[None]):
     """There may be room in `queue`."""
 
-    def __init__(self, hub: Reactor, queue: Sized) -> None:
+    def __init__(self, reactor: Reactor, queue: Sized) -> None:
         super().__init__()
         self.queue = queue
-        self._hub = hub
+        self._reactor = reactor
 
     def _help(self, end: float | None) -> None:
-        self._hub.drive(self, end)
+        self._reactor.drive(self, end)

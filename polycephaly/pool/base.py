@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class TaskTarget:
-    _crew: Dispatcher
-    _link: DroneHandle | None = None  # the only drone that may do it, if there is one
-    _terms: TaskOptions | None = None  # if they are not its crew's own
+    _dispatcher: Dispatcher
+    _handle: DroneHandle | None = None  # the only drone that may do it, if there is one
+    _task_options: TaskOptions | None = None  # if they are not its crew's own
     _original: TaskTarget | None = None  # whose options these are: it lives as long
 
     @overload
@@ -91,17 +91,17 @@ class TaskTarget:
             check_work(work, args, kwargs)
         if keep is not False:
             check_keep(keep)
-            return self._crew.submit(
-                work, args, kwargs, self._link, self._terms, KeptTask(self._crew)
+            return self._dispatcher.submit(
+                work, args, kwargs, self._handle, self._task_options, KeptTask(self._dispatcher)
             )
-        return self._crew.submit(work, args, kwargs, self._link, self._terms)
+        return self._dispatcher.submit(work, args, kwargs, self._handle, self._task_options)
 
     def _give(
         self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Promise[Any]:
         """`promise`, where all keywords are the work's own."""
         check_work(work, args, kwargs)
-        return self._crew.submit(work, args, kwargs, self._link, self._terms)
+        return self._dispatcher.submit(work, args, kwargs, self._handle, self._task_options)
 
     @overload
     def doit(self, work: str, /) -> Any: ...
@@ -129,10 +129,10 @@ class TaskTarget:
         ...     type(pool.options(timeout=0.1).promise(time.sleep, 100).exception())
         <class 'TimeoutError'>
         """
-        own = self._terms or self._crew.terms
+        own = self._task_options or self._dispatcher.task_options
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _original=self)
-        other._terms = TaskOptions(
+        other._task_options = TaskOptions(
             own.timeout if timeout is None else check_timeout(timeout),
             own.retries if retries is None else check_at_least("retries", retries, 0),
         )
@@ -224,7 +224,7 @@ class ExecutorBase(TaskTarget, Executor):
         True
         """
         check_work(work, args, kwargs)
-        self._crew.check_open()
+        self._dispatcher.check_open()
         made = []
         for drone in self._drones():
             try:
@@ -299,7 +299,7 @@ class ExecutorBase(TaskTarget, Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        self._crew.check_open()
+        self._dispatcher.check_open()
         total = total_of(iterables)
         return results(
             self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress
@@ -317,8 +317,8 @@ class ExecutorBase(TaskTarget, Executor):
         error finishes first what a pool has that was given work in this way."""
         if not callable(fn):
             check_work(fn, args, kwargs)
-        self._crew.has_promised_to_finish = True
-        return self._crew.submit(fn, args, kwargs, None, self._terms)
+        self._dispatcher.has_promised_to_finish = True
+        return self._dispatcher.submit(fn, args, kwargs, None, self._task_options)
 
 
 def wait_for(promised: Promise[T]) -> T:

@@ -37,79 +37,79 @@ LOOKS = 10  # between an interrupt and a kill
 class Cancellation:
     """A crew's."""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def fail(self, error: Exception) -> None:
         """In the hub's turn: what a timer of this has called has raised."""
-        self._crew.fail(error)
+        self._dispatcher.fail(error)
 
-    def sent(self, link: DroneHandle, batch: list[Task], now: float) -> None:
+    def sent(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
         """`link` was sent these. Alone, to an idle drone, what has a limit or is not overlapped."""
-        if not link.overlapping:
-            link.deadlines.clear()
-        for work in batch:
-            if work.timeout is not None:
-                link.deadlines[work.number] = now + work.timeout
-        self._set_timer(link)
+        if not handle.overlapping:
+            handle.deadlines.clear()
+        for task in batch:
+            if task.timeout is not None:
+                handle.deadlines[task.number] = now + task.timeout
+        self._set_timer(handle)
 
-    def _set_timer(self, link: DroneHandle) -> None:
+    def _set_timer(self, handle: DroneHandle) -> None:
         """Unless one is set that comes before."""
-        first = min(link.deadlines.values(), default=inf)
-        if first < link.timer_at:
-            self.call_off(link)
-            link.timer_at = first
-            link.timer = self._crew.hub.after(
-                first - self._crew.hub.timers.now(), partial(self._look_at, link)
+        first = min(handle.deadlines.values(), default=inf)
+        if first < handle.timer_at:
+            self.call_off(handle)
+            handle.timer_at = first
+            handle.timer = self._dispatcher.reactor.after(
+                first - self._dispatcher.reactor.timers.now(), partial(self._look_at, handle)
             )
 
-    def call_off(self, link: DroneHandle) -> None:
+    def call_off(self, handle: DroneHandle) -> None:
         """No look at its limits is due any more: an earlier one takes its place, or it has
         ended."""
-        if link.timer is not None:
-            self._crew.hub.timers.call_off(link.timer)
-            link.timer, link.timer_at = None, inf
+        if handle.timer is not None:
+            self._dispatcher.reactor.timers.call_off(handle.timer)
+            handle.timer, handle.timer_at = None, inf
 
-    def _look_at(self, link: DroneHandle) -> None:
-        link.timer, link.timer_at = None, inf
-        link.catch_up()
-        now = self._crew.hub.timers.now()
-        for number, deadline in list(link.deadlines.items()):
-            work = link.flight.get(number)
-            if work is None or work.done():
-                del link.deadlines[number]
+    def _look_at(self, handle: DroneHandle) -> None:
+        handle.timer, handle.timer_at = None, inf
+        handle.catch_up()
+        now = self._dispatcher.reactor.timers.now()
+        for number, deadline in list(handle.deadlines.items()):
+            task = handle.in_flight.get(number)
+            if task is None or task.done():
+                del handle.deadlines[number]
             elif deadline <= now:
-                del link.deadlines[number]
-                self._timed_out(link, work)
-        self._set_timer(link)
+                del handle.deadlines[number]
+                self._timed_out(handle, task)
+        self._set_timer(handle)
 
-    def _timed_out(self, link: DroneHandle, work: Task) -> None:
+    def _timed_out(self, handle: DroneHandle, task: Task) -> None:
         error = TimeoutError(
-            f"{work.definition.label} ran for more than {work.timeout} s on {link.name}"
+            f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
-        self._crew.hub.deliver(partial(work._settle, FINISHED, None, error))
-        self.interrupt(link, work)
+        self._dispatcher.reactor.deliver(partial(task._settle, FINISHED, None, error))
+        self.interrupt(handle, task)
 
-    def interrupt(self, link: DroneHandle, work: Task) -> None:
+    def interrupt(self, handle: DroneHandle, task: Task) -> None:
         """What is in flight there; and kills whom that does not reach."""
-        link.send(pack_numbers(CANCEL, (work.number,)))
-        self._look_again(link, work, LOOKS)
+        handle.send(pack_numbers(CANCEL, (task.number,)))
+        self._look_again(handle, task, LOOKS)
 
-    def _look_again(self, link: DroneHandle, work: Task, looks: int) -> None:
-        self._crew.hub.after(
-            tuning.grace_seconds / LOOKS, partial(self._kill_if_still, link, work, looks - 1)
+    def _look_again(self, handle: DroneHandle, task: Task, looks: int) -> None:
+        self._dispatcher.reactor.after(
+            tuning.grace_seconds / LOOKS, partial(self._kill_if_still, handle, task, looks - 1)
         )
 
-    def _kill_if_still(self, link: DroneHandle, work: Task, looks: int) -> None:
-        link.catch_up()
-        if work.number not in link.flight or not link.alive:
+    def _kill_if_still(self, handle: DroneHandle, task: Task, looks: int) -> None:
+        handle.catch_up()
+        if task.number not in handle.in_flight or not handle.alive:
             return
         if looks > 0:
-            self._look_again(link, work, looks)
-        elif not link.runs(work.number):
+            self._look_again(handle, task, looks)
+        elif not handle.runs(task.number):
             pass  # behind other work in the same drone it is not what holds the drone up
-        elif all(other.done() for other in link.flight.values()) or not link.overlapping:
-            link.kill()
+        elif all(other.done() for other in handle.in_flight.values()) or not handle.overlapping:
+            handle.kill()
         else:  # beside it others run, for which somebody waits, and which would die too: they finish first
-            link.hung.add(work.number)
-            self._look_again(link, work, LOOKS)
+            handle.hung.add(task.number)
+            self._look_again(handle, task, LOOKS)

@@ -55,7 +55,7 @@ class PoolConfig:
     initargs: tuple[Any, ...]
     output: Callable[[Line], object] | None
     width: int
-    terms: TaskOptions
+    task_options: TaskOptions
     max_tasks: int | None
     max_memory: int | None  # bytes
     max_queued: int | None

@@ -34,7 +34,7 @@ from ..errors import Lost, another
 from ..promises.combining import race
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
 from ..runtime.deferred_sigint import DeferredSigint
-from ..runtime.reactor import Reactor, lease_hub
+from ..runtime.reactor import Reactor, lease_reactor
 from ..runtime.tuning import tuning
 from ..store.directory import ObjectDirectory
 from ..store.placeholders import PayloadWithRefs
@@ -71,18 +71,18 @@ class Dispatcher:
     """Made in the thread that asks for it, of whose process it takes the snapshot. Raises as
     `Supervisor` does."""
 
-    def __init__(self, plan: PoolConfig) -> None:
-        self.plan = plan
-        self.output = plan.output
-        self.audiences: dict[
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.output = config.output
+        self.output_listeners: dict[
             str, Listener
         ] = {}  # by the tag of what they want to hear, instead of `output`
-        self.terms = plan.terms
-        self._own_terms = plan.terms if plan.terms != (None, 0) else None
+        self.task_options = config.task_options
+        self._own_terms = config.task_options if config.task_options != (None, 0) else None
         self.queue: deque[Task] = deque()
         self._backlog = _Backlog(self)
         self.hungry = False  # a drone is idle: whoever adds work sees to it
-        self.pinned_waiting = False
+        self.dedicated_waiting = False
         self.over = False
         self.closing = False
         self.look_for_end = False
@@ -91,14 +91,14 @@ class Dispatcher:
         self.bond: object = None  # by which it ends with its owner, who has it only weakly
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
-        self.vault = ObjectDirectory(self)
-        self.favours = Locality(self)
-        self.halts = Cancellation(self)
-        self.lending = Leases(self)
-        self.stuck = StallDetector(self)
-        self.rooms: BackPressure | None = None  # where queues have a limit
+        self.directory = ObjectDirectory(self)
+        self.locality = Locality(self)
+        self.cancellation = Cancellation(self)
+        self.leases = Leases(self)
+        self.stall_detector = StallDetector(self)
+        self.backpressure: BackPressure | None = None  # where queues have a limit
         self.careful = (
-            self._own_terms is not None or plan.max_queued is not None
+            self._own_terms is not None or config.max_queued is not None
         )  # each call has more to look at
         self.record = TraceBuffer()
         self.waiting: set[Task] = (
@@ -111,20 +111,20 @@ class Dispatcher:
         self._broken: BaseException | None = None
         self._abandoned = False
         self.watch = HealthMonitor(self)
-        plan.machine.check(plan.size)
+        config.machine.check(config.size)
         try:
             with DeferredSigint():  # or a Ctrl-C could leave a zygote that nobody knows of
-                self.hub: Reactor = lease_hub()
+                self.reactor: Reactor = lease_reactor()
                 try:
-                    if plan.max_queued is not None:
-                        self.rooms = BackPressure(self.hub, plan.max_queued)
-                    self.roster = Supervisor(self)
+                    if config.max_queued is not None:
+                        self.backpressure = BackPressure(self.reactor, config.max_queued)
+                    self.supervisor = Supervisor(self)
                 except BaseException:
-                    self.hub.give_back()
+                    self.reactor.give_back()
                     raise
-                self.hub.post(self._begin)
+                self.reactor.post(self._begin)
         except KeyboardInterrupt:  # kept back until now
-            if hasattr(self, "roster"):
+            if hasattr(self, "supervisor"):
                 self.kill()
             raise
 
@@ -139,12 +139,12 @@ class Dispatcher:
         self.careful = True
 
     @property
-    def links(self) -> list[DroneHandle]:
-        return self.roster.links
+    def handles(self) -> list[DroneHandle]:
+        return self.supervisor.handles
 
     @property
-    def book(self) -> FunctionRegistry:
-        return self.roster.book
+    def registry(self) -> FunctionRegistry:
+        return self.supervisor.registry
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -154,69 +154,70 @@ class Dispatcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: DroneHandle | None = None,
-        terms: TaskOptions | None = None,
-        work: Task | None = None,
+        task_options: TaskOptions | None = None,
+        task: Task | None = None,
     ) -> Task:
         """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or
         `BrokenProcessPool`) when closed (broken)."""
         if self.careful:
             self._wait_for_room(target)
             self.check_open()
-            terms = terms or self._own_terms
+            task_options = task_options or self._own_terms
         if target is not None and (target.state >= State.RETIRING or target.retires):
-            raise target.farewell()
-        if work is None:
-            work = Task(self)
-        if terms is not None:
-            work.timeout, work.retries = terms
+            raise target.closed_error()
+        if task is None:
+            task = Task(self)
+        if task_options is not None:
+            task.timeout, task.retries = task_options
         inputs: Sequence[Promise[Any]] = ()
         try:
-            book = self.roster.book
-            definition = book.define(what)
+            registry = self.supervisor.registry
+            definition = registry.define(what)
             for arg in args:
                 if type(arg) not in SMALL:
-                    inputs = work.capture(definition, args, kwargs, book)
+                    inputs = task.capture(definition, args, kwargs, registry)
                     break
             else:
                 if kwargs:
-                    inputs = work.capture(definition, args, kwargs, book)
+                    inputs = task.capture(definition, args, kwargs, registry)
                 else:  # what `capture` would find out, without the call
-                    work.definition, work.args = definition, args
+                    task.definition, task.args = definition, args
             if definition.captures:
-                work.take_captured()
+                task.take_captured()
         except Exception as error:
-            work._settle(FINISHED, None, error)
-            return work
+            task._settle(FINISHED, None, error)
+            return task
         try:
             if (
-                target is None and work.args is not None and not inputs
+                target is None and task.args is not None and not inputs
             ):  # `_enqueue`, without the call
-                self.queue.append(work)
+                self.queue.append(task)
                 if self.hungry:
-                    self.hub.serve(self)
-                elif not work.number & CATCH_UP:
-                    self.hub.catch_up()
+                    self.reactor.serve(self)
+                elif not task.number & CATCH_UP:
+                    self.reactor.catch_up()
                 if self.over:
                     self.reject_all(self.queue)
             else:
                 if target is not None:
-                    work.target = target
+                    task.target = target
                 if inputs:
-                    self.waiting.add(work)
-                    work.wait_for(inputs)
+                    self.waiting.add(task)
+                    task.wait_for(inputs)
                     if self.over:
                         self._reject_waiting()
                 else:
-                    self._enqueue(work)
+                    self._enqueue(task)
         except BaseException:  # Ctrl-C: nobody will have its promise
-            work.cancel()
+            task.cancel()
             raise
-        return work
+        return task
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
-        if self.rooms is not None:
-            self.rooms.wait(
-                self._backlog if target is None else target.pinned, lambda: self.refusal is not None
+        if self.backpressure is not None:
+            self.backpressure.wait(
+                self._backlog if target is None else target.dedicated,
+                lambda: self.refusal is not None,
             )
 
     def close_without(self, holder: object) -> None:
@@ -224,93 +225,95 @@ class Dispatcher:
         self.finalizer = weakref.finalize(holder, self.close)
         self.finalizer.atexit = False
 
-    def start(self, work: Task) -> None:
+    def start(self, task: Task) -> None:
         """Takes work that was made elsewhere. Raises as `submit` does."""
         self._wait_for_room(None)
         self.check_open()
-        self._enqueue(work)
+        self._enqueue(task)
 
     def has_room(self) -> bool:
-        return self.rooms is None or self.rooms.has(self._backlog)
+        return self.backpressure is None or self.backpressure.has(self._backlog)
 
     def check_open(self) -> None:
         if self.refusal is not None:
             raise another(self.refusal)
 
-    def _enqueue(self, work: Task) -> None:
-        target = work.target
+    def _enqueue(self, task: Task) -> None:
+        target = task.target
         if target is not None:
-            self._pin(work, target)
+            self._pin(task, target)
             return
-        payload = work.payload  # one look: a turn may take it away, where it is cancelled
+        payload = task.payload  # one look: a turn may take it away, where it is cancelled
         if type(payload) is PayloadWithRefs:
-            work.prefers, work.burden = self.vault.home(payload.deposits.values())
-        if work.prefers is not None and work.prefers.state < State.RETIRING:
-            self.favours.add(work, work.prefers)
+            task.prefers, task.burden = self.directory.home(payload.remote_objects.values())
+        if task.prefers is not None and task.prefers.state < State.RETIRING:
+            self.locality.add(task, task.prefers)
             return
-        self.queue.append(work)
-        self.see_to(work)
+        self.queue.append(task)
+        self.see_to(task)
         if self.over:
             self.reject_all(self.queue)
 
-    def see_to(self, work: Task) -> None:
+    def see_to(self, task: Task) -> None:
         """It was put into a queue."""
         if self.hungry:
-            self.hub.serve(self)
-        elif not work.number & CATCH_UP:
-            self.hub.catch_up()
+            self.reactor.serve(self)
+        elif not task.number & CATCH_UP:
+            self.reactor.catch_up()
 
-    def _pin(self, work: Task, target: DroneHandle) -> None:
-        target.pinned.append(work)
-        self.pinned_waiting = True
-        self.hub.wake()
+    def _pin(self, task: Task, target: DroneHandle) -> None:
+        target.dedicated.append(task)
+        self.dedicated_waiting = True
+        self.reactor.wake()
         if target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
-            self.reject_all(target.pinned, target.farewell())
+            self.reject_all(target.dedicated, target.closed_error())
 
-    def filled(self, work: Task) -> None:
+    def filled(self, task: Task) -> None:
         """All for which it waited is there; or it is settled."""
-        if work._state == PENDING:
-            self._enqueue(work)
-        self.waiting.discard(work)
+        if task._state == PENDING:
+            self._enqueue(task)
+        self.waiting.discard(task)
         if self.closing:
-            self.hub.post(self._ask_for_end)
-        if work.target is not None and work.target.state is State.RETIRING:
-            self.hub.post(partial(self.roster.stop_if_retired, work.target))
+            self.reactor.post(self._ask_for_end)
+        if task.target is not None and task.target.state is State.RETIRING:
+            self.reactor.post(partial(self.supervisor.stop_if_retired, task.target))
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """No more work; ends when what there is has been done. Takes no lock, so finalizers may
         call it."""
         if self.refusal is None:
             self.refusal = RuntimeError(
-                f"cannot schedule new futures after shutdown of {self.plan.name}"
+                f"cannot schedule new futures after shutdown of {self.config.name}"
             )
-        self.hub.post(partial(self._close, cancel, running))
+        self.reactor.post(partial(self._close, cancel, running))
 
     def kill(self, why: str = "") -> None:
         """Ends it now, with whatever it runs; errors tell `why`. Takes no lock."""
         if self.refusal is None:
-            self.refusal = RuntimeError(f"{self.plan.name} was released{why and ', because '}{why}")
-        self.hub.post(partial(self.abandon, why))
+            self.refusal = RuntimeError(
+                f"{self.config.name} was released{why and ', because '}{why}"
+            )
+        self.reactor.post(partial(self.abandon, why))
 
     def refresh(self) -> None:
         """New drones from a new snapshot, for all work that is not yet sent."""
         self.check_open()
         renewed: Promise[None] = Promise()
         with DeferredSigint():
-            snapshot = self.roster.engine.snapshot()
-            self.hub.post(partial(self.roster.renew, snapshot, renewed))
+            snapshot = self.supervisor.engine.snapshot()
+            self.reactor.post(partial(self.supervisor.renew, snapshot, renewed))
         race(renewed, self.ended).result()
         if not renewed.done():  # it was closed in the meantime
-            self.roster.engine.discard(snapshot)
-            raise another(self.refusal or RuntimeError(f"{self.plan.name} has ended"))
+            self.supervisor.engine.discard(snapshot)
+            raise another(self.refusal or RuntimeError(f"{self.config.name} has ended"))
 
     def wait_ended(self) -> None:
         """Until nothing of it is left; of the hub neither, if it was the last."""
-        if self.hub.left_behind:
+        if self.reactor.left_behind:
             return
         self.ended.result()
-        if self.hub.gone:
-            self.hub.thread.join()
+        if self.reactor.gone:
+            self.reactor.thread.join()
 
     def finish(self, *, cancel: bool = False) -> None:
         """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler
@@ -334,7 +337,7 @@ class Dispatcher:
         kills all."""
         self.close(cancel=cancel, running=cancel)
         try:
-            if not self.hub.left_behind:
+            if not self.reactor.left_behind:
                 await self.ended
         except BaseException:
             if cancel:
@@ -347,54 +350,54 @@ class Dispatcher:
 
     def pending(self) -> int:
         of_links = sum(
-            len(each.flight) + len(each.pinned) + len(each.favoured) for each in self.links
+            len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
         )
         return len(self.queue) + len(self.waiting) + len(self.held) + of_links
 
-    def somebody_waits(self, work: Task) -> None:
+    def somebody_waits(self, task: Task) -> None:
         """For that one, which itself waits for promises."""
-        self.stuck.look_soon()
+        self.stall_detector.look_soon()
 
     # -- in turns: sending -------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self.hub.crews.append(self)
-        self.roster.begin()
+        self.reactor.dispatchers.append(self)
+        self.supervisor.begin()
 
     def dispatch(self, now: float) -> None:
-        if self.pinned_waiting:
-            self.pinned_waiting = False
-            for link in self.links:
-                if link.pinned and link.takes(pinned=True):
-                    self.send(link, link.pinned, len(link.pinned), now)
-                if link.favoured and link.takes():
-                    self.send(link, link.favoured, len(link.favoured), now)
-            if self.favours:
-                self.favours.look()
+        if self.dedicated_waiting:
+            self.dedicated_waiting = False
+            for handle in self.handles:
+                if handle.dedicated and handle.takes(dedicated=True):
+                    self.send(handle, handle.dedicated, len(handle.dedicated), now)
+                if handle.preferred and handle.takes():
+                    self.send(handle, handle.preferred, len(handle.preferred), now)
+            if self.locality:
+                self.locality.look()
         queue = self.queue
         if len(queue) == 1:
-            for link in self.links:
-                if not link.flight and link.takes():
-                    self.send(link, queue, 1, now)
+            for handle in self.handles:
+                if not handle.in_flight and handle.takes():
+                    self.send(handle, queue, 1, now)
                     return
         while queue:
-            roomy = [link for link in self.links if link.takes()]
+            roomy = [handle for handle in self.handles if handle.takes()]
             if not roomy:
                 return
             roomy.sort(key=_load)
             share = -(-len(queue) // len(roomy))
-            if not sum(self.send(link, queue, share, now) for link in roomy):
+            if not sum(self.send(handle, queue, share, now) for handle in roomy):
                 return
 
-    def send(self, link: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
+    def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
         """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
-        most = min(share, _BATCH, link.tasks_left(self.plan.max_tasks))
-        batch, frames = link.load_batch(queue, most, now)
+        most = min(share, _BATCH, handle.tasks_left(self.config.max_tasks))
+        batch, frames = handle.load_batch(queue, most, now)
         if batch:
-            link.send(frames, batch)
+            handle.send(frames, batch)
             self.watch.begin()
-            if link.overlapping or batch[0].timeout is not None:
-                self.halts.sent(link, batch, now)
+            if handle.overlapping or batch[0].timeout is not None:
+                self.cancellation.sent(handle, batch, now)
         return len(batch)
 
     def after_turn(self) -> None:
@@ -402,27 +405,27 @@ class Dispatcher:
         drone."""
         if self.look_for_end:
             self._end_if_done()
-        if self.rooms:
-            self.rooms.tell(self.refusal is not None)
+        if self.backpressure:
+            self.backpressure.tell(self.refusal is not None)
         idle = False
-        for link in self.links:
-            if link.state is State.READY and not link.flight and not link.unresponsive:
+        for handle in self.handles:
+            if handle.state is State.READY and not handle.in_flight and not handle.unresponsive:
                 idle = True
                 break
-        self.hungry = idle or (self.plan.width > 1 and self._could_overlap())
+        self.hungry = idle or (self.config.width > 1 and self._could_overlap())
         if idle and not self.queue:
-            if self.favours:
-                self.favours.share(self.hub.timers.now())
-            for link in self.links:
+            if self.locality:
+                self.locality.share(self.reactor.timers.now())
+            for handle in self.handles:
                 if (
-                    len(link.flight) - link.overlapping > 1
-                    and not link.recalled
-                    and link.state is State.READY
+                    len(handle.in_flight) - handle.overlapping > 1
+                    and not handle.recalled
+                    and handle.state is State.READY
                 ):
-                    link.recalled = True
-                    self.hub.after(
+                    handle.recalled = True
+                    self.reactor.after(
                         2 * tuning.batch_seconds,
-                        partial(self._recall_if_stuck, link, link.last_heard),
+                        partial(self._recall_if_stuck, handle, handle.last_heard),
                     )
 
     def _could_overlap(self) -> bool:
@@ -431,219 +434,220 @@ class Dispatcher:
         with suppress(IndexError):
             if not self.queue[0].definition.overlaps:
                 return False
-        most = self.plan.max_tasks
+        most = self.config.max_tasks
         return any(
-            link.overlapping and link.takes() and link.tasks_left(most) > 0 for link in self.links
+            handle.overlapping and handle.takes() and handle.tasks_left(most) > 0
+            for handle in self.handles
         )
 
-    def _recall_if_stuck(self, link: DroneHandle, last_heard: float) -> None:
-        link.recalled = False
+    def _recall_if_stuck(self, handle: DroneHandle, last_heard: float) -> None:
+        handle.recalled = False
         if (
-            link.state is State.READY
-            and len(link.flight) > 1
-            and link.last_heard == last_heard
+            handle.state is State.READY
+            and len(handle.in_flight) > 1
+            and handle.last_heard == last_heard
             and not self.queue
         ):
-            link.recalled = True  # until it answers
-            link.send(pack_numbers(RECALL))
+            handle.recalled = True  # until it answers
+            handle.send(pack_numbers(RECALL))
 
-    def returned(self, link: DroneHandle, given_back: tuple[int, ...]) -> None:
-        link.recalled = False
-        works = [work for number in given_back if (work := link.answered(number)) is not None]
-        self.requeue(works)
-        self.answered(link)
+    def returned(self, handle: DroneHandle, given_back: tuple[int, ...]) -> None:
+        handle.recalled = False
+        tasks = [task for number in given_back if (task := handle.answered(number)) is not None]
+        self.requeue(tasks)
+        self.answered(handle)
 
-    def split(self, link: DroneHandle, work: Slice, done: int, rest: int, state: int) -> None:
+    def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
         """A drone has answered the first calls of a slice, and gives the last ones back, if there
         are any."""
         if state != RUNNING and (not rest or state == FAILED):
-            link.answered(work.number)
+            handle.answered(task.number)
             return
-        current, later = work.split(done, rest)
+        current, later = task.split(done, rest)
         followers = []
         if state == RUNNING:
-            link.hand_over(work, current)
+            handle.hand_over(task, current)
             if (
                 current.count
             ):  # else its last call had just ended: nobody waits for what the drone says of it yet
                 followers.append(current)
         else:
-            link.answered(work.number)
+            handle.answered(task.number)
         if rest:
-            if work.done():  # cancelled: it does not begin
+            if task.done():  # cancelled: it does not begin
                 later._settle(CANCELLED, None, None)
             else:
                 self.requeue([later])
             followers.append(later)
-        work.followers = followers
-        if work.done():  # cancelled: who did it may have looked at `followers` before
+        task.followers = followers
+        if task.done():  # cancelled: who did it may have looked at `followers` before
             for each in followers:
-                self.hub.deliver(each.cancel)
+                self.reactor.deliver(each.cancel)
 
-    def requeue(self, works: list[Task]) -> None:
+    def requeue(self, tasks: list[Task]) -> None:
         """To the head of their queues, in their order."""
         if self._abandoned:  # nobody will come for them
-            for work in works:
-                self.hub.deliver(work.cancel)
+            for task in tasks:
+                self.reactor.deliver(task.cancel)
             return
-        for work in reversed(works):
-            work.sending = None
-            if work.done():  # who settled it may not have seen that
-                work.never_began()
-            if work.target is not None:
-                work.target.pinned.appendleft(work)
-                self.pinned_waiting = True
-            elif work.prefers is not None and work.prefers.state < State.RETIRING:
-                self.favours.put_back(work, work.prefers)
+        for task in reversed(tasks):
+            task.sending = None
+            if task.done():  # who settled it may not have seen that
+                task.never_began()
+            if task.target is not None:
+                task.target.dedicated.appendleft(task)
+                self.dedicated_waiting = True
+            elif task.prefers is not None and task.prefers.state < State.RETIRING:
+                self.locality.put_back(task, task.prefers)
             else:
-                self.queue.appendleft(work)
+                self.queue.appendleft(task)
 
-    def answered(self, link: DroneHandle) -> None:
+    def answered(self, handle: DroneHandle) -> None:
         """Something of its flight was answered."""
-        if link.pinned or self.favours:
-            self.pinned_waiting = True
+        if handle.dedicated or self.locality:
+            self.dedicated_waiting = True
         if (
-            link.state is State.READY
-            and link.tasks_left(self.plan.max_tasks) <= 0
-            and len(link.flight) <= 1
+            handle.state is State.READY
+            and handle.tasks_left(self.config.max_tasks) <= 0
+            and len(handle.in_flight) <= 1
         ):
-            self.roster.retire(
-                link
+            self.supervisor.retire(
+                handle
             )  # not with more in flight: it would give back what it may still do
-        self.roster.stop_if_retired(link)
+        self.supervisor.stop_if_retired(handle)
         self.look_for_end = True
 
     # -- in turns: work that takes kept values -----------------------------------------------------
 
-    def hold(self, work: Task) -> None:
+    def hold(self, task: Task) -> None:
         """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has
         just put it into a queue, in `filled`, may not have taken it from `waiting` yet.)"""
-        self.held.add(work)
+        self.held.add(task)
 
-    def waits_for(self, link: DroneHandle) -> bool:
+    def waits_for(self, handle: DroneHandle) -> bool:
         """Is there work only for that drone, which itself waits for promises, or for what it
         takes?"""
-        return any(work.target is link and not work.done() for work in self._not_queued())
+        return any(task.target is handle and not task.done() for task in self._not_queued())
 
     def _not_queued(self) -> list[Task]:
         return [*self.waiting, *self.held]
 
-    def go_on(self, work: Task) -> None:
-        self.held.discard(work)
-        if work.done():
-            self._nothing_waits(work.target)
+    def go_on(self, task: Task) -> None:
+        self.held.discard(task)
+        if task.done():
+            self._nothing_waits(task.target)
         elif self._abandoned:
-            self.hub.deliver(work.cancel)
-        elif work.target is not None and work.target.state is State.DEAD:
-            self.reject(work, work.target.farewell)
+            self.reactor.deliver(task.cancel)
+        elif task.target is not None and task.target.state is State.DEAD:
+            self.reject(task, task.target.closed_error)
         else:
-            self._enqueue(work)
+            self._enqueue(task)
 
-    def reject(self, work: Task, why: Callable[[], BaseException]) -> None:
-        work.payload = b""
-        self.hub.deliver(lambda: work._settle(FINISHED, None, why()))
-        self.hub.post(partial(self._nothing_waits, work.target))
+    def reject(self, task: Task, why: Callable[[], BaseException]) -> None:
+        task.payload = b""
+        self.reactor.deliver(lambda: task._settle(FINISHED, None, why()))
+        self.reactor.post(partial(self._nothing_waits, task.target))
 
     def _nothing_waits(self, target: DroneHandle | None) -> None:
         """For that drone, or for any."""
         self.look_for_end = True
         if target is not None:
-            self.roster.stop_if_retired(target)
+            self.supervisor.stop_if_retired(target)
 
-    def fill_again(self, works: list[Task], lost: Lost) -> None:
+    def fill_again(self, tasks: list[Task], lost: Lost) -> None:
         """They were sent, and not begun, since what one of them takes is lost: a value that lay
         elsewhere, or else what lay beside the arguments themselves."""
-        far = [work for work in works if work.unfilled is not None]
+        far = [task for task in tasks if task.unfilled is not None]
         losers = (
-            [] if far else [work for work in works if isinstance(work.payload, Serialized)] or works
+            [] if far else [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
         )
         self.lose(losers, lost, again=False)
         self.requeue(
-            [work for work in works if work not in far and work not in losers and not work.done()]
+            [task for task in tasks if task not in far and task not in losers and not task.done()]
         )
-        for work in far:
-            if not work.done():
-                self.waiting.add(work)
+        for task in far:
+            if not task.done():
+                self.waiting.add(task)
                 try:
-                    work.fill_again(lost)
+                    task.fill_again(lost)
                 except BaseException as error:
-                    self.waiting.discard(work)
-                    self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
+                    self.waiting.discard(task)
+                    self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
         self.look_for_end = True
 
-    def fetch_from(self, link: DroneHandle, number: int) -> None:
+    def fetch_from(self, handle: DroneHandle, number: int) -> None:
         """Has `link` pack a value that it keeps."""
         message = TaskBatch()
         message.add(number, FETCH, 0, b"")
-        link.send(message.frames())
+        handle.send(message.frames())
 
     # -- in turns: stopping what runs --------------------------------------------------------------
 
-    def withdraw(self, work: Task) -> None:
+    def withdraw(self, task: Task) -> None:
         """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
-        self.waiting.discard(work)
-        self.held.discard(work)
-        link, target = work.link, work.target
-        if link is not None and work.number in link.flight and link.alive:
-            self.halts.interrupt(link, work)
+        self.waiting.discard(task)
+        self.held.discard(task)
+        handle, target = task.handle, task.target
+        if handle is not None and task.number in handle.in_flight and handle.alive:
+            self.cancellation.interrupt(handle, task)
         else:
-            work.payload = b""
+            task.payload = b""
             self._nothing_waits(target)
-            if self.rooms is not None:  # it takes no room
-                favoured = [each.favoured for each in self.links]
-                for queue in [self.queue, *favoured] if target is None else [target.pinned]:
+            if self.backpressure is not None:  # it takes no room
+                preferred = [each.preferred for each in self.handles]
+                for queue in [self.queue, *preferred] if target is None else [target.dedicated]:
                     with suppress(ValueError):
-                        queue.remove(work)
+                        queue.remove(task)
 
-    def interrupt(self, link: DroneHandle) -> None:
+    def interrupt(self, handle: DroneHandle) -> None:
         """Interrupts whatever `link` runs."""
-        if link.alive:
-            link.send(pack_numbers(CANCEL, (0,)))
+        if handle.alive:
+            handle.send(pack_numbers(CANCEL, (0,)))
 
     # -- in turns: what goes wrong -----------------------------------------------------------------
 
-    def lose(self, works: list[Task], error: BaseException, *, again: bool) -> None:
-        for work in works:
-            if work.done():
-                work.never_began()
+    def lose(self, tasks: list[Task], error: BaseException, *, again: bool) -> None:
+        for task in tasks:
+            if task.done():
+                task.never_began()
                 continue
-            if again and work.retries > 0 and work.target is None and not self._abandoned:
-                work.retries -= 1
-                work.sending = None
-                self.queue.appendleft(work)
+            if again and task.retries > 0 and task.target is None and not self._abandoned:
+                task.retries -= 1
+                task.sending = None
+                self.queue.appendleft(task)
             else:
-                work.payload = b""
-                self.hub.deliver(partial(work._settle, FINISHED, None, another(error)))
+                task.payload = b""
+                self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
 
-    def doubt(self, link: DroneHandle) -> None:
+    def doubt(self, handle: DroneHandle) -> None:
         """It has sent what is no message. If that was an answer, what it answered would be waited
         for for ever."""
-        if not link.doubted and link.alive:
-            link.doubted = True
-            self.hub.after(DOUBT, partial(self._kill_if_it_owes, link, 0))
+        if not handle.doubted and handle.alive:
+            handle.doubted = True
+            self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, 0))
 
-    def _kill_if_it_owes(self, link: DroneHandle, suspect: int) -> None:
+    def _kill_if_it_owes(self, handle: DroneHandle, suspect: int) -> None:
         """`suspect`: what it has answered already, or passed over, as it seemed at the last look,
         and was to answer next. If it still is, it never will. On a busy machine it may only not
         have come to that yet: then it could run."""
-        if not link.flight or not link.alive:
-            link.doubted = False
+        if not handle.in_flight or not handle.alive:
+            handle.doubted = False
             return
-        head = next(iter(link.flight))
-        started = link.started()
-        is_over = link.sent() == head or (
-            started != head and (started in link.flight or link.waits())
+        head = next(iter(handle.in_flight))
+        started = handle.started()
+        is_over = handle.sent() == head or (
+            started != head and (started in handle.in_flight or handle.waits())
         )
-        if link.overlapping or not is_over:
+        if handle.overlapping or not is_over:
             head = 0
         if head and head == suspect:
-            link.kill("it has sent what is no message, and owes an answer")
+            handle.kill("it has sent what is no message, and owes an answer")
         else:
-            self.hub.after(DOUBT, partial(self._kill_if_it_owes, link, head))
+            self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, head))
 
     def fail(self, error: Exception) -> None:
         """A bug in our own code: better all its work is rejected than anybody waits for ever."""
-        log.error("a bug in polycephaly breaks %s", self.plan.name, exc_info=error)
+        log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
         self.break_(because("a bug in polycephaly", error))
 
     def break_(self, error: BaseException) -> None:
@@ -653,11 +657,11 @@ class Dispatcher:
         self._broken = error
         self.refusal = error
         if not self.begun.done():
-            self.hub.deliver(partial(self.begun._settle, FINISHED, None, another(error)))
-        for link in self.links:
-            self.lose(list(link.flight.values()), error, again=False)
-            self.lose(drained(link.pinned), error, again=False)
-        self.lose(self.favours.drained(), error, again=False)
+            self.reactor.deliver(partial(self.begun._settle, FINISHED, None, another(error)))
+        for handle in self.handles:
+            self.lose(list(handle.in_flight.values()), error, again=False)
+            self.lose(drained(handle.dedicated), error, again=False)
+        self.lose(self.locality.drained(), error, again=False)
         self.lose(drained(self.queue), error, again=False)
         self.abandon()
 
@@ -669,28 +673,32 @@ class Dispatcher:
 
     def wanted(self) -> int:
         """How many drones it should have."""
-        return 0 if self._abandoned or (self.closing and not self._unfinished()) else self.plan.size
+        return (
+            0 if self._abandoned or (self.closing and not self._unfinished()) else self.config.size
+        )
 
     def _close(self, cancel: bool, running: bool) -> None:
-        self.closing = self.pinned_waiting = True  # a Ctrl-C may have left pinned work unannounced
+        self.closing = self.dedicated_waiting = (
+            True  # a Ctrl-C may have left pinned work unannounced
+        )
         if cancel:
-            for work in [*self.queue, *self._not_queued()]:
-                self.hub.deliver(work.cancel)
-            for link in self.links:
-                for work in [*link.pinned, *link.favoured]:
-                    self.hub.deliver(work.cancel)
-                for work in reversed(
-                    link.flight.values()
+            for task in [*self.queue, *self._not_queued()]:
+                self.reactor.deliver(task.cancel)
+            for handle in self.handles:
+                for task in [*handle.dedicated, *handle.preferred]:
+                    self.reactor.deliver(task.cancel)
+                for task in reversed(
+                    handle.in_flight.values()
                 ):  # the first may run: it would begin the next one
-                    if running or not link.runs(work.number):
-                        self.hub.deliver(work.cancel)
+                    if running or not handle.runs(task.number):
+                        self.reactor.deliver(task.cancel)
         self.look_for_end = True
 
-    def cancel_own(self, link: DroneHandle) -> None:
+    def cancel_own(self, handle: DroneHandle) -> None:
         """What only that drone may do."""
-        for work in [*link.pinned, *self._not_queued(), *reversed(link.flight.values())]:
-            if work.target is link:
-                self.hub.deliver(work.cancel)
+        for task in [*handle.dedicated, *self._not_queued(), *reversed(handle.in_flight.values())]:
+            if task.target is handle:
+                self.reactor.deliver(task.cancel)
 
     def _unfinished(self) -> bool:
         if (
@@ -703,7 +711,7 @@ class Dispatcher:
             while self.queue[0].done():  # cancelled while it waited
                 self.queue.popleft()
             return True
-        return any(link.flight or link.owes() for link in self.links)
+        return any(handle.in_flight or handle.owes() for handle in self.handles)
 
     def _ask_for_end(self) -> None:
         self.look_for_end = True
@@ -713,43 +721,43 @@ class Dispatcher:
         self.look_for_end = False
         if not self.closing or self._unfinished():
             if self.closing and self.waiting:
-                self.stuck.look_later()
+                self.stall_detector.look_later()
             return
-        for link in list(self.links):
-            if link.state is State.READY:
-                self.roster.stop(link)
-            elif link.state < State.READY:
-                self.roster.retire(link)
+        for handle in list(self.handles):
+            if handle.state is State.READY:
+                self.supervisor.stop(handle)
+            elif handle.state < State.READY:
+                self.supervisor.retire(handle)
             else:  # what it waited for may have been cancelled
-                self.roster.stop_if_retired(link)
-        if not self.links and not self.over:
+                self.supervisor.stop_if_retired(handle)
+        if not self.handles and not self.over:
             self._end()
 
     def abandon(self, why: str = "") -> None:
         """Kills every drone now; their work is lost. Their deaths tell `why`."""
         self.closing = self._abandoned = True
-        for work in [*self.queue, *self._not_queued()]:
-            self.hub.deliver(work.cancel)
+        for task in [*self.queue, *self._not_queued()]:
+            self.reactor.deliver(task.cancel)
         self.waiting.clear()
         self.held.clear()
-        self.roster.kill_all(why)
+        self.supervisor.kill_all(why)
         self.look_for_end = True
 
     def _end(self) -> None:
         self.over = True
-        self.refusal = self.refusal or RuntimeError(f"{self.plan.name} has ended")
-        self.roster.end()
-        self.vault.close()
-        self.hub.crews.remove(self)
-        self.hub.deliver(self._finish)
+        self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
+        self.supervisor.end()
+        self.directory.close()
+        self.reactor.dispatchers.remove(self)
+        self.reactor.deliver(self._finish)
 
     def _finish(self) -> None:
         if self.finalizer is not None:
             self.finalizer.detach()
         self.reject_all(self.queue)
         self._reject_waiting()
-        self.hub.ending.append(self.ended)
-        self.hub.give_back()
+        self.reactor.ending.append(self.ended)
+        self.reactor.give_back()
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
         """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
@@ -760,28 +768,28 @@ class Dispatcher:
 
     def _reject_waiting(self) -> None:
         """As `reject_all`: those that were added when it had been abandoned."""
-        for work in [*self.waiting]:
-            work._settle(FINISHED, None, self.refusal and another(self.refusal))
-            work.let_go()
-            self.waiting.discard(work)
+        for task in [*self.waiting]:
+            task._settle(FINISHED, None, self.refusal and another(self.refusal))
+            task.let_go()
+            self.waiting.discard(task)
 
     def tell(self, promise: Promise[None]) -> None:
         if not promise.done():
-            self.hub.deliver(partial(promise._settle, FINISHED, None, None))
+            self.reactor.deliver(partial(promise._settle, FINISHED, None, None))
 
     def explain(self, error: BaseException) -> None:
         """Adds the cure to a `NameError` of a name that this image got after the snapshot."""
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
-        if name and name in main_namespace() and not self.book.snapshot.has(name):
-            left_out = self.roster.engine.left_out(name)
+        if name and name in main_namespace() and not self.registry.snapshot.has(name):
+            left_out = self.supervisor.engine.left_out(name)
             if left_out:
                 error.args = (
                     f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",
                 )
                 return
-            lone = self.plan.on_death == "end"
+            lone = self.config.on_death == "end"
             cure = (
                 "start a new Drone (in a pool: pool.refresh())"
                 if lone
@@ -796,13 +804,13 @@ class Dispatcher:
 class _Backlog:
     """Work that any drone may run."""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def __len__(self) -> int:
-        crew = self._crew
-        return len(crew.queue) + len(crew.favours)
+        dispatcher = self._dispatcher
+        return len(dispatcher.queue) + len(dispatcher.locality)
 
 
-def _load(link: DroneHandle) -> float:
-    return link.load if link.flight else -1.0
+def _load(handle: DroneHandle) -> float:
+    return handle.load if handle.in_flight else -1.0

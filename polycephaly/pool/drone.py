@@ -76,7 +76,7 @@ class Drone(DroneBase):
     42
     """
 
-    _link: DroneHandle
+    _handle: DroneHandle
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Drone(DroneBase):
         **options: Any,
     ) -> None:
         name = name or f"drone-{next(_names)}"
-        plan = PoolConfig(
+        config = PoolConfig(
             size=1,
             name=name,
             drone_name=lambda index: name,
@@ -108,7 +108,7 @@ class Drone(DroneBase):
             initargs=tuple(initargs),
             output=forward,
             width=check_at_least("width", width, 1),
-            terms=TaskOptions(check_timeout(timeout), 0),
+            task_options=TaskOptions(check_timeout(timeout), 0),
             max_tasks=None,
             max_memory=check_memory(max_memory),
             max_queued=None,
@@ -117,28 +117,30 @@ class Drone(DroneBase):
             machine=machine(engine, options),
             on_death="end",
         )
-        self._own(Dispatcher(plan), detached)
+        self._own(Dispatcher(config), detached)
 
-    def _own(self, crew: Dispatcher, detached: bool) -> None:
-        crew.close_without(self)
-        self._crew = crew
+    def _own(self, dispatcher: Dispatcher, detached: bool) -> None:
+        dispatcher.close_without(self)
+        self._dispatcher = dispatcher
         if not detached:
-            end_with_owner(crew)
+            end_with_owner(dispatcher)
         try:
-            crew.begun.result()
+            dispatcher.begun.result()
         except BaseException:
-            crew.kill()
-            crew.wait_ended()
+            dispatcher.kill()
+            dispatcher.wait_ended()
             raise
-        link = crew.roster.first
-        assert link is not None  # it has begun
-        self._link = link
+        handle = dispatcher.supervisor.first
+        assert handle is not None  # it has begun
+        self._handle = handle
 
     @classmethod
-    def _of(cls, crew: Dispatcher, link: DroneHandle, terms: TaskOptions | None) -> Drone:
+    def _of(
+        cls, dispatcher: Dispatcher, handle: DroneHandle, task_options: TaskOptions | None
+    ) -> Drone:
         """A pool's drone."""
         drone = cls.__new__(cls)
-        drone._crew, drone._link, drone._terms = crew, link, terms
+        drone._dispatcher, drone._handle, drone._task_options = dispatcher, handle, task_options
         return drone
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -146,24 +148,24 @@ class Drone(DroneBase):
     def interrupt(self) -> None:
         """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does
         not wait for that; where nothing runs, nothing happens."""
-        self._crew.hub.post(lambda: self._crew.interrupt(self._link))
+        self._dispatcher.reactor.post(lambda: self._dispatcher.interrupt(self._handle))
 
     def kill(self) -> None:
         """SIGKILL: what it runs is rejected with `DroneDied`. Returns once it is dead."""
-        self._crew.hub.post(self._link.kill)
-        self._link.ended.result()
+        self._dispatcher.reactor.post(self._handle.kill)
+        self._handle.ended.result()
 
     def release(self, wait: bool = True) -> None:
         """Takes no more work, finishes what it has, and ends; waits for that unless told not to.
         Twice is no error."""
-        if self._crew.plan.on_death == "end":
-            self._crew.close()
+        if self._dispatcher.config.on_death == "end":
+            self._dispatcher.close()
             if wait:
-                self._crew.finish()
+                self._dispatcher.finish()
         else:
-            self._crew.hub.post(lambda: self._crew.roster.retire(self._link))
+            self._dispatcher.reactor.post(lambda: self._dispatcher.supervisor.retire(self._handle))
             if wait:
-                self._link.ended.result()
+                self._handle.ended.result()
 
     def __enter__(self) -> Self:
         return self
@@ -174,15 +176,15 @@ class Drone(DroneBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if self._crew.plan.on_death == "end":
-            self._crew.finish(cancel=kind is not None)
+        if self._dispatcher.config.on_death == "end":
+            self._dispatcher.finish(cancel=kind is not None)
         else:  # one of a pool's, which goes on
             if kind is not None:
                 self._cancel_own()
             self.release()
 
     def _cancel_own(self) -> None:
-        self._crew.hub.post(lambda: self._crew.cancel_own(self._link))
+        self._dispatcher.reactor.post(lambda: self._dispatcher.cancel_own(self._handle))
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,47 +195,47 @@ class Drone(DroneBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if self._crew.plan.on_death == "end":
-            await self._crew.finish_async(cancel=kind is not None)
+        if self._dispatcher.config.on_death == "end":
+            await self._dispatcher.finish_async(cancel=kind is not None)
         else:
             if kind is not None:
                 self._cancel_own()
             self.release(wait=False)
-            await self._link.ended
+            await self._handle.ended
 
     # -- what it is --------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
         """Its process; waits a moment where it is just being started."""
-        self._link.born.result()
-        if self._link.pid is None:
+        self._handle.born.result()
+        if self._handle.pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
-        return self._link.pid
+        return self._handle.pid
 
     @property
     def name(self) -> str:
         """As given, or ``drone-N``; of a pool's drone ``POOL.INDEX``. It stands before each line
         that it prints."""
-        return self._link.name
+        return self._handle.name
 
     @property
     def alive(self) -> bool:
         """Whether its process is there, as far as is known: it may be starting, busy, or about to
         end."""
-        return self._link.alive
+        return self._handle.alive
 
     @property
     def timeline(self) -> Timeline:
         """What it has done so far, and when; also after its end. See `Timeline`."""
-        return take(self._crew, self._link.name)
+        return take(self._dispatcher, self._handle.name)
 
     @property
     def unresponsive(self) -> str | None:
         """Why nothing is heard of it while it should work, if that is so: it is stopped, waits for
         the disk, or C code holds its interpreter without doing anything. Looked at twice a second,
         told after two seconds."""
-        return self._link.unresponsive
+        return self._handle.unresponsive
 
     @property
     def waiting(self) -> Waiting | None:
@@ -245,29 +247,29 @@ class Drone(DroneBase):
         is done about it. Each wait is logged once, as a warning. A loop that looks again and again
         is no wait in this sense, nor is a wait beside which another thread of the drone runs.
         Always None for drones of Ray, as the kernel of their node is not asked."""
-        return self._link.waiting
+        return self._handle.waiting
 
     @property
     def exitcode(self) -> int | None:
         """None while it lives; negative: the signal that ended it, as in `multiprocessing`."""
-        return self._link.exitcode
+        return self._handle.exitcode
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Drone) and other._link is self._link
+        return isinstance(other, Drone) and other._handle is self._handle
 
     def __hash__(self) -> int:
-        return hash(self._link)
+        return hash(self._handle)
 
     def __repr__(self) -> str:
-        if self._link.state is State.DEAD:
+        if self._handle.state is State.DEAD:
             state = f"ended, exit code {self.exitcode}"
-        elif self._link.unresponsive:
-            state = f"unresponsive: {self._link.unresponsive}"
-        elif self._link.flight:
+        elif self._handle.unresponsive:
+            state = f"unresponsive: {self._handle.unresponsive}"
+        elif self._handle.in_flight:
             state = "busy"
         else:
             state = "idle"
-        return f"<Drone {self.name} pid {self._link.pid}, {state}>"
+        return f"<Drone {self.name} pid {self._handle.pid}, {state}>"
 
     def _repr_html_(self) -> str:
         from ..integrations.html import drone_table
@@ -323,15 +325,15 @@ class _Bond:
     """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to
     keep for its sake."""
 
-    def __init__(self, crew: Dispatcher, owner: str) -> None:
-        self._crew = weakref.ref(crew)
+    def __init__(self, dispatcher: Dispatcher, owner: str) -> None:
+        self._dispatcher = weakref.ref(dispatcher)
         self._owner = owner
-        crew.bond = self
+        dispatcher.bond = self
 
     def kill(self, _: object = None) -> None:
-        crew = self._crew()
-        if crew is not None:
-            crew.kill(
+        dispatcher = self._dispatcher()
+        if dispatcher is not None:
+            dispatcher.kill(
                 f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go on)"
             )
 
@@ -356,23 +358,23 @@ class _Locals(threading.local):
 _locals = _Locals()
 
 
-def end_with_owner(crew: Dispatcher) -> None:
+def end_with_owner(dispatcher: Dispatcher) -> None:
     """End `crew` with the green thread or asyncio task that runs here, or else with this native
     thread. A drone made at a prompt belongs to the image, as those of the main thread do."""
     green = sys.modules.get("polycephaly.green.thread")
     owner = green.here() if green is not None else None
     if owner is not None:
-        owner.own(_Bond(crew, f"green thread {owner.name!r}"))
+        owner.own(_Bond(dispatcher, f"green thread {owner.name!r}"))
         return
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
         if task is not None and not _runs_a_prompt(task):
-            task.add_done_callback(_Bond(crew, f"asyncio task {task.get_name()!r}").kill)
+            task.add_done_callback(_Bond(dispatcher, f"asyncio task {task.get_name()!r}").kill)
             return
     thread = threading.current_thread()
     if thread is not threading.main_thread():
-        _locals.drones.bonds.add(_Bond(crew, f"thread {thread.name!r}"))
+        _locals.drones.bonds.add(_Bond(dispatcher, f"thread {thread.name!r}"))
 
 
 def _runs_a_prompt(task: asyncio.Task[Any]) -> bool:

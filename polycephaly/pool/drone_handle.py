@@ -68,13 +68,13 @@ class State(IntEnum):
 class DroneHandle:
     """One drone, as the hub sees it."""
 
-    ledger: RefTable
+    ref_table: RefTable
     """What lies beside messages, there and back."""
     keeper: Launcher | None = None
     """The process that starts it and tells of its end, where that is one of ours."""
 
-    def __init__(self, crew: Dispatcher, number: int, name: str) -> None:
-        self.crew = crew
+    def __init__(self, dispatcher: Dispatcher, number: int, name: str) -> None:
+        self.dispatcher = dispatcher
         self.number = number
         self.name = name
         self.state = State.STARTING
@@ -83,11 +83,11 @@ class DroneHandle:
         self.death: BaseException | None = None  # how it died, if nobody asked it to
         self.born: Signal[None] = Signal()  # it has a pid, or will never have one
         self.ended: Signal[None] = Signal()
-        self.flight: dict[
+        self.in_flight: dict[
             int, Task
         ] = {}  # sent and unanswered, in the order in which it will run them
-        self.pinned: deque[Task] = deque()  # work that only this drone may run
-        self.favoured: deque[Task] = deque()  # work that it should run, as it has what that takes
+        self.dedicated: deque[Task] = deque()  # work that only this drone may run
+        self.preferred: deque[Task] = deque()  # work that it should run, as it has what that takes
         self.packing: set[int] = set()  # kept values that it was asked for
         self._dropped: deque[tuple[int, int]] = deque()  # kept values that nobody has any more
         self.load = 0.0  # seconds of work in flight, as estimated
@@ -119,13 +119,13 @@ class DroneHandle:
             None  # in what it has waited for long, with which work
         )
         self.ahead = 0.0  # seconds that its clock is ahead of ours
-        self.verdict = ""  # why we have killed it
+        self.kill_reason = ""  # why we have killed it
         self.fate = ""  # how it ended, where that is no exit status
         self.cause: BaseException | None = None  # with which the engine told so
 
     # -- what each engine's links do in their own way ----------------------------------------------
 
-    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
+    def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
         """A message (wire/messages.py), and the works that it brings. Never waits."""
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class DroneHandle:
         """In a turn: hears what has reached this process and was not looked at yet, where that may
         be so."""
 
-    def kill(self, verdict: str = "") -> None:
+    def kill(self, kill_reason: str = "") -> None:
         """At once, with whatever it runs. Its death tells the `verdict`."""
         raise NotImplementedError
 
@@ -150,7 +150,7 @@ class DroneHandle:
         """The number of the last work of which the answer was sent. 0: none."""
         raise NotImplementedError
 
-    def pulse(self) -> tuple[object, Times]:
+    def heartbeat(self) -> tuple[object, Times]:
         """What changes while it lives; and of each thread the seconds that it has run, and had to
         wait for that."""
         raise NotImplementedError
@@ -205,43 +205,45 @@ class DroneHandle:
         only later."""
         number, waiting = self.told_waiting or (0, None)
         return (
-            waiting if self.alive and (number in self.flight or self.state < State.READY) else None
+            waiting
+            if self.alive and (number in self.in_flight or self.state < State.READY)
+            else None
         )
 
     def owes(self) -> bool:
         """Is there work that waits for it? Also that which itself waits for what it takes; which is
         pinned before it is no longer found there (`Crew.filled`), so that is looked at first."""
-        return self.crew.waits_for(self) or any(
-            not work.done() for work in [*self.pinned, *self.favoured]
+        return self.dispatcher.waits_for(self) or any(
+            not task.done() for task in [*self.dedicated, *self.preferred]
         )
 
-    def farewell(self) -> BaseException:
+    def closed_error(self) -> BaseException:
         """Why it takes no more work."""
         if self.death is not None:
             return another(self.death)
-        why = f", because {self.verdict}" if self.verdict else ""
+        why = f", because {self.kill_reason}" if self.kill_reason else ""
         return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){why}")
 
     def runs(self, number: int) -> bool:
         """Has that work been begun? From any thread; an engine tells what the drone tells."""
         if not self.alive:
             return False
-        return self.started() == number or (self.overlapping > 0 and number in self.flight)
+        return self.started() == number or (self.overlapping > 0 and number in self.in_flight)
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def takes(self, pinned: bool = False) -> bool:
+    def takes(self, dedicated: bool = False) -> bool:
         """May it be sent something now? If idle, anything; else known short work, up to half the
         budget; beside work that is overlapped, more of that. A retiring drone takes only its own
         (`pinned`) work."""
         if (
-            not (self.state is State.READY or (pinned and self.state is State.RETIRING))
+            not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
             or self.unresponsive
         ):
             return False
         if self.overlapping:
-            return self.overlapping < self.crew.plan.width and not self.hung
-        return not self.flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
+            return self.overlapping < self.dispatcher.config.width and not self.hung
+        return not self.in_flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
     def tasks_left(self, most: int | None) -> int:
         """How many more pieces of work it may be sent before it has had its `most`; what only it
@@ -249,7 +251,7 @@ class DroneHandle:
         return (
             1 << 30
             if most is None or self.state is State.RETIRING
-            else most - self.tasks_done - len(self.flight)
+            else most - self.tasks_done - len(self.in_flight)
         )
 
     def load_batch(
@@ -263,7 +265,7 @@ class DroneHandle:
         width. Work whose promise is settled (cancelled while it waited) is dropped."""
         batch: list[Task] = []
         message = TaskBatch()
-        flight, load, budget = self.flight, self.load, tuning.batch_seconds
+        in_flight, load, budget = self.in_flight, self.load, tuning.batch_seconds
         definition: Any = None  # of the run of calls that travel together
         seconds: float | None = None
         overlaps = False
@@ -272,117 +274,117 @@ class DroneHandle:
         size = 0
         while len(batch) < most and size < PACKET:
             try:
-                work = queue.popleft()
+                task = queue.popleft()
             except IndexError:
                 break
-            if work._state != PENDING:
+            if task._state != PENDING:
                 continue
             if (
-                work.args is None
-                and type(work.payload) is PayloadWithRefs
-                and not self.crew.vault.fits(work, self)
+                task.args is None
+                and type(task.payload) is PayloadWithRefs
+                and not self.dispatcher.directory.fits(task, self)
             ):
                 continue
-            if work.definition is not definition:
+            if task.definition is not definition:
                 if numbers:
                     message.add_calls(definition.number, numbers, calls)
                     numbers, calls = [], []
-                definition = work.definition
+                definition = task.definition
                 seconds, overlaps = definition.seconds, definition.overlaps
             if overlaps or self.overlapping:
-                alike = overlaps and self.overlapping == len(flight)
-                if not alike or self.overlapping >= self.crew.plan.width:
-                    queue.appendleft(work)
+                alike = overlaps and self.overlapping == len(in_flight)
+                if not alike or self.overlapping >= self.dispatcher.config.width:
+                    queue.appendleft(task)
                     break
                 self.overlapping += 1
                 self.places += 1
-                work.place = self.places
+                task.place = self.places
                 takes = 0.0
             elif seconds is None:
-                if flight:
-                    queue.appendleft(work)
+                if in_flight:
+                    queue.appendleft(task)
                     break
                 self.unknown += 1
                 takes = -1.0
                 most = 1
             else:
-                if work.timeout is not None:  # alone, so that the time that it is given is its own
-                    if flight:
-                        queue.appendleft(work)
+                if task.timeout is not None:  # alone, so that the time that it is given is its own
+                    if in_flight:
+                        queue.appendleft(task)
                         break
                     most = 1
-                takes = seconds * work.count
+                takes = seconds * task.count
                 if takes < SHORTEST:
                     takes = SHORTEST
-                if load + takes > budget and flight:
-                    queue.appendleft(work)
+                if load + takes > budget and in_flight:
+                    queue.appendleft(task)
                     break
                 load += takes
             if definition.number not in self._defined:
                 self._define(definition, message)
-            sending = work.sending = Sending(self, now, takes)
-            number = work.number
-            flight[number] = work
-            batch.append(work)
-            if work.args is not None and not overlaps and not work.keeps:
+            sending = task.sending = Sending(self, now, takes)
+            number = task.number
+            in_flight[number] = task
+            batch.append(task)
+            if task.args is not None and not overlaps and not task.keeps:
                 numbers.append(number)
-                calls.append(work.args)
-                size += work.weight
-                if queue and takes > 0 and work.weight == Task.weight:
+                calls.append(task.args)
+                size += task.weight
+                if queue and takes > 0 and task.weight == Task.weight:
                     room = min(
                         most - len(batch),
                         int((budget - load) / takes),
-                        (PACKET - size) // work.weight,
+                        (PACKET - size) // task.weight,
                     )
                     more = _more_of(definition, queue, room)
                     for each in more:
                         each.sending = sending
                     run = [each.number for each in more]
-                    flight.update(zip(run, more, strict=True))
+                    in_flight.update(zip(run, more, strict=True))
                     numbers += run
                     calls += [each.args for each in more]  # type: ignore[misc]  # they have some
                     batch += more
                     load += takes * len(more)
-                    size += work.weight * len(more)
+                    size += task.weight * len(more)
             else:
                 if numbers:
                     message.add_calls(definition.number, numbers, calls)
                     numbers, calls = [], []
-                size += self._add(work, message)
+                size += self._add(task, message)
         if numbers:
             message.add_calls(definition.number, numbers, calls)
         self.load = load
         self.last_heard = now
-        if batch and (self.ledger.returned or self._dropped or self._defined.unused):
+        if batch and (self.ref_table.returned or self._dropped or self._defined.unused):
             self._add_returned(message)
         return batch, message.frames()
 
-    def _add(self, work: Task, message: TaskBatch) -> int:
+    def _add(self, task: Task, message: TaskBatch) -> int:
         """Work that goes by itself. Its size in the message."""
-        payload, kind = work.payload, work.kind
-        if work.keeps:
+        payload, kind = task.payload, task.kind
+        if task.keeps:
             kind |= KEEP
         if type(payload) is PayloadWithRefs:
-            self._bring(payload.deposits.values(), message)
+            self._bring(payload.remote_objects.values(), message)
             payload = payload.payload
-        if work.args is not None:
-            payload = dumps(work.args, 5) if work.args else b""
+        if task.args is not None:
+            payload = dumps(task.args, 5) if task.args else b""
         elif isinstance(payload, Serialized):
-            payload, kind = payload.waybill(self.ledger), kind | SHARED
-        message.add(work.number, kind, work.definition.number, payload)
-        if work.definition.captures:  # or the drone would hold what it has captured
-            self._defined.remove(work.definition.number)
-            message.add(work.definition.number, FORGET, 0, b"")
+            payload, kind = payload.waybill(self.ref_table), kind | SHARED
+        message.add(task.number, kind, task.definition.number, payload)
+        if task.definition.captures:  # or the drone would hold what it has captured
+            self._defined.remove(task.definition.number)
+            message.add(task.definition.number, FORGET, 0, b"")
         return len(payload)
 
-    def _bring(self, deposits: Iterable[RemoteObject], message: TaskBatch) -> None:
+    def _bring(self, remote_objects: Iterable[RemoteObject], message: TaskBatch) -> None:
         """Kept values that it has not got."""
-        for each in deposits:
+        for each in remote_objects:
             if self not in each.holders:
                 each.holders[self] = 1
                 if isinstance(each.packed, Received):
                     message.add(
-                        each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ledger)
+                        each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ref_table)
                     )
                 else:
                     assert each.packed is not None  # or it would not fit
@@ -394,12 +396,12 @@ class DroneHandle:
         work will bring it along, and if there is none, a message of its own."""
         if not self._ringing and self.alive:
             self._ringing = True
-            hub = self.crew.hub
-            hub.post(lambda: hub.after(TELL_AFTER, self._tell_returned))
+            reactor = self.dispatcher.reactor
+            reactor.post(lambda: reactor.after(TELL_AFTER, self._tell_returned))
 
     def _tell_returned(self) -> None:
         self._ringing = False
-        if (self.ledger.returned or self._dropped or self._defined.unused) and self.is_up():
+        if (self.ref_table.returned or self._dropped or self._defined.unused) and self.is_up():
             message = TaskBatch()
             self._add_returned(message)
             self.send(message.frames())
@@ -415,13 +417,13 @@ class DroneHandle:
         payload = definition.payload
         if isinstance(payload, Serialized):
             message.add(
-                definition.number, definition.kind | SHARED, 0, payload.waybill(self.ledger)
+                definition.number, definition.kind | SHARED, 0, payload.waybill(self.ref_table)
             )
         else:
             message.add(definition.number, definition.kind, 0, payload)
 
     def _add_returned(self, message: TaskBatch) -> None:
-        for number in self.ledger.take_returned():
+        for number in self.ref_table.take_returned():
             message.add(number, CAME_BACK, 0, b"")
         while self._dropped:
             number, claims = self._dropped.popleft()
@@ -436,62 +438,62 @@ class DroneHandle:
             if kind & ~SHARED in DEFINES:
                 self._defined.remove(number)
             elif kind & ~SHARED == BRING:
-                self.crew.vault.not_brought(self, number)
+                self.dispatcher.directory.not_brought(self, number)
             elif kind == FORGET:
                 self._defined.unused.append(number)
             elif kind == DROP:
                 self.drop(number, claims)
 
-    def hand_over(self, work: Task, part: Task) -> None:
+    def hand_over(self, task: Task, part: Task) -> None:
         """`part`, all that is left of `work` here, takes its place and number. How long it takes is
         not known."""
-        sending = work.sending
+        sending = task.sending
         assert sending is not None
         if sending.estimate >= 0:
             self.load -= sending.estimate
             self.unknown += 1
-        part.number = work.number
+        part.number = task.number
         part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
-        self.flight[part.number] = part
+        self.in_flight[part.number] = part
 
     def answered_all(self, numbers: list[int]) -> list[Task | None]:
         """The same for many."""
         if self.bulk_unanswered or self.overlapping:
             return [self.answered(number) for number in numbers]
-        flight = self.flight
-        works = [flight.pop(number, None) for number in numbers]
+        in_flight = self.in_flight
+        tasks = [in_flight.pop(number, None) for number in numbers]
         known = unknown = 0.0
-        for work in works:
-            if work is not None:
-                estimate = work.sending.estimate  # type: ignore[union-attr]  # it was in flight
+        for task in tasks:
+            if task is not None:
+                estimate = task.sending.estimate  # type: ignore[union-attr]  # it was in flight
                 if estimate < 0:
                     unknown += 1
                 else:
                     known += estimate
-        self.load = self.load - known if flight else 0.0
+        self.load = self.load - known if in_flight else 0.0
         self.unknown -= int(unknown)
-        return works
+        return tasks
 
     def answered(self, number: int) -> Task | None:
         """Takes a work out of flight; None where it is not there."""
-        work = self.flight.pop(number, None)
-        if work is not None:
-            sending = work.sending
+        task = self.in_flight.pop(number, None)
+        if task is not None:
+            sending = task.sending
             assert sending is not None
             if sending.by_bulk:
                 self.bulk_unanswered -= 1
-            if work.timeout is not None:
+            if task.timeout is not None:
                 self.deadlines.pop(number, None)
-            if work.definition.overlaps:
+            if task.definition.overlaps:
                 self.overlapping -= 1
                 self.hung.discard(number)
             elif sending.estimate < 0:
                 self.unknown -= 1
             else:
                 self.load -= sending.estimate
-            if not self.flight:
+            if not self.in_flight:
                 self.load = 0.0
-        return work
+        return task
 
     # -- what it prints ----------------------------------------------------------------------------
 
@@ -519,11 +521,11 @@ class DroneHandle:
 
 def drained(queue: deque[Task]) -> list[Task]:
     """Takes all that is in `queue`, one by one: what others add meanwhile is taken, or stays."""
-    works = []
+    tasks = []
     with suppress(IndexError):
         while True:
-            works.append(queue.popleft())
-    return works
+            tasks.append(queue.popleft())
+    return tasks
 
 
 def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[Task]:
@@ -533,17 +535,17 @@ def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[
     weight, take = Task.weight, queue.popleft
     with suppress(IndexError):
         for _ in range(most):
-            work = take()
-            if work._state != PENDING:
+            task = take()
+            if task._state != PENDING:
                 continue
             if (
-                work.definition is definition
-                and work.args is not None
-                and work.weight == weight
-                and not work.timeout
+                task.definition is definition
+                and task.args is not None
+                and task.weight == weight
+                and not task.timeout
             ):
-                more.append(work)
+                more.append(task)
             else:
-                queue.appendleft(work)
+                queue.appendleft(task)
                 break
     return more

@@ -43,7 +43,7 @@ class Engine(Protocol):
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         """Has a drone started, the one of that index; None where that failed, which was told."""
 
-    def released(self, link: DroneHandle) -> None:
+    def released(self, handle: DroneHandle) -> None:
         """Nothing of it is left."""
 
     def snapshot(self) -> Any:
@@ -75,7 +75,7 @@ class Machine(Protocol):
         """Is there room for so many? Raises `OSError`, or `ValueError` for what was asked of the
         drones."""
 
-    def open(self, roster: Supervisor) -> Engine:
+    def open(self, supervisor: Supervisor) -> Engine:
         """In the thread that asks for drones. Raises `OSError` where the machine forbids it."""
 
 

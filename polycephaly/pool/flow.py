@@ -107,20 +107,22 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         pool = innermost()
         if pool is None:
             return fn(*args, **kwargs)
-        crew = pool._crew
-        if crew.book.snapshot is not last.snapshot:
-            last.look(crew.book.snapshot, call, fn)
-        terms = pool._terms
+        dispatcher = pool._dispatcher
+        if dispatcher.registry.snapshot is not last.snapshot:
+            last.look(dispatcher.registry.snapshot, call, fn)
+        task_options = pool._task_options
         if options is not None:
-            terms = options.over(terms or crew.terms)
-        work = crew.submit(last.sent, args, kwargs, None, terms, KeptTask(crew) if keep else None)
-        work.is_node = True
-        note(work)
+            task_options = options.over(task_options or dispatcher.task_options)
+        task = dispatcher.submit(
+            last.sent, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
+        )
+        task.is_node = True
+        note(task)
         if (
-            work._exception is not None or work.cancelled()
+            task._exception is not None or task.cancelled()
         ):  # by now, when nobody knew it for a node
-            note_failure(work, work._state)
-        return work
+            note_failure(task, task._state)
+        return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
     if is_coroutine_function(fn):

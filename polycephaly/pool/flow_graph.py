@@ -61,21 +61,21 @@ class _Noted(NamedTuple):
     number: int
     label: str
     inputs: tuple[int, ...]
-    work: ref[Task]
+    task: ref[Task]
 
 
 _nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=KEPT)
 _failed: dict[int, str] = {}  # by number, the oldest first
 
 
-def note(work: Task) -> None:
+def note(task: Task) -> None:
     """It is a node."""
-    _nodes.append((work.number, work.label, work.needed, ref(work)))
+    _nodes.append((task.number, task.label, task.needed, ref(task)))
 
 
-def note_failure(work: Task, state: str) -> None:
+def note_failure(task: Task, state: str) -> None:
     """A node has no value, and will have none."""
-    _failed[work.number] = CALLED_OFF if state == CANCELLED else REJECTED
+    _failed[task.number] = CALLED_OFF if state == CANCELLED else REJECTED
     if len(_failed) > KEPT + _AT_ONCE:
         with suppress(RuntimeError):  # another thread is at it, and takes the oldest
             for number in list(islice(_failed, _AT_ONCE)):
@@ -184,7 +184,7 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
             continue
         seen.add(number)
         one = noted.get(number)
-        promise: Any = (one and one.work()) if isinstance(each, int) else each
+        promise: Any = (one and one.task()) if isinstance(each, int) else each
         pending = (
             [other for other in promise._waits_for() if isinstance(other, Promise)]
             if promise is not None

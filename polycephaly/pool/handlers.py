@@ -57,51 +57,53 @@ __all__ = ["finish", "hear", "hear_kept", "print_lines", "settle"]
 log = logging.getLogger(__name__)
 
 
-def hear(link: DroneHandle, frames: list[bytes]) -> None:
+def hear(handle: DroneHandle, frames: list[bytes]) -> None:
     """One message of a drone. Raises `Malformed`."""
-    crew = link.crew
+    dispatcher = handle.dispatcher
     kind = head_type(frames)
     if kind == RESULTS:
         outcomes = unpack_outcomes(frames)
-        _hear_results(link, outcomes)
+        _hear_results(handle, outcomes)
         if len(frames) > 2 and any(
             len(each[4]) >= LARGE_FROM and each[1] & ~SHARED != ERROR for each in outcomes
         ):
-            no_room = MemoryError(f"{link.name} found no room for a result")
-            crew.hub.deliver(partial(link.ledger.arena.warn, no_room))
+            no_room = MemoryError(f"{handle.name} found no room for a result")
+            dispatcher.reactor.deliver(partial(handle.ref_table.arena.warn, no_room))
     elif kind == HELLO:
         said = numbers(frames)
         if said[:1] != (PROTOCOL,):
-            raise Malformed(f"{link.name} speaks protocol {said[:1]}, not {PROTOCOL}")
-        crew.roster.hello(link)
+            raise Malformed(f"{handle.name} speaks protocol {said[:1]}, not {PROTOCOL}")
+        dispatcher.supervisor.hello(handle)
     elif kind == RETURNED:
-        crew.returned(link, numbers(frames))
+        dispatcher.returned(handle, numbers(frames))
     elif kind == FRAMES:
-        crew.watch.hear_frames(link, *unpack_frames(frames))
+        dispatcher.watch.hear_frames(handle, *unpack_frames(frames))
     else:
-        raise Malformed(f"{link.name} sent a message of type {kind!r}")
+        raise Malformed(f"{handle.name} sent a message of type {kind!r}")
 
 
-def hear_kept(link: DroneHandle, kept: bytes) -> None:
+def hear_kept(handle: DroneHandle, kept: bytes) -> None:
     """What a drone that died had done and perhaps not yet sent."""
     if kept:
         try:
             outcomes = unpack_outcomes([RESULTS, kept])
-            _hear_results(link, [each for each in outcomes if each[0] in link.flight])
+            _hear_results(handle, [each for each in outcomes if each[0] in handle.in_flight])
         except Malformed as wrong:  # it may have written anywhere before it died
-            log.warning("what %s left in its page was dropped: %s", link.name, wrong)
+            log.warning("what %s left in its page was dropped: %s", handle.name, wrong)
 
 
-def print_lines(link: DroneHandle) -> None:
-    heard, crew = link.printed(), link.crew
+def print_lines(handle: DroneHandle) -> None:
+    heard, dispatcher = handle.printed(), handle.dispatcher
     if heard:
-        crew.hub.deliver(partial(deliver, crew.output, heard, crew.audiences))
+        dispatcher.reactor.deliver(
+            partial(deliver, dispatcher.output, heard, dispatcher.output_listeners)
+        )
 
 
-def _hear_results(link: DroneHandle, outcomes: list[Outcome]) -> None:
-    print_lines(link)  # what the work printed is out before its promise settles
-    crew = link.crew
-    now = link.last_heard = crew.hub.timers.now()
+def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
+    print_lines(handle)  # what the work printed is out before its promise settles
+    dispatcher = handle.dispatcher
+    now = handle.last_heard = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
@@ -110,99 +112,103 @@ def _hear_results(link: DroneHandle, outcomes: list[Outcome]) -> None:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
                 if status == VALUES:
-                    _hear_values(link, payload, now)
+                    _hear_values(handle, payload, now)
                     continue
                 if status == LOAN_OVER:
-                    link.ledger.came_back(number)
+                    handle.ref_table.came_back(number)
                     continue
                 if status == TRAIL:
-                    _hear_trail(link, payload)
+                    _hear_trail(handle, payload)
                     continue
                 if status & ~SHARED == PACKED:
-                    crew.vault.packed(
-                        link, number, link.ledger.arrived(payload) if status & SHARED else payload
+                    dispatcher.directory.packed(
+                        handle,
+                        number,
+                        handle.ref_table.arrived(payload) if status & SHARED else payload,
                     )
                     continue
                 if status == NOT_PACKED:
-                    crew.vault.not_packed(link, number, payload)
+                    dispatcher.directory.not_packed(handle, number, payload)
                     continue
                 if status == GIVEN:
-                    crew.vault.given(link, link.flight.get(number), payload)
+                    dispatcher.directory.given(handle, handle.in_flight.get(number), payload)
                     continue
-                work, status, payload, done = _hear_special(link, number, status, payload)
+                task, status, payload, done = _hear_special(handle, number, status, payload)
             else:
-                work = link.answered(number)
-                done = 1 if work is None else work.count
-            if work is None:  # lost, and answered all the same
+                task = handle.answered(number)
+                done = 1 if task is None else task.count
+            if task is None:  # lost, and answered all the same
                 continue
             if status == WITHDRAWN:
-                work.never_began()
-                if not work.done():  # nobody has asked for that: nor will anybody hear more of it
-                    crew.hub.deliver(work.cancel)
+                task.never_began()
+                if not task.done():  # nobody has asked for that: nor will anybody hear more of it
+                    dispatcher.reactor.deliver(task.cancel)
                 continue
-            if work.place > link.begun:
-                link.begun = work.place
-            started, finished = started - link.ahead, finished - link.ahead
-            work.answer = Answer(started, finished, now, travelling(work.payload), len(payload))
-            work.status = status
-            if work.retries and isinstance(payload, Received) and payload.is_far():
-                work.recipe = work.payload
-            if status == VALUE and isinstance(work, KeptTask):
-                payload = crew.vault.add(link, work, payload)
-            work.payload = payload
+            if task.place > handle.begun:
+                handle.begun = task.place
+            started, finished = started - handle.ahead, finished - handle.ahead
+            task.answer = Answer(started, finished, now, travelling(task.payload), len(payload))
+            task.status = status
+            if task.retries and isinstance(payload, Received) and payload.is_far():
+                task.recipe = task.payload
+            if status == VALUE and isinstance(task, KeptTask):
+                payload = dispatcher.directory.add(handle, task, payload)
+            task.payload = payload
             if output:
-                work.output = output
-            settled.append(work)
+                task.output = output
+            settled.append(task)
             if done != 1:
-                parts[work.number] = done
-            if work.definition is not timed:
+                parts[task.number] = done
+            if task.definition is not timed:
                 if timed is not None:
                     timed.took(seconds, calls)
-                timed, seconds, calls = work.definition, 0.0, 0
+                timed, seconds, calls = task.definition, 0.0, 0
             seconds += finished - started
             calls += done
-            link.tasks_done += done
+            handle.tasks_done += done
         if timed is not None:
             timed.took(seconds, calls)
-        crew.record.several(link.name, settled, parts)
+        dispatcher.record.several(handle.name, settled, parts)
     finally:  # what has left the flight is settled, whatever becomes of the rest
-        crew.hub.deliver(partial(settle, settled))
-    crew.answered(link)
+        dispatcher.reactor.deliver(partial(settle, settled))
+    dispatcher.answered(handle)
 
 
-def _hear_values(link: DroneHandle, payload: Any, now: float) -> None:
+def _hear_values(handle: DroneHandle, payload: Any, now: float) -> None:
     """The outcomes of many works, with small and immutable values."""
     numbers, started, finished, values = unpack_together(payload, 4)
     try:
         seconds = sum(finished) - sum(started)
     except TypeError:
         raise Malformed("times that are none") from None
-    if link.ahead:
-        started, finished = ([at - link.ahead for at in times] for times in (started, finished))
-    works = link.answered_all(numbers)
-    definitions = {work.definition for work in works if work is not None}
+    if handle.ahead:
+        started, finished = ([at - handle.ahead for at in times] for times in (started, finished))
+    tasks = handle.answered_all(numbers)
+    definitions = {task.definition for task in tasks if task is not None}
     alike = len(definitions) == 1
-    link.crew.record.many(link.name, works, started, finished, seconds, now, len(payload), alike)
+    handle.dispatcher.record.many(
+        handle.name, tasks, started, finished, seconds, now, len(payload), alike
+    )
     if alike:
-        definitions.pop().took(seconds, len(works))
+        definitions.pop().took(seconds, len(tasks))
     else:
-        for work, began, ended in zip(works, started, finished, strict=True):
-            if work is not None:
-                work.definition.took(ended - began, 1)
-    link.tasks_done += len(works)
+        for task, began, ended in zip(tasks, started, finished, strict=True):
+            if task is not None:
+                task.definition.took(ended - began, 1)
+    handle.tasks_done += len(tasks)
     answer = AnswersTogether(numbers, started, finished, now)
-    link.crew.hub.deliver(partial(_settle_values, works, values, answer))
+    handle.dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))
 
 
-def _hear_trail(link: DroneHandle, payload: Any) -> None:
+def _hear_trail(handle: DroneHandle, payload: Any) -> None:
     try:
-        link.crew.record.hear_trail(link.name, bytes(payload), link.ahead)
+        handle.dispatcher.record.hear_trail(handle.name, bytes(payload), handle.ahead)
     except ValueError as wrong:  # a picture lacks something: nobody waits for that
-        log.warning("%s: %s", link.name, wrong)
+        log.warning("%s: %s", handle.name, wrong)
 
 
 def _hear_special(
-    link: DroneHandle, number: int, status: int, payload: Any
+    handle: DroneHandle, number: int, status: int, payload: Any
 ) -> tuple[Task | None, int, Any, int]:
     """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls
     took that."""
@@ -211,22 +217,22 @@ def _hear_special(
     if status == SPLIT:
         done, rest, state, payload = unpack_split(payload)
     if shared:
-        payload = link.ledger.arrived(payload)
+        payload = handle.ref_table.arrived(payload)
     if status != SPLIT:
-        work = link.answered(number)
-        return work, status, payload, 1 if work is None else work.count
-    work = link.flight.get(number)
-    if work is None:
+        task = handle.answered(number)
+        return task, status, payload, 1 if task is None else task.count
+    task = handle.in_flight.get(number)
+    if task is None:
         return None, VALUE, payload, 0
-    if state == RUNNING and isinstance(work, Slice) and work.continues:  # a message that came twice
+    if state == RUNNING and isinstance(task, Slice) and task.continues:  # a message that came twice
         return None, VALUE, payload, 0
-    begun = work.count - done - rest
-    if not isinstance(work, Slice) or begun < 0 or begun > (state == RUNNING):
+    begun = task.count - done - rest
+    if not isinstance(task, Slice) or begun < 0 or begun > (state == RUNNING):
         raise Malformed(
-            f"{link.name} answered {done} and gave back {rest} of the {work.count} calls of work {number}"
+            f"{handle.name} answered {done} and gave back {rest} of the {task.count} calls of work {number}"
         )
-    link.crew.split(link, work, done, rest, state)
-    return work, VALUE, payload, done
+    handle.dispatcher.split(handle, task, done, rest, state)
+    return task, VALUE, payload, done
 
 
 # -- after the turn --------------------------------------------------------------------------------
@@ -234,38 +240,38 @@ def _hear_special(
 
 def settle(answered: Iterable[Task]) -> None:
     """By what came back for each, which is opened here."""
-    for work in answered:
+    for task in answered:
         try:
-            value, error = _open(work)
+            value, error = _open(task)
         except BaseException as wrong:
             value, error = None, wrong.with_traceback(_beyond_ours(wrong.__traceback__))
             with suppress(BaseException):
-                error.add_note(f"while unpickling the result of {work.definition.label}")
-        finish(work, FINISHED, value, error)
+                error.add_note(f"while unpickling the result of {task.definition.label}")
+        finish(task, FINISHED, value, error)
 
 
-def finish(work: Task, state: str, value: Any, error: BaseException | None) -> None:
+def finish(task: Task, state: str, value: Any, error: BaseException | None) -> None:
     """Settles it; what a callback of it raises is logged, since others wait to be settled too."""
     try:
-        work._settle(state, value, error)
+        task._settle(state, value, error)
     except BaseException:
-        callbacks.exception("a callback of %r failed", work)
+        callbacks.exception("a callback of %r failed", task)
 
 
-def _open(work: Task) -> tuple[Any, BaseException | None]:
+def _open(task: Task) -> tuple[Any, BaseException | None]:
     """Value and error of its answer."""
-    payload, work.payload = work.payload, b""
+    payload, task.payload = task.payload, b""
     try:
-        if work.status == VALUE:
-            value = work.open(payload) if payload else None  # no bytes at all stand for None
+        if task.status == VALUE:
+            value = task.open(payload) if payload else None  # no bytes at all stand for None
             if isinstance(value, Answers):  # which are opened one by one
-                value.given = work.given
+                value.given = task.given
             return value, None
         error = unpack_exception(bytes(payload))
-        work.crew.explain(error)
+        task.dispatcher.explain(error)
         return None, error
     finally:
-        work.given = None  # held until its handles were unpickled
+        task.given = None  # held until its handles were unpickled
 
 
 def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
@@ -279,23 +285,23 @@ def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
     return at
 
 
-def _settle_values(works: list[Task | None], values: list[Any], answer: AnswersTogether) -> None:
-    for work, value in zip(works, values, strict=True):
-        if work is None:
+def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswersTogether) -> None:
+    for task, value in zip(tasks, values, strict=True):
+        if task is None:
             continue
-        work.answer = answer
+        task.answer = answer
         try:
             try:  # what `Promise._settle` does, without a call for each
-                del work._open
+                del task._open
             except AttributeError:
                 continue
-            if work._made_condition is None:
-                work._result = value
-                work._state = FINISHED
-                if work._hooks:
-                    work._run_hooks()
+            if task._made_condition is None:
+                task._result = value
+                task._state = FINISHED
+                if task._hooks:
+                    task._run_hooks()
             else:
-                work._open = None
-                work._settle(FINISHED, value, None)
+                task._open = None
+                task._settle(FINISHED, value, None)
         except BaseException:
-            callbacks.exception("a callback of %r failed", work)
+            callbacks.exception("a callback of %r failed", task)

@@ -58,10 +58,10 @@ NEAR = 0.9  # of max_memory
 class _Patient:
     """Whose pulse is felt."""
 
-    __slots__ = ("_anew", "_pulse", "_since", "_threads", "told")
+    __slots__ = ("_anew", "_heartbeat", "_since", "_threads", "told")
 
     def __init__(self, now: float) -> None:
-        self._pulse: object = None
+        self._heartbeat: object = None
         self._threads: Times = {}
         self._since = now
         self._anew = False
@@ -72,15 +72,15 @@ class _Patient:
         self._since = when
         self._anew = True
 
-    def quiet_for(self, now: float, pulse: object, threads: Times) -> float:
+    def quiet_for(self, now: float, heartbeat: object, threads: Times) -> float:
         """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they
         ran and had to wait for a processor, has computed."""
         if self._anew:
             self._anew, self._threads = False, threads
-        if pulse != self._pulse or any(
+        if heartbeat != self._heartbeat or any(
             self._computes(now, thread, *threads[thread]) for thread in threads
         ):
-            self._pulse = pulse
+            self._heartbeat = heartbeat
             self._threads = threads
             self._since = now
         return now - self._since
@@ -115,11 +115,11 @@ _requests = itertools.count(1)
 
 
 class HealthMonitor:
-    def __init__(self, crew: Dispatcher) -> None:
-        plan = crew.plan
-        self._crew = crew
-        self._hang = plan.hang_timeout
-        self._memory = plan.max_memory
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        config = dispatcher.config
+        self._dispatcher = dispatcher
+        self._hang = config.hang_timeout
+        self._memory = config.max_memory
         self._every = tuning.health_check_seconds if self._memory is None else LOOK_AT_MEMORY
         if self._hang is not None:
             self._every = min(self._every, self._hang / 4)
@@ -128,7 +128,7 @@ class HealthMonitor:
             if self._hang is None
             else min(tuning.stalled_seconds, self._hang)
         )
-        self._report_waiting = plan.report_waiting
+        self._report_waiting = config.report_waiting
         if self._report_waiting is not None:
             self._every = min(self._every, self._report_waiting / 4)
         self._waits: dict[DroneHandle, _WaitingDrone] = {}
@@ -141,13 +141,13 @@ class HealthMonitor:
         """There is something to look at."""
         if not self._looks:
             self._looks = True
-            self._crew.hub.after(self._every, self._look)
+            self._dispatcher.reactor.after(self._every, self._look)
 
     def _look(self) -> None:
         self._looks = False
-        if self._crew.over:
+        if self._dispatcher.over:
             return
-        now = self._crew.hub.timers.now()
+        now = self._dispatcher.reactor.timers.now()
         if (
             now - self._looked > 2 * self._every + tuning.stalled_seconds / 4
         ):  # we did not run ourselves
@@ -156,28 +156,28 @@ class HealthMonitor:
                 patient.count_from(now - self._quiet if quiet else now)
         self._looked = now
         awaited: set[DroneHandle | Launcher] = set()
-        for link in [each for each in self._crew.links if each.alive]:
-            if self._memory is not None and link.pid is not None:
-                self._look_at_memory(link, self._memory)
+        for handle in [each for each in self._dispatcher.handles if each.alive]:
+            if self._memory is not None and handle.pid is not None:
+                self._look_at_memory(handle, self._memory)
             waits = (
-                link.pid is None
-                or link.verdict
-                or link.state is State.STOPPING
-                or link.unresponsive
+                handle.pid is None
+                or handle.kill_reason
+                or handle.state is State.STOPPING
+                or handle.unresponsive
             )
-            if link.keeper is not None and waits:
-                awaited.add(link.keeper)  # it is the zygote that starts it, and tells of its end
-            if link.pid is not None and (link.flight or link.state < State.READY):
-                awaited.add(link)
+            if handle.keeper is not None and waits:
+                awaited.add(handle.keeper)  # it is the zygote that starts it, and tells of its end
+            if handle.pid is not None and (handle.in_flight or handle.state < State.READY):
+                awaited.add(handle)
         for gone in self._patients.keys() - awaited:
             del self._patients[gone]
-        for link in [link for link in self._waits if link not in awaited]:
-            self._goes_on(link)
-        for (
-            link
-        ) in self._crew.links:  # of which some may have answered while we did not run ourselves
-            if link.unresponsive is not None and link not in awaited:
-                self._responds(link)
+        for handle in [handle for handle in self._waits if handle not in awaited]:
+            self._goes_on(handle)
+        for handle in (
+            self._dispatcher.handles
+        ):  # of which some may have answered while we did not run ourselves
+            if handle.unresponsive is not None and handle not in awaited:
+                self._responds(handle)
         for one in awaited:
             patient = self._patients.setdefault(one, _Patient(now))
             if isinstance(one, DroneHandle):
@@ -189,32 +189,36 @@ class HealthMonitor:
             self.begin()  # unless a drone that was replaced in this look has done so
 
     def fail(self, error: Exception) -> None:
-        self._crew.fail(error)
+        self._dispatcher.fail(error)
 
     # -- signs of life -----------------------------------------------------------------------------
 
-    def _feel(self, link: DroneHandle, patient: _Patient, now: float) -> None:
-        pulse, threads = link.pulse()
+    def _feel(self, handle: DroneHandle, patient: _Patient, now: float) -> None:
+        heartbeat, threads = handle.heartbeat()
         if self._report_waiting is not None:
-            self._look_for_wait(link, now, link.worked(threads), self._report_waiting)
-        quiet = patient.quiet_for(now, pulse, threads)
+            self._look_for_wait(handle, now, handle.worked(threads), self._report_waiting)
+        quiet = patient.quiet_for(now, heartbeat, threads)
         if quiet < self._quiet:
-            if link.unresponsive is not None:
-                self._responds(link)
-                log.info("drone %s (pid %s) responds again", link.name, link.pid)
+            if handle.unresponsive is not None:
+                self._responds(handle)
+                log.info("drone %s (pid %s) responds again", handle.name, handle.pid)
             return
-        if link.unresponsive is None:
-            why = link.unresponsive = link.why_quiet()
+        if handle.unresponsive is None:
+            why = handle.unresponsive = handle.why_quiet()
             log.warning(
-                "drone %s (pid %s) does not respond: %s%s", link.name, link.pid, why, _while(link)
+                "drone %s (pid %s) does not respond: %s%s",
+                handle.name,
+                handle.pid,
+                why,
+                _while(handle),
             )
-        if self._hang is not None and quiet >= self._hang and not link.verdict:
-            link.kill(f"it did not respond for {quiet:.1f} s: {link.unresponsive}")
+        if self._hang is not None and quiet >= self._hang and not handle.kill_reason:
+            handle.kill(f"it did not respond for {quiet:.1f} s: {handle.unresponsive}")
 
-    def _responds(self, link: DroneHandle) -> None:
+    def _responds(self, handle: DroneHandle) -> None:
         """What only it may do may have waited for that."""
-        link.unresponsive = None
-        self._crew.pinned_waiting = True
+        handle.unresponsive = None
+        self._dispatcher.dedicated_waiting = True
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
         """It waits most of the time, so only that it is stopped tells anything. Then no death is
@@ -230,7 +234,7 @@ class HealthMonitor:
             patient.told = True
             log.warning(
                 "the zygote of %s (pid %s) does not respond: it is stopped",
-                self._crew.plan.name,
+                self._dispatcher.config.name,
                 launcher.pid,
             )
         if self._hang is not None and quiet >= self._hang:
@@ -241,117 +245,118 @@ class HealthMonitor:
     # -- waits -------------------------------------------------------------------------------------
 
     def _look_for_wait(
-        self, link: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float
+        self, handle: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float
     ) -> None:
         if worked is None:
             return
-        wait = self._waits.get(link)
+        wait = self._waits.get(handle)
         if wait is None:
-            wait = self._waits[link] = _WaitingDrone(now)
-        seconds = wait.seconds(now, worked, link.others_worked)
+            wait = self._waits[handle] = _WaitingDrone(now)
+        seconds = wait.seconds(now, worked, handle.others_worked)
         if seconds < after:
             if wait.asked:
-                self._goes_on(link)
-                self._waits[link] = wait
+                self._goes_on(handle)
+                self._waits[handle] = wait
                 wait.asked, wait.places = 0, {}
         elif not wait.asked:  # the next look is after the answer, if its ear can give one
             wait.asked = next(_requests)
-            if link.is_up():
-                link.send(pack_numbers(FRAMES, (wait.asked,)))
+            if handle.is_up():
+                handle.send(pack_numbers(FRAMES, (wait.asked,)))
         elif (
-            link.told_waiting is None and link.waits()
+            handle.told_waiting is None and handle.waits()
         ):  # not one that is ready, and has to wait for a processor
-            told = self._described(link, time() - seconds, wait.places)
-            log.warning("drone %s (pid %s): %s", link.name, link.pid, told[1])
-            link.told_waiting = told
+            told = self._described(handle, time() - seconds, wait.places)
+            log.warning("drone %s (pid %s): %s", handle.name, handle.pid, told[1])
+            handle.told_waiting = told
 
     def _look_for_stall(self) -> None:
         """Where all drones wait, what is queued may be what they wait for: then it never runs. Only
         the program knows whether it is, so nothing is broken off."""
-        links = [link for link in self._crew.links if link.alive]
-        if not links or any(link.waiting is None for link in links):
+        handles = [handle for handle in self._dispatcher.handles if handle.alive]
+        if not handles or any(handle.waiting is None for handle in handles):
             self._stalled = False
             return
         queued = [
-            *self._crew.queue,
-            *(work for link in links for work in [*link.pinned, *link.favoured]),
+            *self._dispatcher.queue,
+            *(task for handle in handles for task in [*handle.dedicated, *handle.preferred]),
         ]
-        queued = [work for work in queued if not work.done()]
+        queued = [task for task in queued if not task.done()]
         if queued and not self._stalled:
             self._stalled = True
             log.warning(
                 "all drones of %s wait (%d), and calls are queued that only a free one can run (%d, first of all %s): "
                 "if these are what the drones wait for, as the stages of a pipeline do for each other, that is a "
                 "deadlock, and takes a Pool of %d drones",
-                self._crew.plan.name, len(links), len(queued), queued[0].definition.label, len(links) + len(queued),
+                self._dispatcher.config.name, len(handles), len(queued), queued[0].definition.label,
+                len(handles) + len(queued),
             )  # fmt: skip
 
-    def hear_frames(self, link: DroneHandle, request: int, answer: dict[str, Any]) -> None:
+    def hear_frames(self, handle: DroneHandle, request: int, answer: dict[str, Any]) -> None:
         """The answer to a request that may be over. Raises `Malformed`."""
         places = answer.get("places")
         if not isinstance(places, dict):
-            raise Malformed(f"{link.name} did not tell where its tasks are")
-        wait = self._waits.get(link)
+            raise Malformed(f"{handle.name} did not tell where its tasks are")
+        wait = self._waits.get(handle)
         if wait is not None and wait.asked == request:
             wait.places = places
-            if link.told_waiting is not None:  # its ear could not answer before
-                link.told_waiting = self._described(link, link.told_waiting[1].since, places)
+            if handle.told_waiting is not None:  # its ear could not answer before
+                handle.told_waiting = self._described(handle, handle.told_waiting[1].since, places)
 
     def _described(
-        self, link: DroneHandle, since: float, places: dict[str, Any]
+        self, handle: DroneHandle, since: float, places: dict[str, Any]
     ) -> tuple[int, Waiting]:
-        works = list(link.flight.values())
-        started = link.started()
-        work = next((each for each in works if each.number == started), works[0] if works else None)
-        waiting = Waiting(since, system_call=link.system_call())
-        if work is None:
+        tasks = list(handle.in_flight.values())
+        started = handle.started()
+        task = next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
+        waiting = Waiting(since, system_call=handle.system_call())
+        if task is None:
             return 0, waiting
         waiting = replace(
-            waiting, task=work.definition.label, item=work.item if work.count == 1 else None
+            waiting, task=task.definition.label, item=task.item if task.count == 1 else None
         )
-        match places.get(str(work.number)):
+        match places.get(str(task.number)):
             case [str(file), int(line), str(function)]:
                 waiting = replace(waiting, file=file, line=line, function=function)
-        return work.number, waiting
+        return task.number, waiting
 
-    def _goes_on(self, link: DroneHandle) -> None:
+    def _goes_on(self, handle: DroneHandle) -> None:
         """It was let run again, or owes nothing any more."""
-        del self._waits[link]
-        if link.told_waiting is not None:
-            log.info("drone %s (pid %s) waits no more", link.name, link.pid)
-            link.told_waiting = None
+        del self._waits[handle]
+        if handle.told_waiting is not None:
+            log.info("drone %s (pid %s) waits no more", handle.name, handle.pid)
+            handle.told_waiting = None
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _look_at_memory(self, link: DroneHandle, most: int) -> None:
+    def _look_at_memory(self, handle: DroneHandle, most: int) -> None:
         if (
-            link.verdict
+            handle.kill_reason
         ):  # a drone that is being killed has less and less, which says nothing of the next one
             return
-        held = link.memory(int(most * NEAR))
+        held = handle.memory(int(most * NEAR))
         if held < most * NEAR:
-            if link.state is State.READY:
-                self._crew.roster.too_large_so_far = 0
+            if handle.state is State.READY:
+                self._dispatcher.supervisor.too_large_so_far = 0
             return
         what = f"it and what it had started held {held >> 20:,} MiB"
         if (
-            link.state is State.READY
-            and not link.flight
-            and not link.tasks_done
-            and self._crew.plan.on_death != "end"
+            handle.state is State.READY
+            and not handle.in_flight
+            and not handle.tasks_done
+            and self._dispatcher.config.on_death != "end"
         ):
-            self._crew.roster.too_large(
-                link, f"{what} before it had done anything, of max_memory={most:,} bytes"
+            self._dispatcher.supervisor.too_large(
+                handle, f"{what} before it had done anything, of max_memory={most:,} bytes"
             )
         elif held > most:
-            link.kill(f"{what}, more than max_memory={most:,} bytes")
+            handle.kill(f"{what}, more than max_memory={most:,} bytes")
         elif (
-            link.state is State.READY and self._crew.plan.on_death != "end"
+            handle.state is State.READY and self._dispatcher.config.on_death != "end"
         ):  # which would end with it
-            log.info("drone %s is replaced: it holds %s MiB", link.name, f"{held >> 20:,}")
-            self._crew.roster.retire(link)
+            log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
+            self._dispatcher.supervisor.retire(handle)
 
 
-def _while(link: DroneHandle) -> str:
-    running = link.flight.get(link.started())
+def _while(handle: DroneHandle) -> str:
+    running = handle.in_flight.get(handle.started())
     return f"; it was running {running.definition.label}" if running is not None else ""

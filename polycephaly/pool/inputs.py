@@ -105,26 +105,26 @@ def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
 _falling = Trampoline(deep=1)
 
 
-def fall(work: Task, settled: Promise[Any]) -> None:
+def fall(task: Task, settled: Promise[Any]) -> None:
     """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's,
     and says by whom it came."""
     if settled._state == CANCELLED:
         error: BaseException = CancelledError(
-            f"{settled._named()}, for which {work._named()} waited, was cancelled"
+            f"{settled._named()}, for which {task._named()} waited, was cancelled"
         )
     else:
         assert settled._exception is not None
         error = _own(settled._exception)
         _say_by_whom(error, settled)
-    _falling.go(_reject, work, error)
+    _falling.go(_reject, task, error)
 
 
-def _reject(work: Task, error: BaseException) -> None:
+def _reject(task: Task, error: BaseException) -> None:
     try:
-        work._settle(FINISHED, None, error)
+        task._settle(FINISHED, None, error)
     finally:
-        work.let_go()
-        work.crew.filled(work)
+        task.let_go()
+        task.dispatcher.filled(task)
 
 
 def _own(error: BaseException) -> BaseException:

@@ -28,50 +28,52 @@ _PASSED_MOST = (
 class Leases:
     """A crew's."""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def lend(self, most: int, which: Callable[[Task], bool]) -> list[Task]:
         """Takes from the queue at most so many, of those that `which` is true of: no drone has got
         them."""
-        crew = self._crew
+        dispatcher = self._dispatcher
         taken: list[Task] = []
         passed: list[Task] = []
         with suppress(IndexError):
             while len(taken) < most and len(passed) < _PASSED_MOST:
-                work = crew.queue.popleft()
-                if not work.done():
-                    (taken if which(work) else passed).append(work)
-        crew.queue.extendleft(reversed(passed))
-        for work in taken:
-            work.lent = True
-        crew.held.update(taken)
+                task = dispatcher.queue.popleft()
+                if not task.done():
+                    (taken if which(task) else passed).append(task)
+        dispatcher.queue.extendleft(reversed(passed))
+        for task in taken:
+            task.lent = True
+        dispatcher.held.update(taken)
         return taken
 
-    def come_back(self, works: list[Task]) -> None:
+    def come_back(self, tasks: list[Task]) -> None:
         """They were not begun."""
-        crew = self._crew
-        self._take_back(works)
-        if crew.over:
-            crew.lose(
-                works, crew.refusal or RuntimeError(f"{crew.plan.name} has ended"), again=False
+        dispatcher = self._dispatcher
+        self._take_back(tasks)
+        if dispatcher.over:
+            dispatcher.lose(
+                tasks,
+                dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended"),
+                again=False,
             )
         else:
-            crew.requeue([work for work in works if not work.done()])
-        crew.look_for_end = True
+            dispatcher.requeue([task for task in tasks if not task.done()])
+        dispatcher.look_for_end = True
 
-    def lost(self, works: list[Task], error: BaseException) -> None:
+    def lost(self, tasks: list[Task], error: BaseException) -> None:
         """They were perhaps begun: nobody knows what became of them."""
-        crew = self._crew
-        self._take_back(works)
-        crew.lose(works, error, again=not crew.over)
-        crew.look_for_end = True
+        dispatcher = self._dispatcher
+        self._take_back(tasks)
+        dispatcher.lose(tasks, error, again=not dispatcher.over)
+        dispatcher.look_for_end = True
 
-    def settled(self, works: list[Task]) -> None:
-        self._crew.held.difference_update(works)
-        self._crew.look_for_end |= self._crew.closing
+    def settled(self, tasks: list[Task]) -> None:
+        self._dispatcher.held.difference_update(tasks)
+        self._dispatcher.look_for_end |= self._dispatcher.closing
 
-    def _take_back(self, works: list[Task]) -> None:
-        for work in works:
-            work.lent = work.runs_elsewhere = False
-        self._crew.held.difference_update(works)
+    def _take_back(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.lent = task.runs_elsewhere = False
+        self._dispatcher.held.difference_update(tasks)

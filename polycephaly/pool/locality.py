@@ -39,8 +39,8 @@ _LOOKED_AT = (
 class Locality:
     """A crew's. Its truth: may some be waiting? (Never False while there are.)"""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._any = False
         self._looks_at = inf  # when it is looked whether others should have them
 
@@ -48,72 +48,73 @@ class Locality:
         return self._any
 
     def __len__(self) -> int:
-        return sum(len(link.favoured) for link in self._crew.links) if self._any else 0
+        return sum(len(handle.preferred) for handle in self._dispatcher.handles) if self._any else 0
 
-    def add(self, work: Task, link: DroneHandle) -> None:
+    def add(self, task: Task, handle: DroneHandle) -> None:
         """It is to be run by `link`, unless another is idle for as long as it takes to bring there
         what it takes. From any thread."""
-        crew = self._crew
-        work.prefers = link
-        work.favoured = crew.hub.timers.now()
-        link.favoured.append(work)
-        self._any = crew.pinned_waiting = True
-        crew.see_to(work)
+        dispatcher = self._dispatcher
+        task.prefers = handle
+        task.preferred = dispatcher.reactor.timers.now()
+        handle.preferred.append(task)
+        self._any = dispatcher.dedicated_waiting = True
+        dispatcher.see_to(task)
         if (
-            link.state >= State.RETIRING
+            handle.state >= State.RETIRING
         ):  # its queue was emptied when it came to that, perhaps before this
-            crew.hub.post(partial(self.release, link))
-        if crew.over:
-            crew.reject_all(link.favoured)
+            dispatcher.reactor.post(partial(self.release, handle))
+        if dispatcher.over:
+            dispatcher.reject_all(handle.preferred)
 
     # -- in turns ----------------------------------------------------------------------------------
 
-    def put_back(self, work: Task, link: DroneHandle) -> None:
+    def put_back(self, task: Task, handle: DroneHandle) -> None:
         """To the head of the queue that it was taken from."""
-        link.favoured.appendleft(work)
-        self._any = self._crew.pinned_waiting = True
+        handle.preferred.appendleft(task)
+        self._any = self._dispatcher.dedicated_waiting = True
 
     def look(self) -> None:
         """Whether there still are some."""
         self._any = False  # before the look: who adds some meanwhile says so after that
-        if any(link.favoured for link in self._crew.links):
+        if any(handle.preferred for handle in self._dispatcher.handles):
             self._any = True
 
     def share(self, now: float) -> None:
         """Idle drones take what has waited for a busy one as long as moving what it takes would
         take. What has to be moved is packed first, and meanwhile the busy one may come to it."""
-        crew = self._crew
-        idle = [link for link in crew.links if not link.flight and link.takes()]
+        dispatcher = self._dispatcher
+        idle = [handle for handle in dispatcher.handles if not handle.in_flight and handle.takes()]
         soonest = inf
-        for busy in sorted(crew.links, key=lambda link: -len(link.favoured)):
-            for work in list(islice(busy.favoured, _LOOKED_AT)) if idle else ():
-                due = work.favoured + 2 * tuning.batch_seconds + work.burden * MOVING
-                if work.done():
-                    busy.favoured.remove(work)
+        for busy in sorted(dispatcher.handles, key=lambda handle: -len(handle.preferred)):
+            for task in list(islice(busy.preferred, _LOOKED_AT)) if idle else ():
+                due = task.preferred + 2 * tuning.batch_seconds + task.burden * MOVING
+                if task.done():
+                    busy.preferred.remove(task)
                 elif due > now:
                     soonest = min(soonest, due)
                     break
                 elif idle and (
-                    type(work.payload) is not PayloadWithRefs or crew.vault.can_move(work, idle[-1])
+                    type(task.payload) is not PayloadWithRefs
+                    or dispatcher.directory.can_move(task, idle[-1])
                 ):
-                    link = idle.pop()
-                    busy.favoured.remove(work)
-                    link.favoured.appendleft(work)
-                    crew.send(link, link.favoured, 1, now)
+                    handle = idle.pop()
+                    busy.preferred.remove(task)
+                    handle.preferred.appendleft(task)
+                    dispatcher.send(handle, handle.preferred, 1, now)
         if idle and soonest < self._looks_at:
             self._looks_at = soonest
-            crew.hub.after(soonest - now, self._look_again)
+            dispatcher.reactor.after(soonest - now, self._look_again)
 
     def _look_again(self) -> None:
         self._looks_at = inf  # the turn's end looks
 
-    def release(self, link: DroneHandle) -> None:
+    def release(self, handle: DroneHandle) -> None:
         """It takes no more, and ends if that was all that it waited for."""
-        for work in drained(link.favoured):
-            work.prefers = None
-            self._crew.go_on(work)
-        self._crew.roster.stop_if_retired(link)
+        for task in drained(handle.preferred):
+            task.prefers = None
+            self._dispatcher.go_on(task)
+        self._dispatcher.supervisor.stop_if_retired(handle)
 
     def drained(self) -> list[Task]:
         """All, and none waits here any more."""
-        return [work for link in self._crew.links for work in drained(link.favoured)]
+        return [task for handle in self._dispatcher.handles for task in drained(handle.preferred)]

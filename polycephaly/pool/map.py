@@ -80,22 +80,22 @@ def results(
 def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     """Some results at a time; first of all none, when the first calls are on their way."""
     values: list[Any] = []
-    works: list[Task] = []
+    tasks: list[Task] = []
     try:
         stream.fill()
         yield values
         stream.is_read = True
         while True:
             stream.fill()
-            works = stream.take()
-            if not works:
+            tasks = stream.take()
+            if not tasks:
                 break
-            if not isinstance(works[0], Slice):
-                if works[0].exception() is not None:
-                    works.pop().result()  # which raises it
-                yield _emptied(works)
+            if not isinstance(tasks[0], Slice):
+                if tasks[0].exception() is not None:
+                    tasks.pop().result()  # which raises it
+                yield _emptied(tasks)
                 continue
-            answers: Answers = works.pop().result()
+            answers: Answers = tasks.pop().result()
             values = answers.values
             yield values if answers.plain else _opened(answers, stream)
             if answers.failed:
@@ -108,7 +108,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             raise stream.source.error
     finally:
         values.clear()  # closed in the middle of these: they are not given
-        works.clear()
+        tasks.clear()
         lacks = stream.lacks()
         stream.cancel()
         stream.source.error = (
@@ -131,10 +131,10 @@ def _failure(packed: Any, stream: _Ordered) -> BaseException:
     return error
 
 
-def _emptied(works: list[Task]) -> Iterator[Any]:
+def _emptied(tasks: list[Task]) -> Iterator[Any]:
     """Their values, of which nothing here holds one."""
-    while works:
-        yield works.pop().result()
+    while tasks:
+        yield tasks.pop().result()
 
 
 def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
@@ -164,31 +164,31 @@ class _Ordered:
         self._taken = 0
         self.is_read = False  # or its user wants no result
         self._closed = False
-        self._works: deque[Task] = deque()
+        self._tasks: deque[Task] = deque()
         self._deadline: Promise[None] | None = None
         self._tick: Promise[None] | None = None
 
     def fill(self) -> None:
         """Has as many calls under way as there should be."""
         most = self._buffersize or self.source.ahead()
-        works = self.source.works_ahead()
+        tasks = self.source.works_ahead()
         if self._closed:
             return
         while (
             self._under_way < most
-            and len(self._works) < works
-            and (not self._works or self.source.has_room())
+            and len(self._tasks) < tasks
+            and (not self._tasks or self.source.has_room())
         ):
             best, room = self.source.best(), most - self._under_way
             if self._buffersize is not None:
                 best = min(best, 1 + most // 32)
-            elif room < best and len(self._works) > 1:
+            elif room < best and len(self._tasks) > 1:
                 return  # rather a whole slice later than a small one now, which would leave room for as small a one
-            work = self.source.take(min(best, room))
-            if work is None:
+            task = self.source.take(min(best, room))
+            if task is None:
                 return
-            self._under_way += work.count
-            self._add(work)
+            self._under_way += task.count
+            self._add(task)
             self.source.latest = None
 
     def take(self) -> list[Task]:
@@ -196,41 +196,41 @@ class _Ordered:
 
         Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has
         cancelled it."""
-        if not self._works:
+        if not self._tasks:
             return []
-        work = self._works[0]
-        self._wait_for(work)
-        if isinstance(work, Slice):  # they come before it goes: a Ctrl-C in between is to find them
-            for each in reversed(work.followers):
-                self._works.insert(1, each)
-            self._under_way += sum(each.count for each in work.followers)
-            self._taken -= sum(each.count for each in work.followers)
-        self._works.popleft()
-        self._under_way -= work.count
-        self.source.learn(work)
-        self._taken += work.count
-        return [work]
+        task = self._tasks[0]
+        self._wait_for(task)
+        if isinstance(task, Slice):  # they come before it goes: a Ctrl-C in between is to find them
+            for each in reversed(task.followers):
+                self._tasks.insert(1, each)
+            self._under_way += sum(each.count for each in task.followers)
+            self._taken -= sum(each.count for each in task.followers)
+        self._tasks.popleft()
+        self._under_way -= task.count
+        self.source.learn(task)
+        self._taken += task.count
+        return [task]
 
     def news(self) -> Promise[Any] | None:
         """For what `take` would wait, if it would."""
-        return self._works[0] if self._works else None
+        return self._tasks[0] if self._tasks else None
 
     def lacks(self) -> bool:
         """Nobody has wanted a result, and there are calls that were not made."""
         if self.is_read:
             return False
         return not self.source.exhausted or any(
-            not work.done() or work.cancelled() for work in self._works
+            not task.done() or task.cancelled() for task in self._tasks
         )
 
     def cancel(self) -> None:
         self._closed = True
         self.show(last=True)
-        _cancel([*self._works, *self.source.untaken()])
+        _cancel([*self._tasks, *self.source.untaken()])
         self.pool = None
 
-    def _add(self, work: Task) -> None:
-        self._works.append(work)
+    def _add(self, task: Task) -> None:
+        self._tasks.append(task)
 
     def _wait_for(self, promise: Promise[Any]) -> None:
         while self._progress is not None and not promise.done() and not self.is_late():
@@ -268,9 +268,9 @@ class _Ordered:
         if self._progress is not None and (last or monotonic() - self._shown >= REFRESH):
             self._shown = monotonic()
             done = self._taken
-            for work in self._works:
-                if work.done():
-                    done += work.count - sum(each.count for each in getattr(work, "followers", ()))
+            for task in self._tasks:
+                if task.done():
+                    done += task.count - sum(each.count for each in getattr(task, "followers", ()))
             self._progress.show(done)
             if last:
                 self._progress.close()
@@ -287,8 +287,10 @@ class _Ordered:
             yield self._tick
 
     def _clock(self, seconds: float) -> Promise[None]:
-        hub, rung = self.source.hub, Promise[None]()
-        hub.post(lambda: hub.after(seconds, lambda: hub.deliver(partial(_settle, rung, None))))
+        reactor, rung = self.source.reactor, Promise[None]()
+        reactor.post(
+            lambda: reactor.after(seconds, lambda: reactor.deliver(partial(_settle, rung, None)))
+        )
         return rung
 
 
@@ -304,36 +306,36 @@ class _Unordered(_Ordered):
 
     def take(self) -> list[Task]:
         while not self._arrived:
-            if not self._works:
+            if not self._tasks:
                 return []
             self._wait_for(self._news)
             self._news = Promise()
-        work = self._arrived.popleft()
-        if isinstance(work, Slice):
-            for each in work.followers:
+        task = self._arrived.popleft()
+        if isinstance(task, Slice):
+            for each in task.followers:
                 self._under_way += each.count
                 self._taken -= each.count
                 self._add(each)
-        self._works.remove(work)
-        self._under_way -= work.count
-        self.source.learn(work)
-        self._taken += work.count
-        return [work]
+        self._tasks.remove(task)
+        self._under_way -= task.count
+        self.source.learn(task)
+        self._taken += task.count
+        return [task]
 
     def news(self) -> Promise[Any] | None:
         if (
-            self._works and not self._arrived and self._news.done()
+            self._tasks and not self._arrived and self._news.done()
         ):  # it told of some that were taken without a wait
             self._news = Promise()
-        return self._news if self._works and not self._arrived else None
+        return self._news if self._tasks and not self._arrived else None
 
-    def _add(self, work: Task) -> None:
-        super()._add(work)
-        work._hook(self._settled)
+    def _add(self, task: Task) -> None:
+        super()._add(task)
+        task._hook(self._settled)
 
-    def _settled(self, work: Promise[Any]) -> None:
-        assert isinstance(work, Task)
-        self._arrived.append(work)
+    def _settled(self, task: Promise[Any]) -> None:
+        assert isinstance(task, Task)
+        self._arrived.append(task)
         self._news._settle(FINISHED, None, None)
 
 
@@ -369,14 +371,14 @@ def _settle(promise: Promise[None], _: object) -> None:
     promise._settle(FINISHED, None, None)
 
 
-def _cancel(works: Reversible[Task]) -> None:
+def _cancel(tasks: Reversible[Task]) -> None:
     """The last first: a drone whose call ends by this would begin the next one, if that was not
     cancelled yet.
 
     Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled
     after it has said what follows it, and here it is the other way round, so one of the two sees
     both."""
-    for work in reversed(works):
-        work.cancel()
-        if isinstance(work, Slice):
-            _cancel(work.followers)
+    for task in reversed(tasks):
+        task.cancel()
+        if isinstance(task, Slice):
+            _cancel(task.followers)

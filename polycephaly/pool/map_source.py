@@ -62,15 +62,15 @@ class OneByOne:
 
     def __init__(
         self,
-        crew: Dispatcher,
-        terms: TaskOptions | None,
+        dispatcher: Dispatcher,
+        task_options: TaskOptions | None,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
         ahead: int,
     ) -> None:
         self.error: Exception | None = None
-        self._crew = crew
-        self._terms = terms
+        self._dispatcher = dispatcher
+        self._task_options = task_options
         self._fn = fn
         self._ahead = ahead
         self._item = 0  # the index of the next call that is handed out
@@ -83,8 +83,8 @@ class OneByOne:
         return label(self._fn)
 
     @property
-    def hub(self) -> Reactor:
-        return self._crew.hub
+    def reactor(self) -> Reactor:
+        return self._dispatcher.reactor
 
     def ahead(self) -> int:
         """How many calls are to be kept under way."""
@@ -105,15 +105,15 @@ class OneByOne:
         """The next piece of work, on its way, of at most so many calls; None when there is none."""
         try:
             for row in self._rows:
-                work = self.latest = Task(self._crew)
-                work.item, self._item = self._item, self._item + 1
-                return self._crew.submit(self._fn, row, {}, None, self._terms, work)
+                task = self.latest = Task(self._dispatcher)
+                task.item, self._item = self._item, self._item + 1
+                return self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
         except Exception as error:  # of the input, or the pool takes no more
             self.error, self._rows = error, iter(())
         self.exhausted = True
         return None
 
-    def learn(self, work: Task) -> None:
+    def learn(self, task: Task) -> None:
         """From what came of it."""
 
     def untaken(self) -> list[Task]:
@@ -121,7 +121,7 @@ class OneByOne:
         return [] if self.latest is None else [self.latest]
 
     def explain(self, error: BaseException) -> None:
-        self._crew.explain(error)
+        self._dispatcher.explain(error)
 
 
 class Source(OneByOne):
@@ -129,13 +129,13 @@ class Source(OneByOne):
 
     def __init__(
         self,
-        crew: Dispatcher,
-        terms: TaskOptions,
+        dispatcher: Dispatcher,
+        task_options: TaskOptions,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
     ) -> None:
-        super().__init__(crew, terms, fn, iterables, 0)
-        self._given = terms
+        super().__init__(dispatcher, task_options, fn, iterables, 0)
+        self._given = task_options
         self._single = len(iterables) == 1
         self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
         self._range = iterables[0] if self._single and type(iterables[0]) is range else None
@@ -148,17 +148,17 @@ class Source(OneByOne):
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
-        plan = crew.plan
-        self._one_by_one = terms.timeout is not None or plan.max_tasks is not None
-        self._definition = crew.book.define(fn)
+        config = dispatcher.config
+        self._one_by_one = task_options.timeout is not None or config.max_tasks is not None
+        self._definition = dispatcher.registry.define(fn)
 
     @property
     def label(self) -> str:
         return self._definition.label
 
     def ahead(self) -> int:
-        plan, seconds = self._crew.plan, self._definition.seconds
-        at_once = plan.size * (plan.width if self._definition.overlaps else 1)
+        config, seconds = self._dispatcher.config, self._definition.seconds
+        at_once = config.size * (config.width if self._definition.overlaps else 1)
         if seconds is None:
             return 4 * at_once
         most: float = MOST_AHEAD
@@ -169,36 +169,36 @@ class Source(OneByOne):
 
     def works_ahead(self) -> int:
         """Few at first: the first calls may tell little of how long the others take."""
-        return 4 * self._crew.plan.size * self._crew.plan.width + 2 * self._answered
+        return 4 * self._dispatcher.config.size * self._dispatcher.config.width + 2 * self._answered
 
     def has_room(self) -> bool:
-        return self._crew.has_room()
+        return self._dispatcher.has_room()
 
-    def learn(self, work: Task) -> None:
+    def learn(self, task: Task) -> None:
         """What follows a slice that was cut counts when it is answered itself."""
         self._answered += 1
-        answer = work.answered_with()
+        answer = task.answered_with()
         if answer is not None:
             self._seconds += answer.finished - answer.started
             self._bytes += answer.there + answer.back
-            followers = work.followers if isinstance(work, Slice) else ()
-            self._calls += work.count - sum(each.count for each in followers)
+            followers = task.followers if isinstance(task, Slice) else ()
+            self._calls += task.count - sum(each.count for each in followers)
 
     def take(self, most: int) -> Task | None:
-        work = self.latest = self._next
+        task = self.latest = self._next
         self._next = None
-        if work is None and not self.exhausted:
-            self._definition = self._crew.book.define(self._fn)
+        if task is None and not self.exhausted:
+            self._definition = self._dispatcher.registry.define(self._fn)
             try:
-                work = self._gather(most)
+                task = self._gather(most)
             except RuntimeError as error:
-                if self._crew.refusal is None:
+                if self._dispatcher.refusal is None:
                     raise
                 error.add_note(_TAKE_THEM)
                 self.error, self.exhausted = error, True
-        if work is not None and not isinstance(work, Slice):
+        if task is not None and not isinstance(task, Slice):
             self._item += 1
-        return work
+        return task
 
     def best(self) -> int:
         seconds = self._definition.seconds
@@ -212,7 +212,7 @@ class Source(OneByOne):
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
         left = length_hint(self._length, 0) if self._range is None else _length(self._range)
         if left:  # so that the last ones are divided among the drones
-            best = min(best, -(-left // self._crew.plan.size))
+            best = min(best, -(-left // self._dispatcher.config.size))
         return max(1, best)
 
     def _gather(self, most: int) -> Task | None:
@@ -224,7 +224,7 @@ class Source(OneByOne):
             self._rows = iter(part)
         rows: list[Any] = []
         size = 0
-        work: Task | None
+        task: Task | None
         source: Iterator[Any] = islice(self._rows, most)
         if self._at_once and most > 1:
             try:
@@ -249,9 +249,11 @@ class Source(OneByOne):
             args = (row,) if self._single else row
             pickled = self._pickled(args) if most > 1 else None
             if pickled is None:
-                self.latest = Task(self._crew)
+                self.latest = Task(self._dispatcher)
                 self.latest.item = self._item + len(rows)
-                self._next = self._crew.submit(self._fn, args, {}, None, self._terms, self.latest)
+                self._next = self._dispatcher.submit(
+                    self._fn, args, {}, None, self._task_options, self.latest
+                )
                 break
             if form != PICKLED:
                 rows = [dumps((row,) if self._single else row, 5) for row in rows]
@@ -264,8 +266,8 @@ class Source(OneByOne):
             self.exhausted = len(rows) < most
         if rows:
             return self._slice(form, rows)
-        work, self._next = self._next, None
-        return work
+        task, self._next = self._next, None
+        return task
 
     def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -282,7 +284,7 @@ class Source(OneByOne):
                 return None
         try:
             with meeting(None) as pickling:
-                pickled = capture(args, self._crew.book.snapshot, small=True)
+                pickled = capture(args, self._dispatcher.registry.snapshot, small=True)
             if pickling.moved is not None:  # something in it wants to know what becomes of its call
                 return None
         except Exception:  # too large, or it cannot be pickled: then the call's promise says why
@@ -312,11 +314,11 @@ class Source(OneByOne):
             return None
         calls = pack_calls(form, self._definition.once, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
-        work = self.latest = Slice(self._crew, self._definition, calls, len(rows))
-        work.retries = self._given.retries
-        work.item, self._item = self._item, self._item + len(rows)
-        self._crew.start(work)
-        return work
+        task = self.latest = Slice(self._dispatcher, self._definition, calls, len(rows))
+        task.retries = self._given.retries
+        task.item, self._item = self._item, self._item + len(rows)
+        self._dispatcher.start(task)
+        return task
 
 
 def _length(numbers: range) -> int:

@@ -121,7 +121,7 @@ class Pool(ExecutorBase):
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
-        plan = PoolConfig(
+        config = PoolConfig(
             size=size,
             name=name,
             drone_name=lambda index: f"{name}.{index}",
@@ -132,7 +132,7 @@ class Pool(ExecutorBase):
             initargs=tuple(initargs),
             output=check_output(output),
             width=check_at_least("width", width, 1),
-            terms=TaskOptions(check_timeout(timeout), check_at_least("retries", retries, 0)),
+            task_options=TaskOptions(check_timeout(timeout), check_at_least("retries", retries, 0)),
             max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
             max_memory=check_memory(max_memory),
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
@@ -141,19 +141,21 @@ class Pool(ExecutorBase):
             machine=where,
             on_death=on_death,
         )
-        self._crew = Dispatcher(plan)
-        self._crew.close_without(self)
+        self._dispatcher = Dispatcher(config)
+        self._dispatcher.close_without(self)
         try:
-            self._crew.begun.result()
+            self._dispatcher.begun.result()
         except BaseException:
-            self._crew.kill()
-            self._crew.wait_ended()
+            self._dispatcher.kill()
+            self._dispatcher.wait_ended()
             raise
 
     # -- work --------------------------------------------------------------------------------------
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
-        return Source(self._crew, self._terms or self._crew.terms, fn, iterables)
+        return Source(
+            self._dispatcher, self._task_options or self._dispatcher.task_options, fn, iterables
+        )
 
     def share(self, obj: T) -> Shared[T]:
         """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see
@@ -168,8 +170,8 @@ class Pool(ExecutorBase):
         ...     pool.doit(lambda t: t["a"], table)
         1
         """
-        self._crew.check_open()
-        shared: Shared[T] = self._crew.roster.engine.share(obj)
+        self._dispatcher.check_open()
+        shared: Shared[T] = self._dispatcher.supervisor.engine.share(obj)
         return shared
 
     # -- the pool itself ---------------------------------------------------------------------------
@@ -177,18 +179,18 @@ class Pool(ExecutorBase):
     @property
     def name(self) -> str:
         """As given, or ``pool-N``; its drones are called after it."""
-        return self._crew.plan.name
+        return self._dispatcher.config.name
 
     @property
     def drones(self) -> list[Drone]:
         """Its drones at this moment; work given to one of them is run by that one."""
-        now = [link for link in list(self._crew.links) if link.state < State.RETIRING]
-        return [Drone._of(self._crew, link, self._terms) for link in now]
+        now = [handle for handle in list(self._dispatcher.handles) if handle.state < State.RETIRING]
+        return [Drone._of(self._dispatcher, handle, self._task_options) for handle in now]
 
     @property
     def timeline(self) -> Timeline:
         """What its drones have done so far, and when; also after its end. See `Timeline`."""
-        return take(self._crew)
+        return take(self._dispatcher)
 
     def _drones(self) -> list[Drone]:
         return self.drones
@@ -198,16 +200,16 @@ class Pool(ExecutorBase):
 
         Work that runs is finished by the old drones; what waits is done by the new ones. What the
         old ones had in their namespaces beyond the snapshot is gone."""
-        self._crew.refresh()
+        self._dispatcher.refresh()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more work, finishes what there is, and ends; waits for that unless told not to.
 
         With `cancel_futures`, work that no drone has begun is cancelled. Doing so twice is no
         error."""
-        self._crew.close(cancel=cancel_futures)
+        self._dispatcher.close(cancel=cancel_futures)
         if wait:
-            self._crew.finish()
+            self._dispatcher.finish()
 
     def __enter__(self) -> Self:
         entered(self)
@@ -220,7 +222,7 @@ class Pool(ExecutorBase):
         at: TracebackType | None,
     ) -> None:
         left(self)
-        self._crew.finish(cancel=kind is not None)
+        self._dispatcher.finish(cancel=kind is not None)
 
     async def __aenter__(self) -> Self:
         entered(self)
@@ -233,14 +235,15 @@ class Pool(ExecutorBase):
         at: TracebackType | None,
     ) -> None:
         left(self)
-        await self._crew.finish_async(cancel=kind is not None)
+        await self._dispatcher.finish_async(cancel=kind is not None)
 
     def __repr__(self) -> str:
-        crew = self._crew
-        if crew.over:
-            return f"<Pool {crew.plan.name}, ended>"
-        busy = sum(bool(link.flight) for link in crew.links)
-        return f"<Pool {crew.plan.name}: {len(crew.links)} drones, {busy} busy, {crew.pending()} pieces of work>"
+        dispatcher = self._dispatcher
+        if dispatcher.over:
+            return f"<Pool {dispatcher.config.name}, ended>"
+        busy = sum(bool(handle.in_flight) for handle in dispatcher.handles)
+        drones, pending = len(dispatcher.handles), dispatcher.pending()
+        return f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, {pending} pieces of work>"
 
     def _repr_html_(self) -> str:
         from ..integrations.html import pool_table

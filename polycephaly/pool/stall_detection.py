@@ -25,43 +25,52 @@ __all__ = ["StallDetector"]
 class StallDetector:
     """A crew's."""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._looks = False  # or has said it
 
     def look_soon(self) -> None:
         """From any thread."""
         if not self._looks:
-            self._crew.hub.post(self.look_later)
+            self._dispatcher.reactor.post(self.look_later)
 
     def look_later(self) -> None:
         if not self._looks:
             self._looks = True
-            self._crew.hub.after(tuning.stall_report_seconds, self._look)
+            self._dispatcher.reactor.after(tuning.stall_report_seconds, self._look)
 
     def _look(self) -> None:
-        crew = self._crew
+        dispatcher = self._dispatcher
         self._looks = False
-        if crew.queue or any(link.flight or link.pinned or link.favoured for link in crew.links):
-            if crew.waiting:
+        if dispatcher.queue or any(
+            handle.in_flight or handle.dedicated or handle.preferred
+            for handle in dispatcher.handles
+        ):
+            if dispatcher.waiting:
                 self.look_later()
             return
         seen: set[Any] = set()  # each once, however many wait for it
-        for work in [*crew.waiting]:  # others add some meanwhile
-            by_hand = by_hand_for(work, seen)
+        for task in [*dispatcher.waiting]:  # others add some meanwhile
+            by_hand = by_hand_for(task, seen)
             if by_hand is not None:
-                more = f", and {len(crew.waiting) - 1} more wait" if len(crew.waiting) > 1 else ""
-                said = f"{crew.plan.name} has nothing to run: {work._named()} waits for {by_hand!r}{more}"
+                more = (
+                    f", and {len(dispatcher.waiting) - 1} more wait"
+                    if len(dispatcher.waiting) > 1
+                    else ""
+                )
+                said = f"{dispatcher.config.name} has nothing to run: {task._named()} waits for {by_hand!r}{more}"
                 cure = "somebody has to settle that by hand. If it is this work that should, it waits for itself"
                 self._looks = True  # it is said once
-                crew.hub.deliver(partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2))
+                dispatcher.reactor.deliver(
+                    partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2)
+                )
                 return
 
 
-def by_hand_for(work: Task, seen: set[Any]) -> Promise[Any] | None:
+def by_hand_for(task: Task, seen: set[Any]) -> Promise[Any] | None:
     """A promise that nobody but the program settles, for which it waits in the end; none that was
     `seen` before."""
-    todo: list[Any] = [work]
+    todo: list[Any] = [task]
     while todo:
         each = todo.pop()
         if each not in seen and isinstance(each, Promise) and not each.done():

@@ -51,7 +51,7 @@ class Task(Promise[Any]):
     target: DroneHandle | None = None  # the only drone it may run on, if there is one
     prefers: DroneHandle | None = None  # the drone that has most of what it takes, if one is known
     burden = 0  # bytes that would have to be moved for any other
-    favoured = 0.0  # since when it waits for that one
+    preferred = 0.0  # since when it waits for that one
     keeps = False  # its value stays where it is computed
     sending: Sending | None = None  # with which it was sent
     kind = CALL
@@ -96,12 +96,12 @@ class Task(Promise[Any]):
         int
     ]  # as many steps as there are inputs but one: the synchronization counter
 
-    def __init__(self, crew: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._open = None  # as Promise.__init__ does
         if DICT_AT_BIRTH:
             self.__dict__  # noqa: B018
         self.number = next(_numbers)
-        self.crew = crew
+        self.dispatcher = dispatcher
         self.queued = monotonic()
 
     def capture(
@@ -109,7 +109,7 @@ class Task(Promise[Any]):
         definition: RemoteFunction,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        book: FunctionRegistry,
+        registry: FunctionRegistry,
     ) -> Sequence[Promise[Any]]:
         """Pickles the arguments; gives the promises among them. Raises what their pickling
         raises."""
@@ -145,36 +145,36 @@ class Task(Promise[Any]):
             self.args = args
             return inputs
         if shared:
-            args, kwargs = _with_stand_ins(args, kwargs, book.snapshot)
+            args, kwargs = _with_stand_ins(args, kwargs, registry.snapshot)
         if inputs or nested:
-            return self._capture_with_holes(args, kwargs, book, bulky)
-        with meeting(book.vault) as pickling:
+            return self._capture_with_holes(args, kwargs, registry, bulky)
+        with meeting(registry.directory) as pickling:
             try:
                 if kwargs:
                     self.kind = CALL_KEYWORDS
-                    self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                    self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
                 elif args:
-                    self.payload = pack(args, book.snapshot, book.store, bulky)
+                    self.payload = pack(args, registry.snapshot, registry.store, bulky)
             except Exception as error:
                 error.add_note(
-                    f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, book)}"
+                    f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, registry)}"
                 )
                 raise
         self._note(pickling)
         return inputs
 
     def _capture_with_holes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry, bulky: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, bulky: bool
     ) -> Sequence[Promise[Any]]:
         self.kind = CALL_KEYWORDS
-        with Placeholders() as holes, meeting(book.vault) as pickling:
+        with Placeholders() as holes, meeting(registry.directory) as pickling:
             try:
-                self.payload = pack((args, kwargs), book.snapshot, book.store, bulky)
+                self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
                 if holes.inputs:
                     holes.check(args, kwargs)
             except Exception as error:
                 error.add_note(
-                    f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, book)}"
+                    f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, registry)}"
                 )
                 raise
         self._note(pickling)
@@ -205,15 +205,15 @@ class Task(Promise[Any]):
         self.payload = b""
         followed, self.followed = self.followed, ()
         for each in followed:
-            self.crew.hub.deliver(partial(each._never_arrived, self))
+            self.dispatcher.reactor.deliver(partial(each._never_arrived, self))
 
-    def take(self, deposits: dict[int, RemoteObject]) -> None:
+    def take(self, remote_objects: dict[int, RemoteObject]) -> None:
         """It needs these kept values."""
         if self.args is not None and not any(
             isinstance(arg, Promise) for arg in self.args
         ):  # else see `_fill`
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
-        self.payload = taking(self.payload, deposits)
+        self.payload = taking(self.payload, remote_objects)
 
     def captured(self) -> tuple[Any, ...]:
         """Once more the arguments of a call without keywords and promises."""
@@ -263,22 +263,24 @@ class Task(Promise[Any]):
             values = [
                 arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args
             ]
-            captured = self.payload.deposits if type(self.payload) is PayloadWithRefs else None
+            captured = (
+                self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
+            )
             if SMALL.issuperset(map(type, values)):
                 self.args = tuple(values)
                 self.inputs = ()
                 if captured:
                     self.take(captured)
-                self.crew.filled(self)
+                self.dispatcher.filled(self)
                 return
         try:
-            book = self.crew.book
+            registry = self.dispatcher.registry
             if args is not None:
                 self.args, self.payload, self.weight = None, b"", type(self).weight
                 if any(isinstance(value, Promise) for value in values):
-                    inputs = self._capture_with_holes(tuple(values), {}, book, True)
+                    inputs = self._capture_with_holes(tuple(values), {}, registry, True)
                 else:
-                    inputs = self.capture(self.definition, tuple(values), {}, book)
+                    inputs = self.capture(self.definition, tuple(values), {}, registry)
                 if not all(each._lies for each in inputs):
                     raise TypeError("the value of a promise is, or has in it, another promise")
                 if captured:
@@ -287,28 +289,28 @@ class Task(Promise[Any]):
                 parts = {
                     index: part
                     for index, each in enumerate(inputs)
-                    if (part := each._part(book)) is not None
+                    if (part := each._part(registry)) is not None
                 }
                 results = [
                     None if index in parts else each.result() for index, each in enumerate(inputs)
                 ]
-                with meeting(book.vault) as pickling:
-                    packed = pack(results, book.snapshot, book.store)
+                with meeting(registry.directory) as pickling:
+                    packed = pack(results, registry.snapshot, registry.store)
                 inner = pickling.met or {}
                 if pickling.moved:
                     self._followed_by(pickling.moved)
                 if any(each._is_far() for each in inputs):
                     self.unfilled = self.payload, inputs
-                outer, deposits = untaken(self.payload)
-                joined = join([*parts], (outer, packed, *parts.values()), book.store)
-                self.payload = taking(joined, deposits | inner)
+                outer, remote_objects = untaken(self.payload)
+                joined = join([*parts], (outer, packed, *parts.values()), registry.store)
+                self.payload = taking(joined, remote_objects | inner)
                 self.kind = CALL_FILLED
             self.inputs = ()
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
             self._settle(FINISHED, None, error)
             self.let_go()
-        self.crew.filled(self)
+        self.dispatcher.filled(self)
 
     read: Callable[[Any], Any] = staticmethod(load)
     """From what came back to its value. Raises what unpickling raises."""
@@ -367,7 +369,7 @@ class Task(Promise[Any]):
 
     def _withdraw(self) -> None:
         self.let_go()
-        self.crew.hub.post(partial(self.crew.withdraw, self))
+        self.dispatcher.reactor.post(partial(self.dispatcher.withdraw, self))
 
     def _break_off(self) -> None:
         self.cancel()
@@ -377,14 +379,14 @@ class Task(Promise[Any]):
 
     def _help(self, end: float | None) -> None:
         if self.inputs and end is None:
-            self.crew.somebody_waits(self)
-        self.crew.hub.drive(self, end)
+            self.dispatcher.somebody_waits(self)
+        self.dispatcher.reactor.drive(self, end)
 
     @property
-    def link(self) -> DroneHandle | None:
+    def handle(self) -> DroneHandle | None:
         """The drone it was sent to."""
         sending = self.sending  # a turn in another thread may take it away
-        return sending.link if sending is not None else None
+        return sending.handle if sending is not None else None
 
     @property
     def label(self) -> str:
@@ -396,15 +398,15 @@ class Task(Promise[Any]):
         return f"{self.label} #{self.number}"
 
     def running(self) -> bool:
-        link = self.link
+        handle = self.handle
         return self._state == PENDING and (
-            self.runs_elsewhere or (link is not None and link.runs(self.number))
+            self.runs_elsewhere or (handle is not None and handle.runs(self.number))
         )
 
     @property
     def spans(self) -> Spans:
         sending, answer = self.sending, self.answered_with()
-        sent, name = (sending.at, sending.link.name) if sending is not None else (None, None)
+        sent, name = (sending.at, sending.handle.name) if sending is not None else (None, None)
         if answer is None:
             return Spans(queued=self.queued, sent=sent, drone=name)
         there, back = answer.there, answer.back
@@ -476,7 +478,7 @@ class LazyTask(Task):
             return self._again
         if not self.retries or self.recipe is None:
             raise lost
-        again = self._again = Task(self.crew)
+        again = self._again = Task(self.dispatcher)
         again.definition, again.kind, again.args, again.payload = (
             self.definition,
             self.kind,
@@ -484,14 +486,14 @@ class LazyTask(Task):
             self.recipe,
         )
         again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
-        self.crew.start(again)
+        self.dispatcher.start(again)
         return again
 
     def _is_far(self) -> bool:
         return not self._opened and bool(self._lying.is_far())
 
-    def _part(self, book: FunctionRegistry) -> Serialized | None:
-        return self._lying.parcel() if self._lying.lies_in(book.store) else None
+    def _part(self, registry: FunctionRegistry) -> Serialized | None:
+        return self._lying.parcel() if self._lying.lies_in(registry.store) else None
 
 
 class KeptTask(Task):
@@ -499,7 +501,7 @@ class KeptTask(Task):
 
     keeps = True
     weight = Task.weight + 1  # so that it does not go in a run of others
-    deposit: RemoteObject | None = None  # where it computes once more what was lost
+    remote_object: RemoteObject | None = None  # where it computes once more what was lost
 
     read: Callable[[Any], Any] = staticmethod(Kept.of)
 
@@ -507,12 +509,12 @@ class KeptTask(Task):
 class Sending:
     """What works have in common that went to a drone in one message."""
 
-    __slots__ = ("at", "by_bulk", "estimate", "link")
+    __slots__ = ("at", "by_bulk", "estimate", "handle")
 
     def __init__(
-        self, link: DroneHandle, at: float, estimate: float, by_bulk: bool = False
+        self, handle: DroneHandle, at: float, estimate: float, by_bulk: bool = False
     ) -> None:
-        self.link = link
+        self.handle = handle
         self.at = at
         self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
         self.by_bulk = by_bulk
@@ -557,9 +559,9 @@ class Slice(Task):
     repeated message."""
 
     def __init__(
-        self, crew: Dispatcher, definition: RemoteFunction, calls: bytes, count: int
+        self, dispatcher: Dispatcher, definition: RemoteFunction, calls: bytes, count: int
     ) -> None:
-        super().__init__(crew)
+        super().__init__(dispatcher)
         self.definition = definition
         self.payload = calls
         self.count = count
@@ -575,7 +577,9 @@ class Slice(Task):
         the `rest`."""
         begun = self.count - rest
         running, later = (
-            Slice(self.crew, self.definition, part_of(self.payload, start, stop), stop - start)
+            Slice(
+                self.dispatcher, self.definition, part_of(self.payload, start, stop), stop - start
+            )
             for start, stop in ((done, begun), (begun, self.count))
         )
         running.retries = later.retries = self.retries
@@ -597,12 +601,12 @@ def _with_stand_ins(
     return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
 
 
-def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], book: FunctionRegistry) -> str:
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry) -> str:
     """Which argument it was that does not pickle."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
             with Placeholders() as holes:
-                capture(arg, book.snapshot)
+                capture(arg, registry.snapshot)
             holes.check(arg)
         except Exception:
             return f"{name}, a {type(arg).__qualname__}{_CURE if _has_future(arg) else ''}"

@@ -290,7 +290,7 @@ class Promise(Future[T], Generic[T]):
         """Whether its value lies on another machine, perhaps, with which it may be lost."""
         return False
 
-    def _part(self, book: Any) -> Any:
+    def _part(self, registry: Any) -> Any:
         """Such a value as a part of arguments (a `Serialized`), if it can go there as it is."""
         return None
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ..engines.local.launcher import Launcher
     from ..pool.dispatcher import Dispatcher
 
-__all__ = ["Reactor", "lease_hub"]
+__all__ = ["Reactor", "lease_reactor"]
 
 log = logging.getLogger(__name__)
 
@@ -76,51 +76,51 @@ LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
 TOGETHER = 32  # pieces of work that a delivery makes ready: fewer wait for its end, to be sent as one message
 TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
 
-_hub: Reactor | None = None
+_reactor: Reactor | None = None
 
 
-def lease_hub() -> Reactor:
+def lease_reactor() -> Reactor:
     """This image's hub, started if need be. It lives until `Hub.give_back` was called as often."""
-    global _hub
+    global _reactor
     with fork_guard.guard:
-        if _hub is None:
-            _hub = Reactor()
-        _hub.leases += 1
-        return _hub
+        if _reactor is None:
+            _reactor = Reactor()
+        _reactor.leases += 1
+        return _reactor
 
 
-def _forget_hub() -> None:
+def _forget_reactor() -> None:
     """In a forked child: the hub stayed behind with its threads; nothing of it may be used or
     tidied up here."""
-    global _hub
-    if _hub is not None:
-        _hub.stay_behind()
-        _left_behind.append(_hub)
-        _hub = None
+    global _reactor
+    if _reactor is not None:
+        _reactor.stay_behind()
+        _left_behind.append(_reactor)
+        _reactor = None
     promises.in_turn = None
     settlers.clear()
 
 
 _left_behind: list[Any] = []
-os.register_at_fork(after_in_child=_forget_hub)
+os.register_at_fork(after_in_child=_forget_reactor)
 
 
 def _end_with_interpreter() -> None:
     """As a ``with`` block ends: what was given to `submit` is finished, as the standard library
     does; after an error that ended the program it is not."""
-    hub = _hub
-    if hub is None:
+    reactor = _reactor
+    if reactor is None:
         return
     try:
         if (
             hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None
         ):  # at a prompt, errors do not end it
-            for crew in list(hub.crews):
-                if crew.has_promised_to_finish:
-                    crew.finish()
+            for dispatcher in list(reactor.dispatchers):
+                if dispatcher.has_promised_to_finish:
+                    dispatcher.finish()
     finally:
-        hub.post(hub.abandon_all)
-        hub.thread.join(timeout=5.0)
+        reactor.post(reactor.abandon_all)
+        reactor.thread.join(timeout=5.0)
 
 
 class Reactor:
@@ -129,7 +129,7 @@ class Reactor:
         self.leases = 0
         self.gone = False
         self.left_behind = False
-        self.crews: list[Dispatcher] = []
+        self.dispatchers: list[Dispatcher] = []
         self.ending: list[Promise[None]] = []
         """Told when the hub has ended too, if they were the last: then nothing of theirs is
         left."""
@@ -142,7 +142,7 @@ class Reactor:
         self._inbox: deque[Callable[[], object]] = deque()
         self._errands: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
-        self._links: dict[bytes, LocalHandle] = {}
+        self._handles: dict[bytes, LocalHandle] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self.timers = Timers()
         """Set in turns. Its `now` is the time of limits, grace and looks."""
@@ -174,9 +174,9 @@ class Reactor:
         are not here."""
         self.gone = self.left_behind = True
         self._asleep = False
-        for crew in self.crews:
-            crew.refusal = RuntimeError(
-                f"{crew.plan.name} belongs to another process, of which this one is a fork"
+        for dispatcher in self.dispatchers:
+            dispatcher.refusal = RuntimeError(
+                f"{dispatcher.config.name} belongs to another process, of which this one is a fork"
             )
 
     # -- from any thread ---------------------------------------------------------------------------
@@ -203,21 +203,21 @@ class Reactor:
                 return
             os.eventfd_write(self._wake_fd, 1)
 
-    def serve(self, crew: Dispatcher) -> None:
+    def serve(self, dispatcher: Dispatcher) -> None:
         """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
-        if get_ident() == self._deliverer and len(crew.queue) < TOGETHER:
+        if get_ident() == self._deliverer and len(dispatcher.queue) < TOGETHER:
             return  # it looks at the queues when it has delivered
         if self._turn.is_mine() or not can_be_raised():
             self.wake()
             return
         with DeferredSigint():
-            while crew.hungry and (crew.queue or crew.pinned_waiting):
+            while dispatcher.hungry and (dispatcher.queue or dispatcher.dedicated_waiting):
                 if not self._turn.acquire(blocking=False):
                     self.wake()
                     return
                 try:
-                    crew.dispatch(self.timers.now())
-                    crew.after_turn()
+                    dispatcher.dispatch(self.timers.now())
+                    dispatcher.after_turn()
                 finally:
                     self._turn.release()
                 if self._deliveries:
@@ -233,7 +233,7 @@ class Reactor:
                 ):  # who has it may be waiting for the interpreter, which we have
                     try:
                         self._read_lanes(self._lanes.poll(0))
-                        self._serve_crews(self.timers.now())
+                        self._serve_dispatchers(self.timers.now())
                     finally:
                         self._turn.release()
                 if self._deliveries or self._could_send():
@@ -248,7 +248,7 @@ class Reactor:
             )
         if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
-        with DeferredSigint(self._nudge) as shield:
+        with DeferredSigint(self._nudge) as deferred_sigint:
             again = (
                 self._driving == get_ident()
             )  # a finalizer in a drive of this thread: nobody else would drive
@@ -263,7 +263,7 @@ class Reactor:
                     self._epoll.unregister(self._lanes.fileno())
                     self.wake()  # so that it ticks
                 promise._hook(hook)
-                self._drive(promise, end, shield)
+                self._drive(promise, end, deferred_sigint)
             finally:
                 promise._unhook(hook)
                 if not again:
@@ -287,10 +287,14 @@ class Reactor:
             self._drives_seen = self._drives
             self._driver.release()
 
-    def _drive(self, promise: Promise[Any], end: float | None, shield: DeferredSigint) -> None:
+    def _drive(
+        self, promise: Promise[Any], end: float | None, deferred_sigint: DeferredSigint
+    ) -> None:
         news: list[tuple[int, int]] = []
-        while not (promise.done() or shield.tripped or self.gone):
-            waits = not any(crew.hungry and crew.queue for crew in self.crews)
+        while not (promise.done() or deferred_sigint.tripped or self.gone):
+            waits = not any(
+                dispatcher.hungry and dispatcher.queue for dispatcher in self.dispatchers
+            )
             if (
                 waits and not promise.done()
             ):  # a finalizer may just have driven, and heard the answer
@@ -301,7 +305,7 @@ class Reactor:
                 news = self._lanes.poll(longest if left is None else min(left, longest))
             with self._turn:
                 self._read_lanes(news)
-                self._serve_crews(self.timers.now())
+                self._serve_dispatchers(self.timers.now())
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
@@ -319,19 +323,22 @@ class Reactor:
 
     # -- in a turn: what crews use -----------------------------------------------------------------
 
-    def add_link(self, link: LocalHandle) -> None:
-        self._links[link.identity] = link
-        if link.lane is not None:
-            self._lane_links[link.lane.fileno()] = link
-            self._lanes.register(link.lane.fileno(), select.EPOLLIN)
+    def add_link(self, handle: LocalHandle) -> None:
+        self._handles[handle.identity] = handle
+        if handle.fast_transport is not None:
+            self._lane_links[handle.fast_transport.fileno()] = handle
+            self._lanes.register(handle.fast_transport.fileno(), select.EPOLLIN)
 
-    def remove_link(self, link: LocalHandle) -> None:
-        self._links.pop(link.identity, None)
-        self._unwatch_lane(link)
+    def remove_link(self, handle: LocalHandle) -> None:
+        self._handles.pop(handle.identity, None)
+        self._unwatch_lane(handle)
 
-    def _unwatch_lane(self, link: LocalHandle) -> None:
-        if link.lane is not None and self._lane_links.pop(link.lane.fileno(), None) is not None:
-            self._lanes.unregister(link.lane.fileno())
+    def _unwatch_lane(self, handle: LocalHandle) -> None:
+        if (
+            handle.fast_transport is not None
+            and self._lane_links.pop(handle.fast_transport.fileno(), None) is not None
+        ):
+            self._lanes.unregister(handle.fast_transport.fileno())
 
     def watch(self, fd: int, act: Callable[[], object]) -> None:
         self._watched[fd] = act
@@ -361,23 +368,23 @@ class Reactor:
         self._errands.append(act)
         self.wake()
 
-    def receive_by_lane(self, link: LocalHandle, *, all_of_it: bool = False) -> None:
+    def receive_by_lane(self, handle: LocalHandle, *, all_of_it: bool = False) -> None:
         """Reads one message (the lane's descriptor tells if there are more), or all that there
         are."""
-        while link.lane is not None:
+        while handle.fast_transport is not None:
             try:
-                frames = link.lane.receive()
+                frames = handle.fast_transport.receive()
                 if frames is None:
                     return
                 if not frames:  # its other end is closed; the zygote will tell how the drone ended
-                    self._unwatch_lane(link)
+                    self._unwatch_lane(handle)
                     return
-                hear(link, frames)
+                hear(handle, frames)
             except Malformed as wrong:
-                log.warning("a message of %s was dropped: %s", link.name, wrong)
-                link.crew.doubt(link)
+                log.warning("a message of %s was dropped: %s", handle.name, wrong)
+                handle.dispatcher.doubt(handle)
             except Exception as error:
-                link.crew.fail(error)
+                handle.dispatcher.fail(error)
             if not all_of_it:
                 return
 
@@ -387,25 +394,25 @@ class Reactor:
         while router is not None and most > 0 and has_news(router):
             most -= 1
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
-            link = self._links.get(identity)
+            handle = self._handles.get(identity)
             if (
-                link is None
+                handle is None
             ):  # a drone that is gone by now, or a stranger: nothing of it is looked at
                 log.info("a message of nobody's drone was dropped")
                 continue
-            if not link.bulk_open:
-                link.open_bulk(router)
+            if not handle.bulk_open:
+                handle.open_bulk(router)
             try:
-                hear(link, frames)
+                hear(handle, frames)
             except Malformed as wrong:
-                log.warning("a message of %s was dropped: %s", link.name, wrong)
-                link.crew.doubt(link)
+                log.warning("a message of %s was dropped: %s", handle.name, wrong)
+                handle.dispatcher.doubt(handle)
             except Exception as error:
-                link.crew.fail(error)
+                handle.dispatcher.fail(error)
 
     def abandon_all(self) -> None:
-        for crew in list(self.crews):
-            crew.abandon()
+        for dispatcher in list(self.dispatchers):
+            dispatcher.abandon()
 
     # -- the hub's thread: its life ----------------------------------------------------------------
 
@@ -435,22 +442,22 @@ class Reactor:
             self._guarded(inbox.popleft())
         self._guarded(partial(self.receive, BULK_MOST))
         self.timers.fire()
-        self._serve_crews(self.timers.now())
+        self._serve_dispatchers(self.timers.now())
 
-    def _serve_crews(self, now: float) -> None:
-        for crew in self.crews[:]:
+    def _serve_dispatchers(self, now: float) -> None:
+        for dispatcher in self.dispatchers[:]:
             try:
-                if crew.queue or crew.pinned_waiting:
-                    crew.dispatch(now)
-                crew.after_turn()
+                if dispatcher.queue or dispatcher.dedicated_waiting:
+                    dispatcher.dispatch(now)
+                dispatcher.after_turn()
             except Exception as error:
-                crew.fail(error)
+                dispatcher.fail(error)
 
     def _read_lanes(self, news: list[tuple[int, int]]) -> None:
         for fd, _ in news:
-            link = self._lane_links.get(fd)
-            if link is not None:
-                self.receive_by_lane(link)
+            handle = self._lane_links.get(fd)
+            if handle is not None:
+                self.receive_by_lane(handle)
             elif fd == self._nudge_fd:
                 with suppress(BlockingIOError):
                     os.eventfd_read(fd)
@@ -488,7 +495,7 @@ class Reactor:
             with self._turn:
                 self._delivering, self._deliverer = False, None
                 if self._could_send():
-                    self._serve_crews(self.timers.now())
+                    self._serve_dispatchers(self.timers.now())
                 batch = self._take_deliveries()
         settlers.discard(me)
 
@@ -541,18 +548,21 @@ class Reactor:
         )
 
     def _could_send(self) -> bool:
-        return any((crew.hungry and crew.queue) or crew.pinned_waiting for crew in self.crews)
+        return any(
+            (dispatcher.hungry and dispatcher.queue) or dispatcher.dedicated_waiting
+            for dispatcher in self.dispatchers
+        )
 
     def _end(self) -> bool:
         """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon
         after."""
-        global _hub
+        global _reactor
         with fork_guard.guard, ExitStack() as last:
             if self.leases or self._inbox or not self._driver.acquire(blocking=False):
                 return False
             last.callback(self._driver.release)
-            if _hub is self:
-                _hub = None
+            if _reactor is self:
+                _reactor = None
             with self._nudging:
                 self.gone = True
             fork_guard.remove_turn(self.thread)

@@ -71,9 +71,9 @@ class AdminService:
                 self._aside(tell, partial(self._look, client, self._server.status))
             elif what == "drones":
                 own = [
-                    known_of(link)
-                    for link in list(self._pool._crew.links)
-                    if link.state < State.RETIRING
+                    known_of(handle)
+                    for handle in list(self._pool._dispatcher.handles)
+                    if handle.state < State.RETIRING
                 ]
                 tell(
                     value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()]
@@ -120,7 +120,7 @@ class AdminService:
         """Puts it into the pool's shared memory."""
 
         def put() -> None:
-            store = self._pool._crew.book.store
+            store = self._pool._dispatcher.registry.store
             assert store is not None
             self._server._post(partial(self._keep, client, number, hold(runs, store)))
 

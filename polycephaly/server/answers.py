@@ -18,25 +18,25 @@ Tell = Callable[..., None]
 
 
 def _look_at(pool: Pool, number: int, tell: Tell) -> None:
-    link = find(pool, number)
+    handle = find(pool, number)
 
     def known(_: object) -> None:
-        waiting = None if link.waiting is None else link.waiting.as_dict()
-        tell(value={**known_of(link), "unresponsive": link.unresponsive, "waiting": waiting})
+        waiting = None if handle.waiting is None else handle.waiting.as_dict()
+        tell(value={**known_of(handle), "unresponsive": handle.unresponsive, "waiting": waiting})
 
-    link.born._hook(known)
+    handle.born._hook(known)
 
 
 def _interrupt(pool: Pool, number: int, tell: Tell) -> None:
-    link = find(pool, number)
-    pool._crew.hub.post(lambda: pool._crew.interrupt(link))
+    handle = find(pool, number)
+    pool._dispatcher.reactor.post(lambda: pool._dispatcher.interrupt(handle))
     tell(value=None)
 
 
 def _kill(pool: Pool, number: int, tell: Tell) -> None:
-    link = find(pool, number)
-    link.ended._hook(lambda _: tell(value=None))
-    pool._crew.hub.post(link.kill)
+    handle = find(pool, number)
+    handle.ended._hook(lambda _: tell(value=None))
+    pool._dispatcher.reactor.post(handle.kill)
 
 
 OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {

@@ -24,8 +24,8 @@ do."""
 
 
 class FairTurns:
-    def __init__(self, crew: Dispatcher) -> None:
-        self._crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._asked = False
         self._not_before = 0.0
         self.due = False  # a client has given calls that others' may stand before
@@ -34,27 +34,27 @@ class FairTurns:
         """In the server's turn."""
         if self.due and not self._asked and monotonic() >= self._not_before:
             self.due, self._asked = False, True
-            self._crew.hub.post(self._order)
+            self._dispatcher.reactor.post(self._order)
 
     def _order(self) -> None:
         """In a turn of the hub: others only add to the queue's end, and take nothing, until the
         crew is over."""
-        begun, crew = monotonic(), self._crew
-        if not crew.over:
-            queue = crew.queue
+        begun, dispatcher = monotonic(), self._dispatcher
+        if not dispatcher.over:
+            queue = dispatcher.queue
             parties: dict[str, list[Task]] = {}
-            for work in [*queue]:
-                parties.setdefault(work.party, []).append(work)
+            for task in [*queue]:
+                parties.setdefault(task.party, []).append(task)
             if len(parties) > 1:
                 places = (
-                    work
+                    task
                     for each in zip_longest(*parties.values())
-                    for work in each
-                    if work is not None
+                    for task in each
+                    if task is not None
                 )
-                for place, work in enumerate(places):
-                    if queue[place] is not work:
-                        queue[place] = work
+                for place, task in enumerate(places):
+                    if queue[place] is not task:
+                        queue[place] = task
         now = monotonic()
         self._not_before = now + REST * (now - begun)
         self._asked = False

@@ -88,7 +88,7 @@ class Joined:
 
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
-        self._crew = pool._crew
+        self._dispatcher = pool._dispatcher
         self.address = card.address
         self.name = ""
         self._welcome: Signal[None] = Signal()
@@ -164,7 +164,7 @@ class Joined:
     def _run(self, given: ClientFunction, item: Item, shared: object) -> Promise[Any]:
         if given.tag not in self._tags:
             self._tags.add(given.tag)
-            self._crew.audiences[given.tag] = self._printed
+            self._dispatcher.output_listeners[given.tag] = self._printed
         return run(self._pool, given, item)
 
     def _printed(self, line: Line) -> None:
@@ -186,9 +186,9 @@ class Joined:
         poller = zmq.Poller()
         for each in (self._dealer.socket, self._dealer.monitor, self._bell):
             poller.register(each, zmq.POLLIN)
-        size = self._crew.plan.size
+        size = self._dispatcher.config.size
         self._dealer.send(
-            hello(size, role="worker", name=self._crew.plan.name, host=socket.gethostname())
+            hello(size, role="worker", name=self._dispatcher.config.name, host=socket.gethostname())
         )
         try:
             while not self._is_over():
@@ -208,7 +208,7 @@ class Joined:
 
     def _once(self) -> None:
         self._bell.hush()
-        self._leaving |= self._crew.refusal is not None  # its pool takes no more
+        self._leaving |= self._dispatcher.refusal is not None  # its pool takes no more
         for frames in self._dealer.received():
             try:
                 self._hear(frames)
@@ -234,10 +234,10 @@ class Joined:
         if self._dealer.lost or self._at_once or (self._leaving and not self._dealer.welcomed):
             return True
         left = (
-            self._desk.works
+            self._desk.tasks
             or self._outcomes
             or self._acts
-            or (self._giving_back and not self._crew.over)
+            or (self._giving_back and not self._dispatcher.over)
         )
         return self._dismissed and not left
 
@@ -250,7 +250,7 @@ class Joined:
             self._bell.close()
         self._desk.drop()
         for tag in self._tags:
-            self._crew.audiences.pop(tag, None)
+            self._dispatcher.output_listeners.pop(tag, None)
         error = (
             ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
         )
@@ -299,10 +299,10 @@ class Joined:
             self._desk.begin()
             if (
                 given_to_any
-                and self._crew.refusal is not None
-                and not isinstance(self._desk.works[item.number], Task)
+                and self._dispatcher.refusal is not None
+                and not isinstance(self._desk.tasks[item.number], Task)
             ):
-                del self._desk.works[
+                del self._desk.tasks[
                     item.number
                 ]  # our pool was shut down just now, and did not take it
                 back.append(item.number)
@@ -314,22 +314,22 @@ class Joined:
 
     def _give_back(self, most: int) -> None:
         self._giving_back += 1
-        self._crew.hub.post(partial(self._find_some, most))
+        self._dispatcher.reactor.post(partial(self._find_some, most))
 
     def _find_some(self, most: int) -> None:
         """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work
         for others too."""
-        ours = set(map(id, list(self._desk.works.values())))
-        works = self._crew.lending.lend(most, lambda work: id(work) in ours)
-        self._crew.lending.settled(works)
-        self._post(partial(self._return, works))
+        ours = set(map(id, list(self._desk.tasks.values())))
+        tasks = self._dispatcher.leases.lend(most, lambda task: id(task) in ours)
+        self._dispatcher.leases.settled(tasks)
+        self._post(partial(self._return, tasks))
 
-    def _return(self, works: list[Task]) -> None:
+    def _return(self, tasks: list[Task]) -> None:
         self._giving_back -= 1
-        mine = {id(work): number for number, work in self._desk.works.items()}
-        numbers = [mine[id(work)] for work in works if id(work) in mine and not work.done()]
+        mine = {id(task): number for number, task in self._desk.tasks.items()}
+        numbers = [mine[id(task)] for task in tasks if id(task) in mine and not task.done()]
         for number in numbers:
-            del self._desk.works[number]
+            del self._desk.tasks[number]
         if not self._dealer.lost:
             self._dealer.send(pack_numbers(RETURNED, numbers))
 
@@ -343,7 +343,7 @@ class Joined:
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()
-            if self._desk.works.pop(number, None) is None:
+            if self._desk.tasks.pop(number, None) is None:
                 continue
             results.append(outcome(number, promise))
             self._follow(promise)
@@ -368,7 +368,7 @@ class Joined:
         ahead = (
             0 if self._seconds is None else min(MOST_AHEAD, int(AHEAD / max(self._seconds, 1e-6)))
         )
-        window = self._crew.plan.size * (1 + ahead)
+        window = self._dispatcher.config.size * (1 + ahead)
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
             self._dealer.send(pack_numbers(WINDOW, [window]))
@@ -426,7 +426,7 @@ def join(
     3
     """
     check_timeout(timeout)
-    pool._crew.check_open()
+    pool._dispatcher.check_open()
     return Joined(pool, pool_registry.card_of(where, server_key, keys), timeout)
 
 

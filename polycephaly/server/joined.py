@@ -86,14 +86,14 @@ class JoinedHost(Flow):
         self.window = 0
         self.leaves = False
         self.recalled = False
-        self.flight: dict[int, Task] = {}
+        self.in_flight: dict[int, Task] = {}
         self.defined = KnownFunctions()
         self.drones: list[dict[str, Any]] = []
         self.asked: dict[int, Callable[..., None]] = {}
 
     @property
     def room(self) -> int:
-        return self.window - len(self.flight)
+        return self.window - len(self.in_flight)
 
 
 class JoinedHosts:
@@ -101,11 +101,11 @@ class JoinedHosts:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._crew = server._pool._crew
+        self._dispatcher = server._pool._dispatcher
         self._workers: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
         self._ask_numbers = itertools.count(1)
-        self._lending = False
+        self._leases = False
 
     def __bool__(self) -> bool:
         return bool(self._workers)
@@ -130,63 +130,63 @@ class JoinedHosts:
                 unused = [Item(number, 0, FORGET) for number in each.defined.take_unused()]
                 self._server._send(each.identity, pack_work(unused))
         roomy = [(each, each.room) for each in self if each.room > 0 and each.drones]
-        if roomy and self._crew.queue and not self._lending:
-            self._lending = True
-            self._crew.hub.post(partial(self._lend, roomy))
+        if roomy and self._dispatcher.queue and not self._leases:
+            self._leases = True
+            self._dispatcher.reactor.post(partial(self._lend, roomy))
 
     def _lend(self, roomy: list[tuple[JoinedHost, int]]) -> None:
         """In a turn of the hub."""
         for worker, room in roomy:
-            works = self._crew.lending.lend(room, _is_relayed)
-            if works:
-                self._server._post(partial(self._give, worker, works))
+            tasks = self._dispatcher.leases.lend(room, _is_relayed)
+            if tasks:
+                self._server._post(partial(self._give, worker, tasks))
         self._server._post(self._has_lent)
 
     def _has_lent(self) -> None:
-        self._lending = False
+        self._leases = False
 
-    def _give(self, worker: JoinedHost, works: list[Task], target: int = 0) -> None:
+    def _give(self, worker: JoinedHost, tasks: list[Task], target: int = 0) -> None:
         if worker.identity not in self._workers or (worker.leaves and not target):
-            self._not_given(works, target)
+            self._not_given(tasks, target)
             return
         items: list[Item] = []
         given: list[Task] = []
-        for work in works:
-            if work.done():  # cancelled on its way
+        for task in tasks:
+            if task.done():  # cancelled on its way
                 continue
             try:
-                kind, payload = work.captured()
+                kind, payload = task.captured()
             except Exception as error:  # the pool has ended, and its memory with it
-                self._post(partial(self._crew.lending.lost, [work], error))
+                self._post(partial(self._dispatcher.leases.lost, [task], error))
                 continue
-            self._define(worker, work.relays, items)
+            self._define(worker, task.relays, items)
             items.append(
                 Item(
-                    work.number,
-                    work.relays.number,
+                    task.number,
+                    task.relays.number,
                     kind,
                     payload,
                     target,
-                    work.timeout,
-                    work.retries,
+                    task.timeout,
+                    task.retries,
                 )
             )
-            given.append(work)
+            given.append(task)
         if not given:
             return
         if not self._server._send(worker.identity, pack_work(items)):
             self._not_given(given, target)
             return
-        for work in given:
-            worker.flight[work.number] = work
-            work._hook(partial(self._look_if_cancelled, worker))
+        for task in given:
+            worker.in_flight[task.number] = task
+            task._hook(partial(self._look_if_cancelled, worker))
 
-    def _not_given(self, works: list[Task], target: int) -> None:
+    def _not_given(self, tasks: list[Task], target: int) -> None:
         if target:
             error = RuntimeError("the drone has ended: its worker has left")
-            self._post(partial(self._crew.lending.lost, works, error))
+            self._post(partial(self._dispatcher.leases.lost, tasks, error))
         else:
-            self._post(partial(self._crew.lending.come_back, works))
+            self._post(partial(self._dispatcher.leases.come_back, tasks))
 
     def _define(self, worker: JoinedHost, given: ClientFunction, items: list[Item]) -> None:
         if given.number not in worker.defined:
@@ -200,26 +200,31 @@ class JoinedHosts:
                 )
             )
 
-    def _look_if_cancelled(self, worker: JoinedHost, work: Promise[Any]) -> None:
+    def _look_if_cancelled(self, worker: JoinedHost, task: Promise[Any]) -> None:
         """In any thread."""
-        if work._state == CANCELLED:
-            assert isinstance(work, Task)
-            self._server._post(partial(self._withdraw, worker, work.number))
+        if task._state == CANCELLED:
+            assert isinstance(task, Task)
+            self._server._post(partial(self._withdraw, worker, task.number))
 
     def _withdraw(self, worker: JoinedHost, number: int) -> None:
-        if worker.flight.pop(number, None) is not None:
+        if worker.in_flight.pop(number, None) is not None:
             self._server._send(worker.identity, pack_numbers(CANCEL, [number]))
 
     def take_back(self) -> None:
         """What waits at a worker while somebody else is idle is asked back."""
-        if self._crew.queue:
+        if self._dispatcher.queue:
             return
-        idle = sum(link.state is State.READY and not link.flight for link in list(self._crew.links))
+        idle = sum(
+            handle.state is State.READY and not handle.in_flight
+            for handle in list(self._dispatcher.handles)
+        )
         for worker in self:
             others = sum(
-                max(0, len(each.drones) - len(each.flight)) for each in self if each is not worker
+                max(0, len(each.drones) - len(each.in_flight))
+                for each in self
+                if each is not worker
             )
-            waiting = len(worker.flight) - len(worker.drones)
+            waiting = len(worker.in_flight) - len(worker.drones)
             if waiting > 0 and idle + others > 0 and not worker.recalled:
                 worker.recalled = True
                 self._server._send(
@@ -236,11 +241,11 @@ class JoinedHosts:
         elif kind == RETURNED:
             worker.recalled = False
             back = [
-                work
+                task
                 for number in read_numbers(frames)
-                if (work := worker.flight.pop(number, None)) is not None
+                if (task := worker.in_flight.pop(number, None)) is not None
             ]
-            self._post(partial(self._crew.lending.come_back, back))
+            self._post(partial(self._dispatcher.leases.come_back, back))
         elif kind == WINDOW:
             worker.window = sum(read_numbers(frames))  # of one
             if not worker.window:
@@ -251,8 +256,8 @@ class JoinedHosts:
             worker.told = worker.heard
         elif kind == RUNNING:
             for number in read_numbers(frames):
-                if (work := worker.flight.get(number)) is not None:
-                    work.runs_elsewhere = True
+                if (task := worker.in_flight.get(number)) is not None:
+                    task.runs_elsewhere = True
         elif kind == OUTPUT:
             self._server.tell_lines(read_lines(frames, 4))
         elif kind == TELL:
@@ -272,36 +277,36 @@ class JoinedHosts:
     def _settle(self, worker: JoinedHost, results: list[Result]) -> None:
         settled = []
         for number, status, payload, tail in results:
-            work = worker.flight.pop(number, None)
-            if work is None:
+            task = worker.in_flight.pop(number, None)
+            if task is None:
                 continue
-            work.output = tail
+            task.output = tail
             if status == WITHDRAWN:  # its pool was told to end
-                work.cancel()
+                task.cancel()
             else:
-                work._settle(FINISHED, (status, payload), None)
-                settled.append(work)
-        self._post(partial(self._crew.lending.settled, settled))
+                task._settle(FINISHED, (status, payload), None)
+                settled.append(task)
+        self._post(partial(self._dispatcher.leases.settled, settled))
 
     def drop(self, worker: JoinedHost, why: str) -> None:
         if self._workers.pop(worker.identity, None) is None:
             return
-        works = list(worker.flight.values())
+        tasks = list(worker.in_flight.values())
         log.log(
-            logging.WARNING if works else logging.INFO,
+            logging.WARNING if tasks else logging.INFO,
             "%s: %s; it had %d calls",
             worker.name,
             why,
-            len(works),
+            len(tasks),
         )
-        for work in works:
-            label = work.relays.label
+        for task in tasks:
+            label = task.relays.label
             error = DroneDied(
                 f"worker {worker.name} was lost with {label}, which it had perhaps begun: {why}",
                 drone=worker.name,
                 running=label,
             )
-            self._post(partial(self._crew.lending.lost, [work], error))
+            self._post(partial(self._dispatcher.leases.lost, [task], error))
         for tell in worker.asked.values():
             tell(error=f"the drone has ended: worker {worker.name} was lost")
 
@@ -333,22 +338,22 @@ class JoinedHosts:
             if worker.index == number >> _INDEX:
                 return worker
         raise RuntimeError(
-            f"the drone has ended: its worker is not connected to {self._crew.plan.name} any more"
+            f"the drone has ended: its worker is not connected to {self._dispatcher.config.name} any more"
         )
 
     def run(self, given: ClientFunction, item: Item) -> Promise[Any]:
         """A call for one of its drones. Raises `RuntimeError` where its worker is gone."""
         worker = self._worker_of(item.target)
-        crew = self._crew
-        crew.check_open()
-        work = Task(crew)
-        work.definition = crew.book.define(given.call)
-        work.definition.label = given.label
-        work.relays, work.args, work.lent = given, (item.kind, item.payload), True
-        work.timeout = item.timeout or crew.terms.timeout
-        crew.hold(work)
-        self._give(worker, [work], item.target & (1 << _INDEX) - 1)
-        return work
+        dispatcher = self._dispatcher
+        dispatcher.check_open()
+        task = Task(dispatcher)
+        task.definition = dispatcher.registry.define(given.call)
+        task.definition.label = given.label
+        task.relays, task.args, task.lent = given, (item.kind, item.payload), True
+        task.timeout = item.timeout or dispatcher.task_options.timeout
+        dispatcher.hold(task)
+        self._give(worker, [task], item.target & (1 << _INDEX) - 1)
+        return task
 
     def ask(self, what: str, number: int, tell: Callable[..., None]) -> None:
         """Raises `RuntimeError` where its worker is gone."""
@@ -370,7 +375,7 @@ class JoinedHosts:
         self._server._send(worker.identity, pack_note(ASK, note))
 
     def _post(self, act: Callable[[], object]) -> None:
-        self._crew.hub.post(act)
+        self._dispatcher.reactor.post(act)
 
 
 def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:
@@ -383,8 +388,8 @@ def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "
         promise._settle(FINISHED, timeline, None)
 
 
-def _is_relayed(work: Task) -> bool:
-    return work.relays is not None
+def _is_relayed(task: Task) -> bool:
+    return task.relays is not None
 
 
 def _checked(drones: Any) -> list[dict[str, Any]]:

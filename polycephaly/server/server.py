@@ -153,7 +153,7 @@ class Server:
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
         self._workers = JoinedHosts(self)
-        self._turns = FairTurns(pool._crew)
+        self._turns = FairTurns(pool._dispatcher)
         self._questions = AdminService(self, on_stop)
         self._gone: set[bytes] = set()  # who cannot be sent anything any more
         self._mute: set[bytes] = set()  # who was put out, and may not be heard
@@ -205,7 +205,7 @@ class Server:
     @property
     def name(self) -> str:
         """Under which it is found, if it is; else its pool's."""
-        return self.card.name if self.card is not None else self._pool._crew.plan.name
+        return self.card.name if self.card is not None else self._pool._dispatcher.config.name
 
     @property
     def port(self) -> int:
@@ -268,7 +268,7 @@ class Server:
     def status(self) -> dict[str, Any]:
         """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones
         hold."""
-        crew = self._pool._crew
+        dispatcher = self._pool._dispatcher
         return {
             "name": self.name,
             "pid": os.getpid(),
@@ -276,7 +276,7 @@ class Server:
             "version": __version__,
             "address": self.address,
             "started": self.started,
-            "width": crew.plan.width,
+            "width": dispatcher.config.width,
             "clients": self.clients,
             "queued": queued_in(self._pool)
             + sum(len(each.desk.waiting) for each in list(self._clients.values())),
@@ -493,7 +493,7 @@ class Server:
                 defined = True
             client.desk.take(item)
         self._begin(client)
-        self._turns.due |= sum(bool(each.desk.works) for each in self._clients.values()) > 1
+        self._turns.due |= sum(bool(each.desk.tasks) for each in self._clients.values()) > 1
         if defined:
             definitions = client.desk._definitions.values()
             if len(definitions) > DEFINITIONS:
@@ -501,10 +501,12 @@ class Server:
             client.defined = sum(len(each.payload) for each in definitions)
 
     def _begin(self, client: Client) -> None:
-        client.desk.begin(max(client.room, self._pool._crew.plan.size) if not client.outbox else 0)
+        client.desk.begin(
+            max(client.room, self._pool._dispatcher.config.size) if not client.outbox else 0
+        )
 
     def _admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
-        size = self._pool._crew.plan.size
+        size = self._pool._dispatcher.config.size
         if who.get("role") == "worker":
             self._workers.admit(identity, key, who)
             self._send(identity, hello(size, name=self.name))
@@ -512,7 +514,9 @@ class Server:
         client = Client(identity, key)
         client.desk = ClientSession(self._run, partial(self._settled, client), client.tag)
         printed = partial(self._printed, client)
-        self._pool._crew.audiences[client.tag] = printed if who.get("output") else _discard
+        self._pool._dispatcher.output_listeners[client.tag] = (
+            printed if who.get("output") else _discard
+        )
         self._clients[identity] = client
         self._send(identity, hello(size, name=self.name))
 
@@ -537,7 +541,7 @@ class Server:
             if isinstance(settled, Line):
                 printed.setdefault(client, []).append(settled)
                 continue
-            if client.desk.works.pop(number, None) is None:
+            if client.desk.tasks.pop(number, None) is None:
                 continue  # nobody waits for it
             self._tasks_done += not settled.cancelled()
             results.setdefault(client, []).append(outcome(number, settled))
@@ -570,9 +574,9 @@ class Server:
 
     def tell_lines(self, told: list[tuple[str, str, str, str]]) -> None:
         """In the server's turn: what a worker's drones have printed."""
-        audiences = self._pool._crew.audiences
+        output_listeners = self._pool._dispatcher.output_listeners
         for text, drone, stream, tag in told:
-            listener = audiences.get(tag)
+            listener = output_listeners.get(tag)
             if listener is not None:
                 listener(Line(text, drone, stream, tag))
 
@@ -649,15 +653,15 @@ class Server:
         if self._clients.pop(client.identity, None) is None:
             return
         self._send(client.identity, [REFUSED, why.encode()])
-        self._pool._crew.audiences.pop(client.tag, None)
-        works = client.desk.drop()
-        level = logging.INFO if works else logging.DEBUG
+        self._pool._dispatcher.output_listeners.pop(client.tag, None)
+        tasks = client.desk.drop()
+        level = logging.INFO if tasks else logging.DEBUG
         log.log(
             level,
             "a client (%s) is let go: %s; %d of its works are cancelled",
             client.key[:8],
             why,
-            works,
+            tasks,
         )
 
 
@@ -703,7 +707,7 @@ def serve(
 
     if not isinstance(pool, Pool):
         raise TypeError(f"serve takes a pool of this process, not {pool!r}")
-    pool._crew.check_open()
+    pool._dispatcher.check_open()
     if name is not None:
         pool_registry.check_free(name)
     server = Server(pool, address, allow, on_stop, _setup)

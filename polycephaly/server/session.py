@@ -71,7 +71,7 @@ class ClientSession:
         self._tag = tag
         self._definitions: dict[int, ClientFunction] = {}
         self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
-        self.works: dict[int, Promise[Any]] = {}
+        self.tasks: dict[int, Promise[Any]] = {}
         self._told: set[int] = set()  # of these, those that `begun` has given
         self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
 
@@ -90,7 +90,7 @@ class ClientSession:
                 numbers, payload = read_shares(item.payload)
                 item = item._replace(kind=item.kind & ~SHARES, payload=payload)
             given = self._definitions.get(item.definition)
-            if given is None or item.number in self.works or item.number in self.waiting:
+            if given is None or item.number in self.tasks or item.number in self.waiting:
                 raise Malformed(
                     f"a call of definition {item.definition}, which is not there, or with a number that is in use"
                 )
@@ -101,7 +101,7 @@ class ClientSession:
     def begin(self, room: int = sys.maxsize) -> None:
         """Give waiting calls to the pool, in their order, until it has `room` calls of this
         desk."""
-        while self.waiting and len(self.works) < room:
+        while self.waiting and len(self.tasks) < room:
             number = next(iter(self.waiting))
             given, item, shared = self.waiting.pop(number)
             try:
@@ -112,16 +112,16 @@ class ClientSession:
             self._add(number, promise)
 
     def _add(self, number: int, promise: Promise[Any]) -> None:
-        self.works[number] = promise
+        self.tasks[number] = promise
         promise._hook(partial(self._settled, number))
 
     def begun(self) -> list[int]:
         """The calls that are running, and were not told of by this."""
-        self._told &= self.works.keys()
+        self._told &= self.tasks.keys()
         begun = [
             number
-            for number, work in self.works.items()
-            if number not in self._told and work.running()
+            for number, task in self.tasks.items()
+            if number not in self._told and task.running()
         ]
         self._told.update(begun)
         return begun
@@ -130,20 +130,20 @@ class ClientSession:
         for number in numbers:
             if self.waiting.pop(number, None) is not None:
                 self._add(number, Promise())
-            promise = self.works.get(number)
+            promise = self.tasks.get(number)
             if promise is not None and (running or not getattr(promise, "lent", False)):
                 promise.cancel(running=running)
 
     def drop(self) -> int:
         """Cancels all; nobody is told what comes of it. How many there were."""
-        works = list(self.works.values())
-        count = len(works) + len(self.waiting)
-        self.works.clear()
+        tasks = list(self.tasks.values())
+        count = len(tasks) + len(self.waiting)
+        self.tasks.clear()
         self.waiting.clear()
         self.shared.clear()
         self._definitions.clear()
         for promise in reversed(
-            works
+            tasks
         ):  # those that wait first, or they would begin as what runs is broken off
             promise.cancel()
         return count
@@ -154,31 +154,33 @@ def run(
 ) -> Promise[Any]:
     """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has
     ended."""
-    crew = pool._crew
-    link = find(pool, item.target) if item.target else None
-    terms = None
+    dispatcher = pool._dispatcher
+    handle = find(pool, item.target) if item.target else None
+    task_options = None
     if item.timeout is not None or item.retries is not None:
-        own = crew.terms
-        terms = TaskOptions(
+        own = dispatcher.task_options
+        task_options = TaskOptions(
             item.timeout or own.timeout, own.retries if item.retries is None else item.retries
         )
-    crew.book.define(
+    dispatcher.registry.define(
         given.call
     ).label = given.label  # before it is recorded; each time: a refresh makes new ones
-    work = crew.submit(given.call, (item.kind, item.payload, *shared), {}, link, terms)
-    if hasattr(work, "definition"):
-        work.party = given.tag
-        work.relays = None if shared else given  # shared memory is for our own drones
-    return work
+    task = dispatcher.submit(
+        given.call, (item.kind, item.payload, *shared), {}, handle, task_options
+    )
+    if hasattr(task, "definition"):
+        task.party = given.tag
+        task.relays = None if shared else given  # shared memory is for our own drones
+    return task
 
 
 def find(pool: Pool, number: int) -> DroneHandle:
     """The drone of that number. Raises `RuntimeError` where there is none."""
-    for link in list(pool._crew.links):
-        if link.number == number and link.state is not State.DEAD:
-            return link
+    for handle in list(pool._dispatcher.handles):
+        if handle.number == number and handle.state is not State.DEAD:
+            return handle
     raise RuntimeError(
-        f"the drone has ended: {pool._crew.plan.name} has none of number {number} any more"
+        f"the drone has ended: {pool._dispatcher.config.name} has none of number {number} any more"
     )
 
 

@@ -19,46 +19,55 @@ KNOWN = ("number", "name", "pid", "host")
 def drones_of(pool: Pool) -> list[dict[str, Any]]:
     """One entry for each drone. `memory` is what it and what it has started hold for themselves, in
     bytes; asking for that may take milliseconds for each gigabyte."""
-    links = [link for link in list(pool._crew.links) if link.state is not State.DEAD]
-    return [known_of(link) | _doing(link) for link in links]
+    handles = [
+        handle for handle in list(pool._dispatcher.handles) if handle.state is not State.DEAD
+    ]
+    return [known_of(handle) | _doing(handle) for handle in handles]
 
 
-def known_of(link: DroneHandle) -> dict[str, Any]:
-    return {"number": link.number, "name": link.name, "pid": link.pid, "host": socket.gethostname()}
+def known_of(handle: DroneHandle) -> dict[str, Any]:
+    return {
+        "number": handle.number,
+        "name": handle.name,
+        "pid": handle.pid,
+        "host": socket.gethostname(),
+    }
 
 
 def queued_in(pool: Pool) -> int:
     """Work that no drone has got."""
-    crew = pool._crew
-    return len(crew.queue) + sum(len(link.pinned) for link in list(crew.links))
+    dispatcher = pool._dispatcher
+    return len(dispatcher.queue) + sum(len(handle.dedicated) for handle in list(dispatcher.handles))
 
 
-def _doing(link: DroneHandle) -> dict[str, Any]:
+def _doing(handle: DroneHandle) -> dict[str, Any]:
     now = monotonic()
-    works = list(link.flight.values())
-    label, since = None, link.last_heard or None
-    started = link.started() if works else 0
-    if works:
-        running = next((work for work in works if work.number == started), works[0])
+    tasks = list(handle.in_flight.values())
+    label, since = None, handle.last_heard or None
+    started = handle.started() if tasks else 0
+    if tasks:
+        running = next((task for task in tasks if task.number == started), tasks[0])
         label = running.definition.label
-        if link.overlapping > 1:
-            label += f" and {link.overlapping - 1} more"
+        if handle.overlapping > 1:
+            label += f" and {handle.overlapping - 1} more"
         since = running.sending.at if running.sending is not None else since
-    if link.unresponsive is not None:
-        state = f"unresponsive: {link.unresponsive}"
-    elif link.state < State.READY and not started:  # it may be at work before its greeting is read
+    if handle.unresponsive is not None:
+        state = f"unresponsive: {handle.unresponsive}"
+    elif (
+        handle.state < State.READY and not started
+    ):  # it may be at work before its greeting is read
         state = "starting"
-    elif link.state > State.READY:
+    elif handle.state > State.READY:
         state = "retiring"
     else:
-        state = "busy" if works else "idle"
+        state = "busy" if tasks else "idle"
     return {
         "state": state,
         "running": label,
         "seconds": None if since is None else max(0.0, now - since),
         "waiting": None
-        if link.waiting is None
-        else link.waiting.as_dict() | {"seconds": link.waiting.seconds},
-        "memory": link.memory(0),
-        "tasks_done": link.tasks_done,
+        if handle.waiting is None
+        else handle.waiting.as_dict() | {"seconds": handle.waiting.seconds},
+        "memory": handle.memory(0),
+        "tasks_done": handle.tasks_done,
     }

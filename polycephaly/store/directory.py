@@ -64,7 +64,7 @@ from ..pool.drone_handle import State
 from ..pool.task import KeptTask, Task
 from ..promises.promise import FINISHED, Promise, Signal
 from ..wire.exceptions import unpack_exception
-from .placeholders import here, known, redeem
+from .placeholders import here, known, resolve
 from .references import Received, load
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ class RefCount:
     def give_up(self) -> None:
         """In any thread, in the middle of anything."""
         if os.getpid() == self._pid:
-            for link, claims in self.holders.items():
-                link.drop(self.number, claims)
+            for handle, claims in self.holders.items():
+                handle.drop(self.number, claims)
 
 
 class RemoteObject:
     """One kept value. It is changed in turns only; any thread may look."""
 
     def __init__(
-        self, vault: ObjectDirectory, number: int, label: str, nbytes: int, kind: str
+        self, directory: ObjectDirectory, number: int, label: str, nbytes: int, kind: str
     ) -> None:
-        self.vault = vault
+        self.directory = directory
         self.number = number
         self.label = label
         self.nbytes = nbytes
@@ -127,7 +127,7 @@ class RemoteObject:
 
     @property
     def home(self) -> str | None:
-        return next((link.name for link in list(self.holders) if link.alive), None)
+        return next((handle.name for handle in list(self.holders) if handle.alive), None)
 
     @property
     def burden(self) -> int:
@@ -156,12 +156,12 @@ class RemoteObject:
 
     @property
     def what(self) -> str:
-        return f"what {self.label} gave in {self.vault.name}"
+        return f"what {self.label} gave in {self.directory.name}"
 
     def ticket(self) -> tuple[Callable[[int], Any], tuple[int]]:
         now = here.now
-        other = None if now is None else now.vault
-        if now is None or other is not self.vault:
+        other = None if now is None else now.directory
+        if now is None or other is not self.directory:
             where = (
                 f"was given to a call of {other.name}"
                 if other is not None
@@ -172,266 +172,280 @@ class RemoteObject:
                 "it goes among the arguments of its own pool's calls; elsewhere, send its `value`"
             )
         now.met = {self.number: self} if now.met is None else now.met | {self.number: self}
-        return redeem, (self.number,)
+        return resolve, (self.number,)
 
     def fetched(self) -> Any:
         """The value, built anew. Waits; raises what `Kept.value` says."""
-        crew, packed = self.vault.crew, self.packed
-        if self.vault.pid != os.getpid():
+        dispatcher, packed = self.directory.dispatcher, self.packed
+        if self.directory.pid != os.getpid():
             raise RuntimeError(
                 f"{self.what} belongs to another process, of which this one is a fork"
             )
         if packed is None:
-            fetch = _Fetch(self.vault)
-            crew.hub.post(partial(self.vault.fetch, self, fetch))
+            fetch = _Fetch(self.directory)
+            dispatcher.reactor.post(partial(self.directory.fetch, self, fetch))
 
             def over(_: Promise[None]) -> None:  # there are no turns any more
-                fetch._settle(FINISHED, None, self.vault.why(self))
+                fetch._settle(FINISHED, None, self.directory.why(self))
 
-            crew.ended._hook(over)
+            dispatcher.ended._hook(over)
             try:
                 packed = fetch.result()
             finally:
-                crew.ended._unhook(over)
+                dispatcher.ended._unhook(over)
         return load(packed)
 
 
 class _Fetch(Signal[Any]):
     """Of a value in its packed form."""
 
-    def __init__(self, vault: ObjectDirectory) -> None:
+    def __init__(self, directory: ObjectDirectory) -> None:
         super().__init__()
-        self._hub = vault.crew.hub
+        self._reactor = directory.dispatcher.reactor
 
     def _help(self, end: float | None) -> None:
-        self._hub.drive(self, end)
+        self._reactor.drive(self, end)
 
 
 class ObjectDirectory:
     """A crew's. All but `home` is called in turns."""
 
-    def __init__(self, crew: Dispatcher) -> None:
-        self.crew = crew
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
         self.pid = os.getpid()
-        self._deposits: WeakValueDictionary[int, RemoteObject] = WeakValueDictionary()
+        self._remote_objects: WeakValueDictionary[int, RemoteObject] = WeakValueDictionary()
 
     @property
     def name(self) -> str:
-        return self.crew.plan.name
+        return self.dispatcher.config.name
 
-    def home(self, deposits: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
+    def home(self, remote_objects: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
         """Who has most bytes of these, of those who take work; the least loaded of several. And how
         many bytes it takes to have them elsewhere. In any thread."""
         held: dict[DroneHandle, int] = {}
         burden = 0
-        for deposit in deposits:
-            burden += deposit.burden
-            for link in list(deposit.holders):
-                if link.state < State.RETIRING:
-                    held[link] = held.get(link, 0) + deposit.nbytes
+        for remote_object in remote_objects:
+            burden += remote_object.burden
+            for handle in list(remote_object.holders):
+                if handle.state < State.RETIRING:
+                    held[handle] = held.get(handle, 0) + remote_object.nbytes
         best = max(
             held,
-            key=lambda link: (held[link], -len(link.favoured), -len(link.flight)),
+            key=lambda handle: (held[handle], -len(handle.preferred), -len(handle.in_flight)),
             default=None,
         )
         return best, burden
 
     # -- what comes, and what goes -----------------------------------------------------------------
 
-    def add(self, link: DroneHandle, work: KeptTask, payload: Any) -> RemoteObject:
+    def add(self, handle: DroneHandle, task: KeptTask, payload: Any) -> RemoteObject:
         """`link` has answered `work`: its value is on the shelf there."""
-        deposit = work.deposit
-        if deposit is None:
+        remote_object = task.remote_object
+        if remote_object is None:
             nbytes, kind = described(payload)
-            deposit = RemoteObject(self, work.number, work.definition.label, nbytes, kind)
-            self._deposits[work.number] = deposit
-            if work.retries > 0 and work.target is None:
-                deposit.recipe = Recipe(
-                    work.definition, work.kind, work.args, work.payload, work.timeout
+            remote_object = RemoteObject(self, task.number, task.definition.label, nbytes, kind)
+            self._remote_objects[task.number] = remote_object
+            if task.retries > 0 and task.target is None:
+                remote_object.recipe = Recipe(
+                    task.definition, task.kind, task.args, task.payload, task.timeout
                 )
-        deposit.again = work.deposit = deposit.unpackable = None
-        deposit.retries = work.retries
-        self._put(deposit, link)
-        self._changed(deposit)
-        return deposit
+        remote_object.again = task.remote_object = remote_object.unpackable = None
+        remote_object.retries = task.retries
+        self._put(remote_object, handle)
+        self._changed(remote_object)
+        return remote_object
 
-    def given(self, link: DroneHandle, work: Task | None, payload: Any) -> None:
+    def given(self, handle: DroneHandle, task: Task | None, payload: Any) -> None:
         """`link` has made these itself, and handles of them are in what comes of `work`, or will
         be."""
         given = []
         for number, nbytes, kind in grants(payload):
-            deposit = self._deposits.get(number)
-            if deposit is None:
-                label = work.definition.label if work is not None else "work that was lost"
-                deposit = self._deposits[number] = known[number] = RemoteObject(
+            remote_object = self._remote_objects.get(number)
+            if remote_object is None:
+                label = task.definition.label if task is not None else "work that was lost"
+                remote_object = self._remote_objects[number] = known[number] = RemoteObject(
                     self, number, label, nbytes, kind
                 )
-            self._put(deposit, link)
-            given.append(deposit)
-        if work is not None:
-            work.given = given if work.given is None else work.given + given
+            self._put(remote_object, handle)
+            given.append(remote_object)
+        if task is not None:
+            task.given = given if task.given is None else task.given + given
 
-    def _put(self, deposit: RemoteObject, link: DroneHandle) -> None:
-        if link.alive:
-            deposit.holders[link] = deposit.holders.get(link, 0) + 1
-            if link.state >= State.RETIRING:
-                self._ask(deposit)
+    def _put(self, remote_object: RemoteObject, handle: DroneHandle) -> None:
+        if handle.alive:
+            remote_object.holders[handle] = remote_object.holders.get(handle, 0) + 1
+            if handle.state >= State.RETIRING:
+                self._ask(remote_object)
         else:
-            deposit.lost = link.death
+            remote_object.lost = handle.death
 
-    def not_brought(self, link: DroneHandle, number: int) -> None:
+    def not_brought(self, handle: DroneHandle, number: int) -> None:
         """What was to bring it did not arrive."""
-        deposit = self._deposits.get(number)
-        if deposit is not None and link in deposit.holders:
-            deposit.holders[link] -= 1
-            if not deposit.holders[link]:
-                del deposit.holders[link]
+        remote_object = self._remote_objects.get(number)
+        if remote_object is not None and handle in remote_object.holders:
+            remote_object.holders[handle] -= 1
+            if not remote_object.holders[handle]:
+                del remote_object.holders[handle]
 
-    def packed(self, link: DroneHandle, number: int, payload: Any) -> None:
-        deposit = self._answered(link, number)
-        if deposit is not None:
-            deposit.packed = payload if isinstance(payload, Received) else bytes(payload)
-            self._changed(deposit)
+    def packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
+        remote_object = self._answered(handle, number)
+        if remote_object is not None:
+            remote_object.packed = payload if isinstance(payload, Received) else bytes(payload)
+            self._changed(remote_object)
 
-    def not_packed(self, link: DroneHandle, number: int, payload: Any) -> None:
-        deposit = self._answered(link, number)
-        if deposit is not None:
-            deposit.unpackable = bytes(payload)
-            self._changed(deposit)
+    def not_packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
+        remote_object = self._answered(handle, number)
+        if remote_object is not None:
+            remote_object.unpackable = bytes(payload)
+            self._changed(remote_object)
 
-    def _answered(self, link: DroneHandle, number: int) -> RemoteObject | None:
-        link.packing.discard(number)
-        deposit = self._deposits.get(number)
-        if deposit is not None and deposit.asked is link:
-            deposit.asked = None
-        return deposit
+    def _answered(self, handle: DroneHandle, number: int) -> RemoteObject | None:
+        handle.packing.discard(number)
+        remote_object = self._remote_objects.get(number)
+        if remote_object is not None and remote_object.asked is handle:
+            remote_object.asked = None
+        return remote_object
 
-    def died(self, link: DroneHandle) -> None:
+    def died(self, handle: DroneHandle) -> None:
         """Nothing more is heard of it."""
-        link.packing.clear()
-        for deposit in list(self._deposits.values()):
-            if link in deposit.holders:
-                del deposit.holders[link]
-                if deposit.asked is link:
-                    deposit.asked = None
-                if link.death is not None:
-                    deposit.lost = link.death
-                self._changed(deposit)
+        handle.packing.clear()
+        for remote_object in list(self._remote_objects.values()):
+            if handle in remote_object.holders:
+                del remote_object.holders[handle]
+                if remote_object.asked is handle:
+                    remote_object.asked = None
+                if handle.death is not None:
+                    remote_object.lost = handle.death
+                self._changed(remote_object)
 
-    def evacuate(self, link: DroneHandle) -> None:
+    def evacuate(self, handle: DroneHandle) -> None:
         """It is to end: what only it has is fetched."""
-        for deposit in list(self._deposits.values()):
-            if link in deposit.holders:
-                self._ask(deposit)
+        for remote_object in list(self._remote_objects.values()):
+            if handle in remote_object.holders:
+                self._ask(remote_object)
 
     def close(self) -> None:
-        for deposit in list(self._deposits.values()):
-            deposit.holders.clear()
-            self._changed(deposit)
+        for remote_object in list(self._remote_objects.values()):
+            remote_object.holders.clear()
+            self._changed(remote_object)
 
-    def _changed(self, deposit: RemoteObject) -> None:
-        waiting, deposit.waiting = deposit.waiting, []
+    def _changed(self, remote_object: RemoteObject) -> None:
+        waiting, remote_object.waiting = remote_object.waiting, []
         for look in waiting:
             look()
 
     # -- who needs it ------------------------------------------------------------------------------
 
-    def fits(self, work: Task, link: DroneHandle) -> bool:
+    def fits(self, task: Task, handle: DroneHandle) -> bool:
         """Can it be sent to `link` now? Else it has been put where it can be, or waits for what it
         takes."""
-        deposits = work.payload.deposits.values()
-        missing = [each for each in deposits if link not in each.holders and each.packed is None]
+        remote_objects = task.payload.remote_objects.values()
+        missing = [
+            each for each in remote_objects if handle not in each.holders and each.packed is None
+        ]
         if not missing:
             return True
-        home = self.home(deposits)[0] if work.target is None else link
-        if home is not None and home is not link:
-            self.crew.favours.add(work, home)
+        home = self.home(remote_objects)[0] if task.target is None else handle
+        if home is not None and home is not handle:
+            self.dispatcher.locality.add(task, home)
             return False
-        stuck = next(
+        stall_detector = next(
             (each for each in missing if each.is_stuck or not self._bring_about(each)), None
         )
-        if stuck is not None:
-            self.crew.reject(work, partial(self.why, stuck))
+        if stall_detector is not None:
+            self.dispatcher.reject(task, partial(self.why, stall_detector))
         else:
-            self.crew.hold(work)
-            missing[0].waiting.append(partial(self.crew.go_on, work))
+            self.dispatcher.hold(task)
+            missing[0].waiting.append(partial(self.dispatcher.go_on, task))
         return False
 
-    def can_move(self, work: Task, link: DroneHandle) -> bool:
+    def can_move(self, task: Task, handle: DroneHandle) -> bool:
         """Whether it can be sent to `link`; has what it takes packed, if it cannot yet, but could
         then."""
         here = True
-        for each in work.payload.deposits.values():
-            if link not in each.holders and each.packed is None:
+        for each in task.payload.remote_objects.values():
+            if handle not in each.holders and each.packed is None:
                 here = False
                 if not each.is_stuck:
                     self._bring_about(each)
         return here
 
-    def fetch(self, deposit: RemoteObject, fetch: Promise[Any]) -> None:
+    def fetch(self, remote_object: RemoteObject, fetch: Promise[Any]) -> None:
         if fetch.done():
             return
-        if deposit.packed is not None:
-            self.crew.hub.deliver(partial(fetch._settle, FINISHED, deposit.packed, None))
-        elif not deposit.is_stuck and self._bring_about(deposit):
-            deposit.waiting.append(partial(self.fetch, deposit, fetch))
+        if remote_object.packed is not None:
+            self.dispatcher.reactor.deliver(
+                partial(fetch._settle, FINISHED, remote_object.packed, None)
+            )
+        elif not remote_object.is_stuck and self._bring_about(remote_object):
+            remote_object.waiting.append(partial(self.fetch, remote_object, fetch))
         else:
-            self.crew.hub.deliver(lambda: fetch._settle(FINISHED, None, self.why(deposit)))
+            self.dispatcher.reactor.deliver(
+                lambda: fetch._settle(FINISHED, None, self.why(remote_object))
+            )
 
-    def _bring_about(self, deposit: RemoteObject) -> bool:
+    def _bring_about(self, remote_object: RemoteObject) -> bool:
         """Sees to it that it will be packed, or that something else changes; False where it is
         lost."""
-        if self.crew.over:
+        if self.dispatcher.over:
             return False
-        return self._ask(deposit) or self._compute_again(deposit)
+        return self._ask(remote_object) or self._compute_again(remote_object)
 
-    def _ask(self, deposit: RemoteObject) -> bool:
+    def _ask(self, remote_object: RemoteObject) -> bool:
         """Has it packed by who has it."""
-        if deposit.packed is not None or deposit.asked is not None:
+        if remote_object.packed is not None or remote_object.asked is not None:
             return True
-        link = next((each for each in deposit.holders if each.state <= State.RETIRING), None)
-        if link is None or deposit.unpackable is not None:
-            return False
-        deposit.asked = link
-        link.packing.add(deposit.number)
-        self.crew.fetch_from(link, deposit.number)
-        return True
-
-    def _compute_again(self, deposit: RemoteObject) -> bool:
-        recipe = deposit.recipe
-        if deposit.again is not None:
-            return True
-        if recipe is None or deposit.retries <= 0:
-            return False
-        work = deposit.again = KeptTask(self.crew)
-        work.number = deposit.number
-        work.deposit = deposit
-        work.definition, work.kind, work.args, work.payload, work.timeout = recipe
-        deposit.retries -= 1
-        work.retries = deposit.retries
-        work._hook(
-            lambda promise: self.crew.hub.post(partial(self._computed_again, deposit, promise))
+        handle = next(
+            (each for each in remote_object.holders if each.state <= State.RETIRING), None
         )
-        self.crew.go_on(work)
+        if handle is None or remote_object.unpackable is not None:
+            return False
+        remote_object.asked = handle
+        handle.packing.add(remote_object.number)
+        self.dispatcher.fetch_from(handle, remote_object.number)
         return True
 
-    def _computed_again(self, deposit: RemoteObject, promise: Promise[Any]) -> None:
-        if (
-            deposit.again is promise
-        ):  # or it is being computed once more, as it was lost again before this
-            deposit.again = None
-        if promise._exception is not None:
-            deposit.lost, deposit.recipe = promise._exception, None
-        self._changed(deposit)
+    def _compute_again(self, remote_object: RemoteObject) -> bool:
+        recipe = remote_object.recipe
+        if remote_object.again is not None:
+            return True
+        if recipe is None or remote_object.retries <= 0:
+            return False
+        task = remote_object.again = KeptTask(self.dispatcher)
+        task.number = remote_object.number
+        task.remote_object = remote_object
+        task.definition, task.kind, task.args, task.payload, task.timeout = recipe
+        remote_object.retries -= 1
+        task.retries = remote_object.retries
+        task._hook(
+            lambda promise: self.dispatcher.reactor.post(
+                partial(self._computed_again, remote_object, promise)
+            )
+        )
+        self.dispatcher.go_on(task)
+        return True
 
-    def why(self, deposit: RemoteObject) -> BaseException:
+    def _computed_again(self, remote_object: RemoteObject, promise: Promise[Any]) -> None:
+        if (
+            remote_object.again is promise
+        ):  # or it is being computed once more, as it was lost again before this
+            remote_object.again = None
+        if promise._exception is not None:
+            remote_object.lost, remote_object.recipe = promise._exception, None
+        self._changed(remote_object)
+
+    def why(self, remote_object: RemoteObject) -> BaseException:
         """Why nobody can have it any more. Not in a turn: the error of its own pickling is
         unpickled."""
-        told, cause, unpackable = f"what {deposit.label} gave", deposit.lost, deposit.unpackable
+        told, cause, unpackable = (
+            f"what {remote_object.label} gave",
+            remote_object.lost,
+            remote_object.unpackable,
+        )
         refused = None if unpackable is None else unpack_exception(unpackable)
-        if refused is not None and deposit.holders:
+        if refused is not None and remote_object.holders:
             return refused
-        if self.crew.over or (self.crew.closing and cause is None):
+        if self.dispatcher.over or (self.dispatcher.closing and cause is None):
             why = f"{self.name} has ended, and {told} with it: read `value` before"
         elif cause is None:
             why = f"{told} was lost with its drone, which was replaced"

@@ -29,7 +29,7 @@ __all__ = [
     "here",
     "known",
     "meeting",
-    "redeem",
+    "resolve",
     "taking",
     "untaken",
 ]
@@ -41,10 +41,10 @@ class meeting:
 
     It is entered for every call whose arguments are pickled, and costs a third of a microsecond."""
 
-    __slots__ = ("_outer", "met", "moved", "vault")
+    __slots__ = ("_outer", "directory", "met", "moved")
 
-    def __init__(self, vault: ObjectDirectory | None) -> None:
-        self.vault = vault
+    def __init__(self, directory: ObjectDirectory | None) -> None:
+        self.directory = directory
         self.met: dict[int, RemoteObject] | None = None
         self.moved: list[Any] | None = None
 
@@ -76,11 +76,13 @@ here = _Here()
 class PayloadWithRefs:
     """A payload with tickets in it, and what they stand for."""
 
-    __slots__ = ("deposits", "payload")
+    __slots__ = ("payload", "remote_objects")
 
-    def __init__(self, payload: bytes | Serialized, deposits: dict[int, RemoteObject]) -> None:
+    def __init__(
+        self, payload: bytes | Serialized, remote_objects: dict[int, RemoteObject]
+    ) -> None:
         self.payload = payload
-        self.deposits = deposits
+        self.remote_objects = remote_objects
 
     def __len__(self) -> int:
         return len(self.payload)
@@ -92,20 +94,22 @@ def travelling(payload: Any) -> int:
     return payload.travels if isinstance(payload, Serialized) else len(payload)
 
 
-def taking(payload: Any, deposits: dict[int, RemoteObject]) -> Any:
+def taking(payload: Any, remote_objects: dict[int, RemoteObject]) -> Any:
     """`payload`, which takes these too."""
     inner, before = untaken(payload)
-    return PayloadWithRefs(inner, before | deposits) if deposits else payload
+    return PayloadWithRefs(inner, before | remote_objects) if remote_objects else payload
 
 
 def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
     """The payload itself, and what it takes."""
     return (
-        (payload.payload, payload.deposits) if type(payload) is PayloadWithRefs else (payload, {})
+        (payload.payload, payload.remote_objects)
+        if type(payload) is PayloadWithRefs
+        else (payload, {})
     )
 
 
-def redeem(number: int) -> Any:
+def resolve(number: int) -> Any:
     """In a drone: the value. (Its pickles name this function.)"""
     if shelf is None:
         raise LookupError(f"kept value {number} was asked for where none is kept")

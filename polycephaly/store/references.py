@@ -53,19 +53,19 @@ Place = tuple[Keep, int, int]
 class ObjectRef(Keep):
     """A range that the other end of a link has lent to this image."""
 
-    __slots__ = ("_ledger", "number")
+    __slots__ = ("_ref_table", "number")
 
-    def __init__(self, ledger: RefTable, number: int, offset: int, length: int) -> None:
+    def __init__(self, ref_table: RefTable, number: int, offset: int, length: int) -> None:
         self.number = number
-        self._ledger = ledger
-        super().__init__(ledger.arena, offset, length)
+        self._ref_table = ref_table
+        super().__init__(ref_table.arena, offset, length)
 
     def _give_back(self) -> None:
-        ledger = self._ledger
-        if not ledger.closed:
-            ledger.returned.append(self.number)
-            ledger.ring()
-        if ledger.closed:  # by now, perhaps
+        ref_table = self._ref_table
+        if not ref_table.closed:
+            ref_table.returned.append(self.number)
+            ref_table.ring()
+        if ref_table.closed:  # by now, perhaps
             self.arena.punch(self.offset, self.length)
 
 
@@ -127,7 +127,7 @@ class Serialized:
     def __len__(self) -> int:
         return len(self.inline) + sum(length for _, _, length in self.places)
 
-    def waybill(self, ledger: RefTable) -> bytes:
+    def waybill(self, ref_table: RefTable) -> bytes:
         """The message that brings it, once."""
         numbers: dict[int, int] = {}
         loans: list[bytes] = []
@@ -136,7 +136,7 @@ class Serialized:
             which = numbers.get(id(segment))
             if which is None:
                 which = numbers[id(segment)] = len(loans)
-                loans.append(_LOAN.pack(ledger.lend(segment), segment.offset, segment.length))
+                loans.append(_LOAN.pack(ref_table.lend(segment), segment.offset, segment.length))
             places.append(_PLACE.pack(which, start, length))
         return b"".join((_COUNTS.pack(len(loans), len(places)), *loans, *places, self.inline))
 
@@ -146,11 +146,11 @@ class Received:
 
     __slots__ = ("_arena", "_inline", "_loans", "_places")
 
-    def __init__(self, waybill: Any, ledger: RefTable) -> None:
+    def __init__(self, waybill: Any, ref_table: RefTable) -> None:
         """Raises `Malformed`. Opens nothing."""
         self._inline, listed, self._places = read_waybill(waybill)
         for _, offset, length in listed:
-            start, stop = ledger.region
+            start, stop = ref_table.region
             if offset % mmap.PAGESIZE or not length or offset < start or offset + length > stop:
                 raise Malformed(f"a loan of {length} bytes at {offset}")
         for which, start, length in self._places:
@@ -158,8 +158,8 @@ class Received:
                 raise Malformed(f"a place of {length} bytes at {start} in loan {which}")
         if not self._inline and not self._places:
             raise Malformed("a waybill without a pickle")
-        self._loans = [ObjectRef(ledger, *each) for each in listed]
-        self._arena = ledger.arena
+        self._loans = [ObjectRef(ref_table, *each) for each in listed]
+        self._arena = ref_table.arena
 
     def __len__(self) -> int:
         return len(self._inline) + sum(place[2] for place in self._places)

@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     bytes_sent: int
     bytes_received: int
     cpu: float | None = None
-    works: Sequence[tuple[int, tuple[int, ...]]] = ()
+    tasks: Sequence[tuple[int, tuple[int, ...]]] = ()
     """Of each its number, and those of what it needed; none, where several are one span."""
 
     def spans(self) -> Iterator[Span]:
@@ -79,7 +79,7 @@ class Entry(NamedTuple):
             self.finished,
             strict=True,
         )
-        numbers = iter(self.works)
+        numbers = iter(self.tasks)
         for queued, sent, started, finished in one_by_one:
             sent = min(
                 self.received, max(queued, sent)
@@ -101,8 +101,8 @@ class Entry(NamedTuple):
                 self.bytes_sent // count,
                 self.bytes_received // count,
                 cpu=self.cpu,
-                number=(work := next(numbers, (0, ())))[0],
-                needed=work[1],
+                number=(task := next(numbers, (0, ())))[0],
+                needed=task[1],
             )
 
     def sums(self) -> Sums:
@@ -146,7 +146,7 @@ class TraceBuffer:
     def many(
         self,
         drone: str,
-        works: Sequence[Task | None],
+        tasks: Sequence[Task | None],
         started: list[float],
         finished: list[float],
         running: float,
@@ -156,19 +156,19 @@ class TraceBuffer:
     ) -> None:
         """Works that were answered together, with values of `size` bytes; `alike`: all are calls of
         one definition. Where they are short, one span is for all."""
-        count = len(works)
-        if not alike or not all(works):  # some were lost, and answered all the same
-            self._add_by_definition(drone, works, started, finished, received, size / count)
+        count = len(tasks)
+        if not alike or not all(tasks):  # some were lost, and answered all the same
+            self._add_by_definition(drone, tasks, started, finished, received, size / count)
             return
-        first: Any = works[0]
-        last: Any = works[-1]
+        first: Any = tasks[0]
+        last: Any = tasks[-1]
         calls = 1
         times: tuple[Sequence[float], Sequence[float]] = started, finished
         known: Sequence[tuple[int, tuple[int, ...]]] = ()
         if count > 1 and running < SHORT * count:
             times, calls = (started[:1], finished[-1:]), count
         else:
-            known = [(work.number, work.needed) for work in works if work is not None]
+            known = [(task.number, task.needed) for task in tasks if task is not None]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         there = first.weight * count
         name = short_name(first.definition.label)
@@ -185,25 +185,25 @@ class TraceBuffer:
                 received,
                 there,
                 size,
-                works=known,
+                tasks=known,
             )
         )
 
     def _add_by_definition(
         self,
         drone: str,
-        works: Sequence[Task | None],
+        tasks: Sequence[Task | None],
         started: list[float],
         finished: list[float],
         received: float,
         size: float,
     ) -> None:
         by_definition: dict[RemoteFunction, list[int]] = {}
-        for index, work in enumerate(works):
-            if work is not None:
-                by_definition.setdefault(work.definition, []).append(index)
+        for index, task in enumerate(tasks):
+            if task is not None:
+                by_definition.setdefault(task.definition, []).append(index)
         for places in by_definition.values():
-            mine = [works[place] for place in places]
+            mine = [tasks[place] for place in places]
             began, ended = (
                 [started[place] for place in places],
                 [finished[place] for place in places],
@@ -211,10 +211,10 @@ class TraceBuffer:
             running = sum(ended) - sum(began)
             self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
-    def several(self, drone: str, works: list[Task], parts: Mapping[int, int]) -> None:
+    def several(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
         """Works that were answered one by one, in one message; `parts` says of how many calls,
         where that is not one. Short calls of one definition in a row are one span, too."""
-        for _, group in groupby(works, _definition):
+        for _, group in groupby(tasks, _definition):
             run: list[Any] = list(group)
             if (
                 len(run) > 1
@@ -235,28 +235,28 @@ class TraceBuffer:
                     name = short_name(first.definition.label)
                     self._add(Entry(drone, name, DONE, len(run), queued, sent, *times, there, back))
                     continue
-            for work in run:
-                self._add_one(drone, work, work.answer, parts.get(work.number, 1))
+            for task in run:
+                self._add_one(drone, task, task.answer, parts.get(task.number, 1))
 
     def _add_one(
-        self, drone: str, work: Task, answer: Answer, calls: int, status: str = ""
+        self, drone: str, task: Task, answer: Answer, calls: int, status: str = ""
     ) -> None:
-        sent: float = work.sending.at  # type: ignore[union-attr]  # it was in flight
+        sent: float = task.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished = max(answer.started, sent), answer.finished
-        if work.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
+        if task.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
             started = max(started, self._until.get(drone, 0.0))
             self._until[drone] = finished
-        status = status or (DONE if work.status != ERRONEOUS else _how_it_failed(work))
-        cpu = self._cpu.pop(work.number, None) if self._cpu else None
+        status = status or (DONE if task.status != ERRONEOUS else _how_it_failed(task))
+        cpu = self._cpu.pop(task.number, None) if self._cpu else None
         times = (
-            (work.queued, work.queued),
+            (task.queued, task.queued),
             (sent, sent),
             (started,),
             (finished,),
             max(0.0, finished - started),
         )
-        name = short_name(work.definition.label)
-        known = ((work.number, work.needed),)
+        name = short_name(task.definition.label)
+        known = ((task.number, task.needed),)
         self._add(
             Entry(
                 drone,
@@ -272,17 +272,17 @@ class TraceBuffer:
             )
         )
 
-    def lost(self, drone: str, works: Iterable[Task]) -> None:
+    def lost(self, drone: str, tasks: Iterable[Task]) -> None:
         """What a drone was running as it died. Since when nobody knows: since what it had done
         before, at most."""
         before, now = 0.0, monotonic()
         for entry in self.look()[1]:
             if entry.drone == drone:
                 before = max(before, min(now, entry.finished[-1]))
-        for work in works:
-            status = _how_it_failed(work) if work.done() else DIED
-            started = 0.0 if work.place else before
-            self._add_one(drone, work, Answer(started, now, now), work.count, status)
+        for task in tasks:
+            status = _how_it_failed(task) if task.done() else DIED
+            started = 0.0 if task.place else before
+            self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
     def _add(self, entry: Entry) -> None:
         self._chapter.append(entry)
@@ -338,10 +338,10 @@ def _fold(folded: Aggregated, chapter: list[Entry]) -> Aggregated:
     return Aggregated(sums, spans, start, end)
 
 
-def _how_it_failed(work: Task) -> str:
-    if not work.done():
+def _how_it_failed(task: Task) -> str:
+    if not task.done():
         return ERROR
-    return CANCELLED if work.cancelled() else TIMEOUT
+    return CANCELLED if task.cancelled() else TIMEOUT
 
 
 def _steps(first: float, last: float, count: int) -> Iterable[float]:

@@ -15,45 +15,45 @@ if TYPE_CHECKING:
 __all__ = ["take"]
 
 
-def take(crew: Dispatcher, only: str | None = None) -> Timeline:
+def take(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     """Of all its drones, or of one. From any thread, also when the crew has ended."""
     now = monotonic()
-    record, plan = crew.record, crew.plan
+    record, config = dispatcher.record, dispatcher.config
     folded, entries = record.look()
     before = {
         entry.drone: entry.finished[-1] for entry in entries
     }  # up to when each had done something
-    under_way = list(_under_way(crew, before, now))
-    drones = {plan.drone_name(index): None for index in range(plan.size)}
-    taken = Timeline(under_way, [*drones], waiting=len(crew.queue))
+    under_way = list(_under_way(dispatcher, before, now))
+    drones = {config.drone_name(index): None for index in range(config.size)}
+    taken = Timeline(under_way, [*drones], waiting=len(dispatcher.queue))
     taken.add_record(folded, entries, list(record.threads), record.threads_lost)
     return taken if only is None else taken.of_drone(only)
 
 
-def _under_way(crew: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:
-    for link in list(crew.links):
-        for work in list(link.flight.values()):
-            sending = work.sending
+def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:
+    for handle in list(dispatcher.handles):
+        for task in list(handle.in_flight.values()):
+            sending = task.sending
             if sending is None:  # it is just being taken back
                 continue
-            name, calls = short_name(work.definition.label), work.count
-            if link.runs(work.number):
+            name, calls = short_name(task.definition.label), task.count
+            if handle.runs(task.number):
                 started = (
                     sending.at
-                    if work.place
-                    else min(now, max(sending.at, before.get(link.name, 0.0)))
+                    if task.place
+                    else min(now, max(sending.at, before.get(handle.name, 0.0)))
                 )
                 yield Span(
                     name,
-                    link.name,
+                    handle.name,
                     started,
                     now,
-                    work.queued,
+                    task.queued,
                     sending.at,
                     status=RUNNING,
                     calls=calls,
                 )
             else:
                 yield Span(
-                    name, link.name, None, None, work.queued, sending.at, status=SENT, calls=calls
+                    name, handle.name, None, None, task.queued, sending.at, status=SENT, calls=calls
                 )

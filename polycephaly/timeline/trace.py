@@ -48,7 +48,7 @@ def events(timeline: Timeline) -> Iterator[Event]:
     yield _name("thread_name", 0, 2, "receives")
     process = thread = 0
     drone: str | None = None
-    works: list[tuple[Span, int, int]] = []
+    tasks: list[tuple[Span, int, int]] = []
     for row in rows(timeline):
         if row.drone != drone:
             drone, process, thread = row.drone, process + 1, 0
@@ -66,10 +66,10 @@ def events(timeline: Timeline) -> Iterator[Event]:
             for span in lane:
                 yield _slice(span, process, thread, start)
                 if not row.thread:
-                    works.append((span, process, thread))
-    yield from _controller(works, start)
-    if len(works) <= FLOWS:
-        yield from _graph(works, start)
+                    tasks.append((span, process, thread))
+    yield from _controller(tasks, start)
+    if len(tasks) <= FLOWS:
+        yield from _graph(tasks, start)
 
 
 def _lanes(row: Row) -> list[list[Span]]:
@@ -103,8 +103,8 @@ def _slice(span: Span, process: int, thread: int, start: float) -> Event:
     }  # fmt: skip
 
 
-def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
-    moments = [{span.sent for span, _, _ in works}, {span.received for span, _, _ in works}]
+def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
+    moments = [{span.sent for span, _, _ in tasks}, {span.received for span, _, _ in tasks}]
     for thread, name in ((1, "send"), (2, "receive")):
         for moment in sorted(each for each in moments[thread - 1] if each is not None):
             ts = _at(moment, start)
@@ -117,8 +117,8 @@ def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
                 "ts": ts,
                 "dur": INSTANT,
             }
-    if len(works) <= FLOWS:
-        for number, (span, process, thread) in enumerate(works):
+    if len(tasks) <= FLOWS:
+        for number, (span, process, thread) in enumerate(tasks):
             assert span.started is not None and span.finished is not None
             if span.sent is not None:
                 yield _end("s", 2 * number, "there", span.bytes_sent, 0, 1, _at(span.sent, start))
@@ -154,8 +154,8 @@ def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
                     _at(span.received, start),
                 )
     waiting = 0
-    steps = [(span.queued, 1) for span, _, _ in works] + [
-        (span.started, -1) for span, _, _ in works
+    steps = [(span.queued, 1) for span, _, _ in tasks] + [
+        (span.started, -1) for span, _, _ in tasks
     ]
     for moment, group in groupby(
         sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)
@@ -171,9 +171,9 @@ def _controller(works: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
         }
 
 
-def _graph(works: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
-    known = {span.number: (span, process, thread) for span, process, thread in works if span.number}
-    for span, process, thread in works:
+def _graph(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
+    known = {span.number: (span, process, thread) for span, process, thread in tasks if span.number}
+    for span, process, thread in tasks:
         for number in dict.fromkeys(span.needed):
             if number in known:
                 giver, of_giver, lane = known[number]

@@ -55,7 +55,7 @@ class EventLog:
     def __init__(self) -> None:
         self.events: deque[LoggedEvent] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
-        self.work: deque[tuple[int, int]] = (
+        self.costs: deque[tuple[int, int]] = (
             deque()
         )  # of a drone's works: number, microseconds of processor time
         self._numbers = itertools.count(1)
@@ -113,9 +113,9 @@ class EventLog:
 
     def take(self) -> bytes:
         """A part of it, to be sent home; nothing where there is nothing."""
-        if not self.events and not self.work:
+        if not self.events and not self.costs:
             return b""
-        work = [self.work.popleft() for _ in range(len(self.work))]
+        costs = [self.costs.popleft() for _ in range(len(self.costs))]
         events = [self.events.popleft() for _ in range(min(PART, len(self.events)))]
         lost, self.lost = self.lost, 0
         names: dict[str, int] = {}
@@ -132,7 +132,7 @@ class EventLog:
             )
             for each in events
         ]
-        told = {"names": [*names], "events": rows, "work": work, "lost": lost}
+        told = {"names": [*names], "events": rows, "work": costs, "lost": lost}
         return json.dumps(told, separators=(",", ":")).encode()
 
     def forget(self) -> None:

@@ -60,14 +60,14 @@ class Figures:
 
 
 def figures(timeline: Timeline) -> Figures:
-    work = [span for span in timeline.spans if not span.thread]
+    task = [span for span in timeline.spans if not span.thread]
     start = min(
-        (t for span in work for t in (span.queued, span.started) if t is not None), default=0.0
+        (t for span in task for t in (span.queued, span.started) if t is not None), default=0.0
     )
     if timeline.folded:
         start = min(start, timeline.start)
     end = max(
-        (t for span in work for t in (span.received, span.finished, span.sent) if t is not None),
+        (t for span in task for t in (span.received, span.finished, span.sent) if t is not None),
         default=0.0,
     )
     whole = max(end - start, 1e-9)
@@ -86,18 +86,18 @@ def figures(timeline: Timeline) -> Figures:
         whole,
         len(busy),
         calls,
-        len(work) + timeline.folded,
+        len(task) + timeline.folded,
         shares,
         {drone: function for drone, (_, function) in functions.items()},
-        max((span.seconds for span in work), default=0.0) / whole,
-        _backlog(work) / whole
+        max((span.seconds for span in task), default=0.0) / whole,
+        _backlog(task) / whole
         if not timeline.folded
-        else _backlog(work) / max(1e-9, end - _first(work)),
+        else _backlog(task) / max(1e-9, end - _first(task)),
         _typical(sums.values()),
         sum(each.there + each.back for each in sums.values()) / max(1, calls),
         sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
-        _computing(work),
-        _computing([span for span in work if span.drone == busiest]),
+        _computing(task),
+        _computing([span for span in task if span.drone == busiest]),
         len(
             {
                 span.thread
@@ -175,14 +175,14 @@ def _of_one_call(f: Figures, function: str) -> str:
     return f"{waits} overlap its waiting by green threads (green.map)."
 
 
-def _backlog(work: list[Span]) -> float:
+def _backlog(task: list[Span]) -> float:
     """Seconds in which something had been asked for and not begun."""
     waits = sorted(
         (span.queued, inf if span.started is None else span.started)
-        for span in work
+        for span in task
         if span.queued is not None
     )
-    end = max((span.finished for span in work if span.finished is not None), default=0.0)
+    end = max((span.finished for span in task if span.finished is not None), default=0.0)
     return covered((start, min(begun, max(start, end))) for start, begun in waits)
 
 
@@ -197,15 +197,15 @@ def _typical(sums: Iterable[Sums]) -> float:
     )
 
 
-def _first(work: list[Span]) -> float:
-    return min((span.queued for span in work if span.queued is not None), default=0.0)
+def _first(task: list[Span]) -> float:
+    return min((span.queued for span in task if span.queued is not None), default=0.0)
 
 
-def _computing(work: list[Span]) -> float | None:
+def _computing(task: list[Span]) -> float | None:
     """Known if most of what ran was measured."""
     measured, running = (
-        [span for span in work if span.cpu is not None],
-        sum(span.seconds for span in work),
+        [span for span in task if span.cpu is not None],
+        sum(span.seconds for span in task),
     )
     of_measured = sum(span.seconds for span in measured)
     if not of_measured or of_measured < running / 2:

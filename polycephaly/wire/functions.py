@@ -158,10 +158,10 @@ class FunctionRegistry:
         snapshot: MainSnapshot,
         store: Store | None,
         overlaps: bool = False,
-        vault: ObjectDirectory | None = None,
+        directory: ObjectDirectory | None = None,
     ) -> None:
         self.snapshot = snapshot
-        self.vault = vault
+        self.directory = directory
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
@@ -189,7 +189,7 @@ class FunctionRegistry:
                     self._last = function, definition
                 return definition
         try:
-            with meeting(self.vault) as pickling:
+            with meeting(self.directory) as pickling:
                 payload = pack(work, self.snapshot, self.store)
         except Exception as error:
             error.add_note(f"while pickling the work itself, {label(work)}")

@@ -241,22 +241,22 @@ class OutputMerger:
         return heard
 
 
-def deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
+def deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, Listener]) -> None:
     """Gives lines to who is there for their tag, or else to `output`, if there is one, and records
     to their loggers. What one of these raises is logged."""
     if told_in is not None:
-        told_in.copy().run(_deliver, output, heard, audiences)
+        told_in.copy().run(_deliver, output, heard, output_listeners)
     else:
-        _deliver(output, heard, audiences)
+        _deliver(output, heard, output_listeners)
 
 
-def _deliver(output: Listener | None, heard: Heard, audiences: dict[str, Listener]) -> None:
+def _deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, Listener]) -> None:
     for each in heard:
         try:
             if isinstance(each, OutputRecord):
                 each.handle()
             else:
-                listener = audiences.get(each.tag, output) if audiences else output
+                listener = output_listeners.get(each.tag, output) if output_listeners else output
                 if listener is not None:
                     listener(each)
         except BaseException:  # SystemExit too: others wait for what comes after

@@ -100,10 +100,10 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
 class _BareZygote:
     """What the interpreter is sent. `multiprocessing` calls `_bootstrap` there."""
 
-    def __init__(self, control: int, page: int, arena: Arena, nest: DroneSpec) -> None:
+    def __init__(self, control: int, page: int, arena: Arena, spec: DroneSpec) -> None:
         self.descriptors = control, page, arena.fd
         self._ceiling = arena.ceiling
-        self._nest = nest
+        self._spec = spec
         self._owner = os.getpid()
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
@@ -115,8 +115,8 @@ class _BareZygote:
         control, page, arena = self.descriptors
         run_zygote(
             socket.socket(fileno=control),
-            self._nest,
-            StatusTable(self._nest.slots, page),
+            self._spec,
+            StatusTable(self._spec.slots, page),
             Arena(self._ceiling, arena),
             MainSnapshot(()),
             self._owner,
@@ -143,7 +143,7 @@ class _Spawning:
 
 
 def start_bare(
-    control: int, page: int, arena: Arena, nest: DroneSpec, snapshot: Snapshot | None
+    control: int, page: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
 ) -> int:
     """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module;
     gives its pid.
@@ -155,9 +155,12 @@ def start_bare(
     spawning, pickled = _Spawning(), io.BytesIO()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # it does what is asked of a Popen
     try:
-        heirloom = None if nest.heirloom is None else _pickled(nest.heirloom)
+        inherited_args = None if spec.inherited_args is None else _pickled(spec.inherited_args)
         zygote = _BareZygote(
-            control, page, arena, replace(nest, heirloom=heirloom, main=MainMaker(snapshot, module))
+            control,
+            page,
+            arena,
+            replace(spec, inherited_args=inherited_args, main=MainMaker(snapshot, module)),
         )
         reduction.dump(prepared, pickled)
         reduction.dump(zygote, pickled)
@@ -176,9 +179,9 @@ def start_bare(
         os.close(sent)
 
 
-def _pickled(heirloom: Any) -> bytes:
+def _pickled(inherited_args: Any) -> bytes:
     try:
-        return bytes(reduction.ForkingPickler.dumps(heirloom))
+        return bytes(reduction.ForkingPickler.dumps(inherited_args))
     except Exception as error:
         error.add_note(
             "while pickling the initargs for drones that are fresh interpreters. Queues and locks for these are made "

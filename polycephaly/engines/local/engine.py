@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...drone.child import call_as_imported, goes_only_with_the_start, with_heirloom
-from ...drone.main import hatch
+from ...drone.main import drone_main
 from ...pool.drone_handle import DroneHandle
 from ...pool.handlers import print_lines
 from ...promises.promise import Promise
@@ -56,20 +56,20 @@ class ThisMachine:
     def check(self, size: int) -> None:
         check_descriptors(size)
 
-    def open(self, roster: Supervisor) -> LocalEngine:
-        return LocalEngine(roster)
+    def open(self, supervisor: Supervisor) -> LocalEngine:
+        return LocalEngine(supervisor)
 
 
 class LocalEngine:
-    def __init__(self, roster: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits
         forbid it."""
-        self._roster = roster
-        self._crew = roster.crew
-        self._plan = self._crew.plan
-        self._hub = self._crew.hub
+        self._supervisor = supervisor
+        self._dispatcher = supervisor.dispatcher
+        self._config = self._dispatcher.config
+        self._reactor = self._dispatcher.reactor
         self._zygote_lost = self._begun = False
-        self._free_slots = list(range(2 * self._plan.size - 1, -1, -1))
+        self._free_slots = list(range(2 * self._config.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
         try:
             self._arena = Arena(shared_memory_ceiling())
@@ -79,12 +79,12 @@ class LocalEngine:
             self._tidying = False
             self._store = Store(self._arena, 0)
             self._arena.ring = self._tidy_later
-            self._heirloom = (
-                self._plan.initargs if goes_only_with_the_start(self._plan.initargs) else None
+            self._inherited_args = (
+                self._config.initargs if goes_only_with_the_start(self._config.initargs) else None
             )
             self._launcher = self.snapshot()
             try:
-                self._hub.open_endpoint()
+                self._reactor.open_endpoint()
                 self._open_book(self._launcher)
             except BaseException:
                 self._launcher.end()
@@ -94,35 +94,35 @@ class LocalEngine:
             raise
 
     def _open_book(self, launcher: Launcher) -> None:
-        self._roster.book = FunctionRegistry(
-            launcher.snapshot, self._store, self._plan.width > 1, self._crew.vault
+        self._supervisor.registry = FunctionRegistry(
+            launcher.snapshot, self._store, self._config.width > 1, self._dispatcher.directory
         )
 
     def initializer(
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
-        if self._heirloom is not None:
+        if self._inherited_args is not None:
             return with_heirloom, (initializer,)
         return (
             (call_as_imported, (initializer, *initargs))
-            if self._plan.start == "spawn"
+            if self._config.start == "spawn"
             else (initializer, initargs)
         )
 
     def fail(self, error: Exception) -> None:
-        self._crew.fail(error)
+        self._dispatcher.fail(error)
 
     def left_out(self, name: str) -> str | None:
         return self._launcher.left_out(name)
 
     def share(self, obj: Any) -> Shared[Any]:
-        return share(obj, self._roster.book.snapshot, self._store)
+        return share(obj, self._supervisor.registry.snapshot, self._store)
 
     def _tidy_later(self) -> None:
         """From any thread: memory of this image's has come back. It stays warm for a while."""
         if not self._tidying:
             self._tidying = True
-            self._hub.post(lambda: self._hub.after(tuning.warm_seconds, self._tidy))
+            self._reactor.post(lambda: self._reactor.after(tuning.warm_seconds, self._tidy))
 
     def _tidy(self) -> None:
         self._tidying = False
@@ -137,48 +137,53 @@ class LocalEngine:
 
     def _take_on(self, launcher: Launcher) -> None:
         self._launchers.append(launcher)
-        self._hub.watch(launcher.fileno(), partial(self._read_reports, launcher))
+        self._reactor.watch(launcher.fileno(), partial(self._read_reports, launcher))
 
     def can_start(self) -> bool:
         return bool(self._free_slots) and not self._zygote_lost
 
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
         slot = self._free_slots.pop()
-        link = LocalHandle(self._crew, number, slot, name, self._launcher)
+        handle = LocalHandle(self._dispatcher, number, slot, name, self._launcher)
         ends: list[int] = []
         try:
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
-                link.streams.append(OutputSource(reader, name, stream))
+                handle.streams.append(OutputSource(reader, name, stream))
             mine, its = FastTransport.pair()
             ends.append(its.detach())
-            link.lane = parent_death.own(FastTransport(mine))
+            handle.fast_transport = parent_death.own(FastTransport(mine))
             order = Order(
-                link.number, slot, link.identity.hex(), name, self._plan.env[index], self._plan.cwd
+                handle.number,
+                slot,
+                handle.identity.hex(),
+                name,
+                self._config.env[index],
+                self._config.cwd,
             )
             self._launcher.start(order, ends)
         except Exception as error:
-            link.close()
+            handle.close()
             self._free_slots.append(slot)
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                self._roster.cannot_start(named(error))
+                self._supervisor.cannot_start(named(error))
             return None  # or its zygote is gone: the end of its reports tells, and why
         finally:
             for fd in ends:
                 os.close(fd)
-        for each in link.streams:
-            self._hub.watch(each.fileno(), partial(self._read_stream, link, each))
-        self._hub.add_link(link)
-        return link
+        for each in handle.streams:
+            self._reactor.watch(each.fileno(), partial(self._read_stream, handle, each))
+        self._reactor.add_link(handle)
+        return handle
 
-    def _read_stream(self, link: LocalHandle, stream: OutputSource) -> None:
-        print_lines(link)
+    def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:
+        print_lines(handle)
         if not stream.open:
-            self._hub.unwatch(stream.fileno())
+            self._reactor.unwatch(stream.fileno())
             stream.close()
-            if stream in link.streams:
-                link.streams.remove(stream)
+            if stream in handle.streams:
+                handle.streams.remove(stream)
 
     def _read_reports(self, launcher: Launcher) -> None:
         reports = launcher.reports()
@@ -192,51 +197,55 @@ class LocalEngine:
                 and launcher is self._launcher
             ):
                 self._open_book(launcher)
-            link = self._link(
+            handle = self._handle(
                 launcher, report.get("started") or report.get("exited") or report.get("failed")
             )
-            if link is None:
+            if handle is None:
                 continue
             if "started" in report:
-                self._roster.started(link, report["pid"])
+                self._supervisor.started(handle, report["pid"])
             elif "exited" in report:
                 code = os.waitstatus_to_exitcode(report["status"])
-                if launcher.imports_main and link.pid is None and not self._crew.begun.done():
-                    self._crew.cannot_start(_import_trouble(link, code))
-                self._roster.died(link, code)
+                if (
+                    launcher.imports_main
+                    and handle.pid is None
+                    and not self._dispatcher.begun.done()
+                ):
+                    self._dispatcher.cannot_start(_import_trouble(handle, code))
+                self._supervisor.died(handle, code)
             else:
                 number = report["errno"]
-                self._roster.not_started(link, named(OSError(number, os.strerror(number))))
+                self._supervisor.not_started(handle, named(OSError(number, os.strerror(number))))
 
-    def _links(self, launcher: Launcher) -> list[LocalHandle]:
+    def _handles(self, launcher: Launcher) -> list[LocalHandle]:
         return [
             each
-            for each in self._roster.links
+            for each in self._supervisor.handles
             if isinstance(each, LocalHandle) and each.launcher is launcher
         ]
 
-    def _link(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
-        return next((each for each in self._links(launcher) if each.number == number), None)
+    def _handle(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
+        return next((each for each in self._handles(launcher) if each.number == number), None)
 
-    def released(self, link: DroneHandle) -> None:
-        assert isinstance(link, LocalHandle)
-        if link.slot not in self._free_slots:
-            self._free_slots.append(link.slot)
-        if link.launcher is not self._launcher and not self._links(link.launcher):
-            self._dismiss(link.launcher)  # that was the last drone of an old snapshot
+    def released(self, handle: DroneHandle) -> None:
+        assert isinstance(handle, LocalHandle)
+        if handle.slot not in self._free_slots:
+            self._free_slots.append(handle.slot)
+        if handle.launcher is not self._launcher and not self._handles(handle.launcher):
+            self._dismiss(handle.launcher)  # that was the last drone of an old snapshot
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
-        nest = DroneSpec(
-            hatch,
-            self._hub.endpoint.home,
-            2 * self._plan.size,
+        spec = DroneSpec(
+            drone_main,
+            self._reactor.endpoint.home,
+            2 * self._config.size,
             parent_death.new_family(),
-            self._heirloom,
+            self._inherited_args,
         )
         try:
-            return Launcher(self._plan.start, nest, self._store, self._plan.name)
+            return Launcher(self._config.start, spec, self._store, self._config.name)
         except OSError as error:
             raise named(error) from error
 
@@ -255,64 +264,64 @@ class LocalEngine:
         try:
             launcher = self.snapshot()
         except OSError as error:
-            self._hub.post(partial(self._crew.cannot_start, named(error)))
+            self._reactor.post(partial(self._dispatcher.cannot_start, named(error)))
         else:
-            self._hub.post(partial(self._use_or_discard, launcher))
+            self._reactor.post(partial(self._use_or_discard, launcher))
 
     def _use_or_discard(self, launcher: Launcher) -> None:
-        self._roster.renew(launcher, Promise())
+        self._supervisor.renew(launcher, Promise())
         if launcher is not self._launcher:  # nobody wants drones any more
             launcher.end()
 
     # -- zygotes' ends -----------------------------------------------------------------------------
 
     def _zygote_gone(self, launcher: Launcher) -> None:
-        self._hub.unwatch(launcher.fileno())
+        self._reactor.unwatch(launcher.fileno())
         launcher.close()
         self._zygote_lost = launcher is self._launcher
-        orphaned = self._links(launcher)
-        for link in orphaned:
+        orphaned = self._handles(launcher)
+        for handle in orphaned:
             if (
-                link.pid is not None
+                handle.pid is not None
             ):  # the kernel has killed it with the zygote; not so what it had started
-                leave_word(channels_of(self._hub.endpoint.home, link.pid), -signal.SIGKILL)
+                leave_word(channels_of(self._reactor.endpoint.home, handle.pid), -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(link.pid, signal.SIGKILL)
+                    os.killpg(handle.pid, signal.SIGKILL)
         if orphaned:
             parent_death.end_family(launcher.family, launcher.pid)
-        if self._crew.begun.done():
-            for link in orphaned:
-                self._roster.died(
-                    link, -signal.SIGKILL
+        if self._dispatcher.begun.done():
+            for handle in orphaned:
+                self._supervisor.died(
+                    handle, -signal.SIGKILL
                 )  # the page tells what each was running: before it is closed
         code = self._reap(launcher)
-        if not self._crew.begun.done():
-            self._crew.cannot_start(
+        if not self._dispatcher.begun.done():
+            self._dispatcher.cannot_start(
                 RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
             )
-            for link in orphaned:
-                self._roster.died(link, -signal.SIGKILL)
-        elif self._zygote_lost and self._plan.on_death == "replace" and self._crew.wanted():
+            for handle in orphaned:
+                self._supervisor.died(handle, -signal.SIGKILL)
+        elif self._zygote_lost and self._config.on_death == "replace" and self._dispatcher.wanted():
             log.warning(
                 "the zygote of %s was lost (exit code %s): taking a new snapshot",
-                self._plan.name,
+                self._config.name,
                 code,
             )
-            self._hub.run_errand(self._relaunch)
-        self._crew.look_for_end = True
+            self._reactor.run_errand(self._relaunch)
+        self._dispatcher.look_for_end = True
 
     def _dismiss(self, launcher: Launcher) -> None:
         """Its zygote is not needed any more: lets it end, and reaps it then."""
-        self._hub.unwatch(launcher.fileno())
+        self._reactor.unwatch(launcher.fileno())
         launcher.close()
         if launcher.pidfd is None:
             self._reap(launcher)
         elif launcher in self._launchers:
-            self._hub.watch(launcher.pidfd, partial(self._reap, launcher))
+            self._reactor.watch(launcher.pidfd, partial(self._reap, launcher))
 
     def _reap(self, launcher: Launcher) -> int | None:
         if launcher.pidfd is not None:
-            self._hub.unwatch(launcher.pidfd)
+            self._reactor.unwatch(launcher.pidfd)
         self._launchers.remove(launcher)
         return launcher.reap()
 
@@ -320,17 +329,17 @@ class LocalEngine:
         if not self._begun:
             self._launcher.end()
         for launcher in self._launchers:
-            self._hub.unwatch(launcher.fileno())
+            self._reactor.unwatch(launcher.fileno())
             if launcher.pidfd is not None:
-                self._hub.unwatch(launcher.pidfd)
-        self._hub.last_zygotes += self._launchers
+                self._reactor.unwatch(launcher.pidfd)
+        self._reactor.last_zygotes += self._launchers
         self._launchers.clear()
         self._arena.end()
 
 
-def _import_trouble(link: DroneHandle, code: int) -> RuntimeError:
-    print_lines(link)
-    told = "\n".join(link.stderr)
+def _import_trouble(handle: DroneHandle, code: int) -> RuntimeError:
+    print_lines(handle)
+    told = "\n".join(handle.stderr)
     return RuntimeError(
         f"a spawned drone ended (exit code {code}) while it imported the main module. A script that starts drones with "
         "start='spawn' must be importable: keep what it does under `if __name__ == '__main__':`. Its last lines on "

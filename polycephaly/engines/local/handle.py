@@ -46,19 +46,19 @@ _IDLE = "it holds its interpreter and does nothing"
 
 class LocalHandle(DroneHandle):
     def __init__(
-        self, crew: Dispatcher, number: int, slot: int, name: str, launcher: Launcher
+        self, dispatcher: Dispatcher, number: int, slot: int, name: str, launcher: Launcher
     ) -> None:
-        super().__init__(crew, number, name)
+        super().__init__(dispatcher, number, name)
         self.slot = slot
         self.launcher = launcher
         self.identity = b"\x01" + os.urandom(16)
         self.streams: list[OutputSource] = []
         self._merge = OutputMerger()
-        self.lane: FastTransport | None = None
+        self.fast_transport: FastTransport | None = None
         self.bulk_open = False
         self._bulk_waiting: list[list[bytes]] = []
         self._asked = False
-        self.ledger = RefTable(launcher.arena, number, self._ring)
+        self.ref_table = RefTable(launcher.arena, number, self._ring)
 
     @property
     def keeper(self) -> Launcher:  # type: ignore[override]
@@ -66,34 +66,34 @@ class LocalHandle(DroneHandle):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
+    def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
         """By the lane if it can go there without passing anything sent by bulk; see
         wire/fast_transport.py."""
         if (
             not self.bulk_unanswered
             and not self._bulk_waiting
-            and self.lane is not None
-            and self.lane.send(frames)
+            and self.fast_transport is not None
+            and self.fast_transport.send(frames)
         ):
             return
-        for work in works:
-            if work.sending is not None:
-                work.sending.by_bulk = True
-        self.bulk_unanswered += len(works)
+        for task in tasks:
+            if task.sending is not None:
+                task.sending.by_bulk = True
+        self.bulk_unanswered += len(tasks)
         if self.bulk_open:
-            hub = self.crew.hub
-            hub.router.send_multipart([self.identity, *frames])
-            hub.wake()  # in a caller's thread, this may have taken note of news for which the hub sleeps
+            reactor = self.dispatcher.reactor
+            reactor.router.send_multipart([self.identity, *frames])
+            reactor.wake()  # in a caller's thread, this may have taken note of news for which the hub sleeps
         else:
             self._bulk_waiting.append(frames)
             self._ask_to_open()
 
     def _ask_to_open(self) -> None:
         """Something waits for bulk: the drone is to open it."""
-        if self._bulk_waiting and not self._asked and self.lane is not None:
-            self._asked = self.lane.send(pack_numbers(OPEN))
+        if self._bulk_waiting and not self._asked and self.fast_transport is not None:
+            self._asked = self.fast_transport.send(pack_numbers(OPEN))
             if not self._asked:  # its lane is full: it is busy, and will read it
-                self.crew.hub.after(TICK, self._ask_to_open)
+                self.dispatcher.reactor.after(TICK, self._ask_to_open)
 
     def open_bulk(self, router: zmq.Socket[bytes]) -> None:
         """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
@@ -102,27 +102,32 @@ class LocalHandle(DroneHandle):
             router.send_multipart([self.identity, *frames])
         self._bulk_waiting.clear()
 
-    def kill(self, verdict: str = "") -> None:
-        self.verdict = self.verdict or verdict
+    def kill(self, kill_reason: str = "") -> None:
+        self.kill_reason = self.kill_reason or kill_reason
         self.launcher.kill(self.number)
 
     def is_up(self) -> bool:
-        return self.alive and self.lane is not None
+        return self.alive and self.fast_transport is not None
 
     # -- what is known of it -----------------------------------------------------------------------
 
     def started(self) -> int:
-        return self.launcher.page.started(self.slot)
+        return self.launcher.status_table.started(self.slot)
 
     def sent(self) -> int:
-        return self.launcher.page.sent(self.slot)
+        return self.launcher.status_table.sent(self.slot)
 
-    def pulse(self) -> tuple[object, Times]:
+    def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
-        page, slot, pid = self.launcher.page, self.slot, self.pid
+        status_table, slot, pid = self.launcher.status_table, self.slot, self.pid
         threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
-        return (page.started(slot), page.sent(slot), page.beat(slot), hundredths), threads
+        return (
+            status_table.started(slot),
+            status_table.sent(slot),
+            status_table.beat(slot),
+            hundredths,
+        ), threads
 
     def waits(self) -> bool:
         assert self.pid is not None
@@ -136,12 +141,14 @@ class LocalHandle(DroneHandle):
         """Its ear only shows that it lives. While its main thread waits for promises, that looks up
         twice a second, and wakes the one that runs green threads: then the steps of these count,
         and threads that compute; else any thread that was let run."""
-        page, slot = self.launcher.page, self.slot
+        status_table, slot = self.launcher.status_table, self.slot
         others = {
-            thread: times for thread, times in threads.items() if thread != str(page.ear(slot))
+            thread: times
+            for thread, times in threads.items()
+            if thread != str(status_table.ear(slot))
         }
-        done = page.started(slot), page.sent(slot), self.tasks_done
-        steps = page.steps(slot)
+        done = status_table.started(slot), status_table.sent(slot), self.tasks_done
+        steps = status_table.steps(slot)
         if steps:
             return (*done, steps), others
         return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
@@ -166,24 +173,24 @@ class LocalHandle(DroneHandle):
         return heard
 
     def catch_up(self) -> None:
-        self.crew.hub.receive_by_lane(self, all_of_it=True)
+        self.dispatcher.reactor.receive_by_lane(self, all_of_it=True)
 
     def last_words(self) -> None:
-        hub = self.crew.hub
+        reactor = self.dispatcher.reactor
         self.catch_up()  # what had already reached this process counts
-        hub.receive(SENT_MOST)
-        hear_kept(self, self.launcher.page.kept(self.slot))
+        reactor.receive(SENT_MOST)
+        hear_kept(self, self.launcher.status_table.kept(self.slot))
 
     def close(self) -> None:
-        hub = self.crew.hub
-        hub.remove_link(self)
+        reactor = self.dispatcher.reactor
+        reactor.remove_link(self)
         ends: list[OutputSource | FastTransport] = [*self.streams]
-        if self.lane is not None:
-            ends.append(self.lane)
+        if self.fast_transport is not None:
+            ends.append(self.fast_transport)
         for end in ends:
             with suppress(ValueError, OSError):
-                hub.unwatch(end.fileno())
+                reactor.unwatch(end.fileno())
             parent_death.close(end)
         self.streams.clear()
-        self.lane = None
-        self.ledger.close()
+        self.fast_transport = None
+        self.ref_table.close()

@@ -39,10 +39,10 @@ class Launcher:
     """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once
     one has done so."""
 
-    def __init__(self, start: str | None, nest: DroneSpec, store: Store, name: str) -> None:
+    def __init__(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> None:
         """Warns if it does not fork though nothing was said of the start; `name` says whose it
         is."""
-        self.family = nest.family
+        self.family = spec.family
         self.arena = store.arena
         self.imports_main = start == "spawn"
         self.taken: Snapshot | None = None
@@ -55,11 +55,11 @@ class Launcher:
         # goes by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = not self.imports_main
-        self.page = StatusTable(nest.slots)
+        self.status_table = StatusTable(spec.slots)
         try:
-            self.pid = self._start(start, nest, store, name)
+            self.pid = self._start(start, spec, store, name)
         except BaseException:
-            self.page.close()
+            self.status_table.close()
             raise
         self.pidfd = parent_death.open_pidfd(self.pid)
         shared_with.append(self._shared)
@@ -68,25 +68,25 @@ class Launcher:
     def _shared(self) -> MainSnapshot:
         return self.snapshot
 
-    def _start(self, start: str | None, nest: DroneSpec, store: Store, name: str) -> int:
+    def _start(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> int:
         if start != "spawn":
             try:
                 if start is None:
                     check_before_fork()
-                return self._fork(nest, insists=start is not None)
+                return self._fork(spec, insists=start is not None)
             except UnsafeFork as why:
                 why.warn(name)
             self._held.clear()
             self.taken = take(store, self._held)
             self.snapshot = MainSnapshot(self.taken.names(), self.taken.left_out)
-        return self._start_bare(nest)
+        return self._start_bare(spec)
 
-    def _fork(self, nest: DroneSpec, insists: bool) -> int:
+    def _fork(self, spec: DroneSpec, insists: bool) -> int:
         """Raises `UnsafeFork`, unless it `insists`."""
         owner = os.getpid()
         above, addresses.address_of_parent = (
             addresses.address_of_parent,
-            addresses.address_here(nest.home),
+            addresses.address_here(spec.home),
         )
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.own(mine)
@@ -95,7 +95,7 @@ class Launcher:
             with kept_through_fork(self._held):
                 pid = fork_guard.fork()
             if pid == 0:
-                run_zygote(theirs, nest, self.page, self.arena, self.snapshot, owner)
+                run_zygote(theirs, spec, self.status_table, self.arena, self.snapshot, owner)
             if not insists:
                 check_after_fork()
             return pid
@@ -118,11 +118,11 @@ class Launcher:
             theirs.close()
             addresses.address_of_parent = above
 
-    def _start_bare(self, nest: DroneSpec) -> int:
+    def _start_bare(self, spec: DroneSpec) -> int:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.own(mine)
         try:
-            return start_bare(theirs.fileno(), self.page.fd, self.arena, nest, self.taken)
+            return start_bare(theirs.fileno(), self.status_table.fd, self.arena, spec, self.taken)
         except BaseException:
             parent_death.close(self._control)
             raise
@@ -239,6 +239,6 @@ class Launcher:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        self.page.close()
+        self.status_table.close()
         self._held.clear()
         return code

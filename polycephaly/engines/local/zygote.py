@@ -76,13 +76,13 @@ class Order:
 class DroneSpec:
     """What all drones of one zygote share. `hatch` is the drone's main function."""
 
-    hatch: Callable[
+    drone_main: Callable[
         [Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None
     ]
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see runtime/parent_death.py
-    heirloom: tuple[Any, ...] | bytes | None = (
+    inherited_args: tuple[Any, ...] | bytes | None = (
         None  # what a process can only be started with; see drone/child.py
     )
     main: MainMaker | None = None  # of a bare zygote
@@ -94,8 +94,8 @@ class DroneSpec:
 
 def run_zygote(
     control: socket.socket,
-    nest: DroneSpec,
-    page: StatusTable,
+    spec: DroneSpec,
+    status_table: StatusTable,
     arena: Arena,
     snapshot: MainSnapshot,
     owner: int,
@@ -103,7 +103,7 @@ def run_zygote(
     """The zygote's life. Never returns: the frames below belong to the main image."""
     status = 1
     try:
-        zygote = _Zygote(control, nest, page, arena, snapshot, owner)
+        zygote = _Zygote(control, spec, status_table, arena, snapshot, owner)
         zygote.serve()
         status = 0
     except BaseException:
@@ -130,15 +130,15 @@ class _Zygote:
     def __init__(
         self,
         control: socket.socket,
-        nest: DroneSpec,
-        page: StatusTable,
+        spec: DroneSpec,
+        status_table: StatusTable,
         arena: Arena,
         snapshot: MainSnapshot,
         owner: int,
     ) -> None:
         self._control = control
-        self._nest = nest
-        self._page = page
+        self._spec = spec
+        self._status_table = status_table
         self._arena = arena
         self._snapshot = snapshot
         self._drones: dict[int, int] = {}  # pid -> number
@@ -146,11 +146,11 @@ class _Zygote:
             os.setsid()
         parent_death.become_subreaper()
         leave_the_main_image()
-        if nest.main is None:  # a fork of the main image: a bare one has only what it was given
-            leave_connections(owner, nest.heirloom or ())
+        if spec.main is None:  # a fork of the main image: a bare one has only what it was given
+            leave_connections(owner, spec.inherited_args or ())
         for name in _NOT_FOR_IT:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-        parent_death.join_family(nest.family)
+        parent_death.join_family(spec.family)
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
@@ -215,7 +215,7 @@ class _Zygote:
                 os.close(fd)
 
     def _start(self, order: Order, handed: list[int]) -> None:
-        self._page.clear(order.slot)
+        self._status_table.clear(order.slot)
         zygote = os.getpid()
         try:
             pid = os.fork()
@@ -223,9 +223,9 @@ class _Zygote:
             self._report(failed=order.number, errno=error.errno)
             return
         if pid == 0:
-            self._hatch(order, handed, zygote)
+            self._drone_main(order, handed, zygote)
         self._drones[pid] = order.number
-        if not self._nest.imports_main():
+        if not self._spec.imports_main():
             self._report(started=order.number, pid=pid)
 
     def _kill(self, number: int) -> None:
@@ -233,7 +233,7 @@ class _Zygote:
             if its == number:
                 os.kill(pid, signal.SIGKILL)  # our child, unreaped: the number is surely its own
 
-    def _hatch(self, order: Order, handed: list[int], zygote: int) -> NoReturn:
+    def _drone_main(self, order: Order, handed: list[int], zygote: int) -> NoReturn:
         """In the forked child: becomes a headless image, then runs it to its end."""
         status = 1
         try:
@@ -245,10 +245,10 @@ class _Zygote:
             for name in _NOT_FOR_IT:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            stdout, stderr, lane = handed
+            stdout, stderr, fast_transport = handed
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            if self._nest.imports_main():
+            if self._spec.imports_main():
                 parent_death.own(
                     self._control
                 )  # until its start is reported: then the zygote sees to its end
@@ -263,9 +263,15 @@ class _Zygote:
             if self._collects:
                 gc.enable()
             self._arena.enter()
-            its_lane = socket.socket(fileno=lane)
-            self._nest.hatch(
-                order, self._nest, its_lane, self._page, self._arena, self._snapshot, self._control
+            its_lane = socket.socket(fileno=fast_transport)
+            self._spec.drone_main(
+                order,
+                self._spec,
+                its_lane,
+                self._status_table,
+                self._arena,
+                self._snapshot,
+                self._control,
             )
             status = 0
         except BaseException:
@@ -293,12 +299,12 @@ class _Zygote:
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
-                leave_word(channels_of(self._nest.home, pid), os.waitstatus_to_exitcode(status))
+                leave_word(channels_of(self._spec.home, pid), os.waitstatus_to_exitcode(status))
                 # The kernel's list of children may miss one while others come and go: so look again
                 # for a while.
                 self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
-                shutil.rmtree(os.path.join(self._nest.home, str(pid)), ignore_errors=True)
+                shutil.rmtree(os.path.join(self._spec.home, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 
     def _kill_orphans(self) -> None:
@@ -321,7 +327,7 @@ class _Zygote:
                     time.sleep(SWEEP)
         if not self._said_goodbye:
             self._wait_for_the_owners_end()
-            shutil.rmtree(self._nest.home, ignore_errors=True)
+            shutil.rmtree(self._spec.home, ignore_errors=True)
 
     def _wait_for_the_owners_end(self) -> None:
         """The kernel closes an ending process's descriptors first, so it may still be making

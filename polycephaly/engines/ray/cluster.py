@@ -168,10 +168,10 @@ class Cluster:
             asked[f"accelerator_type:{accelerator}"] = 0.001  # so Ray puts it
         return {name: amount for name, amount in asked.items() if amount}
 
-    def open(self, roster: Supervisor) -> Engine:
+    def open(self, supervisor: Supervisor) -> Engine:
         from .engine import RayEngine
 
-        return RayEngine(roster, self.placement)
+        return RayEngine(supervisor, self.placement)
 
 
 def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:

@@ -164,10 +164,10 @@ class RayDrone(DroneExecutor):
         self._diary = ExitRecord(folder)
         self._manifest = RayRefTable()
         self._laden = False
-        ledger: Any = self._manifest
-        super().__init__(birth.name, self._diary, snapshot, BufferHold(self._lade), ledger, tail)
+        ref_table: Any = self._manifest
+        super().__init__(birth.name, self._diary, snapshot, BufferHold(self._lade), ref_table, tail)
         self._outcomes = _ResultBuffer(
-            self._diary, snapshot, self._store, self._ledger, tail, self._shelf
+            self._diary, snapshot, self._store, self._ref_table, tail, self._shelf
         )
         self.birth = birth
         self._printed = [Printed(folder, name) for name in (OUT, ERR)]

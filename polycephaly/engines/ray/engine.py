@@ -81,20 +81,20 @@ _DEATHS = (
 
 
 class RayEngine:
-    def __init__(self, roster: Supervisor, placement: dict[str, Any]) -> None:
-        self.crew = roster.crew
-        self._roster = roster
-        self._plan = self.crew.plan
-        self._hub = self.crew.hub
+    def __init__(self, supervisor: Supervisor, placement: dict[str, Any]) -> None:
+        self.dispatcher = supervisor.dispatcher
+        self._supervisor = supervisor
+        self._config = self.dispatcher.config
+        self._reactor = self.dispatcher.reactor
         self._session = session()
         self._placement = placement
         self._ended = False
-        hang = self._plan.hang_timeout
+        hang = self._config.hang_timeout
         self._probe_every = PROBE_EVERY if hang is None else min(PROBE_EVERY, hang / 4)
         self._home = ray.get_runtime_context().get_node_id()
         self._taken = self.snapshot()
         self._store = RayStore()
-        options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._plan.size}
+        options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._config.size}
         here = NodeAffinitySchedulingStrategy(self._home, soft=False)
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
         self._nest = ray.remote(DroneActor)  # once: Ray keeps each of these for ever
@@ -105,8 +105,8 @@ class RayEngine:
         names = self._taken.names()
         self._ref = ray.put(self._taken)
         store: Any = self._store
-        self._roster.book = FunctionRegistry(
-            MainSnapshot(names), store, self._plan.width > 1, self.crew.vault
+        self._supervisor.registry = FunctionRegistry(
+            MainSnapshot(names), store, self._config.width > 1, self.dispatcher.directory
         )
 
     def is_there(self) -> bool:
@@ -115,12 +115,14 @@ class RayEngine:
 
     def fail(self, error: Exception) -> None:
         if not self._is_lost():
-            self.crew.fail(error)
+            self.dispatcher.fail(error)
 
     def _is_lost(self) -> bool:
         lost = not self.is_there()
         if lost and not self._ended:
-            self.crew.break_(RuntimeError(f"Ray was shut down while {self._plan.name} was open"))
+            self.dispatcher.break_(
+                RuntimeError(f"Ray was shut down while {self._config.name} was open")
+            )
         return lost
 
     def initializer(
@@ -132,131 +134,133 @@ class RayEngine:
 
     def begin(self) -> None:
         self._listen()
-        self._hub.after(self._probe_every, self._look)
+        self._reactor.after(self._probe_every, self._look)
 
     def can_start(self) -> bool:
         return not self._ended and self.is_there()
 
     def start(self, number: int, name: str, index: int) -> RayHandle | None:
-        plan = self._plan
+        config = self._config
         birth = SpawnRequest(
             number,
             name,
-            plan.env[index],
-            plan.cwd,
+            config.env[index],
+            config.cwd,
             sys.path[:],
             self._switch,
-            plan.max_memory is not None,
+            config.max_memory is not None,
         )
         try:
             actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
         except Exception as error:
-            self._roster.cannot_start(error)
+            self._supervisor.cannot_start(error)
             return None
-        link = RayHandle(self, number, name, actor)
+        handle = RayHandle(self, number, name, actor)
         self._when_done(
-            actor.begin.remote(), partial(self._started, link), partial(self._not_started, link)
+            actor.begin.remote(), partial(self._started, handle), partial(self._not_started, handle)
         )
         if not self._says_what_is_awaited:
             self._says_what_is_awaited = True
-            self._hub.after(tuning.start_report_seconds, self._say_what_is_awaited)
-        return link
+            self._reactor.after(tuning.start_report_seconds, self._say_what_is_awaited)
+        return handle
 
-    def _started(self, link: RayHandle, born: SpawnReply) -> None:
-        link.born_as = born
+    def _started(self, handle: RayHandle, born: SpawnReply) -> None:
+        handle.born_as = born
         if born.boot != boot_of_this_machine():
             asked = monotonic()
             self._when_done(
-                link.actor.clock.remote(),
-                partial(self._set_clock, link, asked),
-                partial(self.lost, link),
+                handle.actor.clock.remote(),
+                partial(self._set_clock, handle, asked),
+                partial(self.lost, handle),
             )
-        self._roster.started(link, born.pid)
-        self._roster.hello(link)
+        self._supervisor.started(handle, born.pid)
+        self._supervisor.hello(handle)
 
-    def _set_clock(self, link: RayHandle, asked: float, its: float) -> None:
+    def _set_clock(self, handle: RayHandle, asked: float, its: float) -> None:
         """Its answer was made about halfway between question and answer."""
-        link.ahead = its - (asked + monotonic()) / 2
+        handle.ahead = its - (asked + monotonic()) / 2
 
-    def _not_started(self, link: RayHandle, error: Exception) -> None:
+    def _not_started(self, handle: RayHandle, error: Exception) -> None:
         init_failed = isinstance(error, RayActorError) and error.actor_init_failed
-        if link.dying or (isinstance(error, _DEATHS) and not init_failed and not _cannot_be(error)):
-            self.lost(link, error)
+        if handle.dying or (
+            isinstance(error, _DEATHS) and not init_failed and not _cannot_be(error)
+        ):
+            self.lost(handle, error)
             return
-        if link.state is not State.DEAD:
-            link.dying = True
-            why = RuntimeError(f"Ray could not start {link.name}: {_fate(error)}")
+        if handle.state is not State.DEAD:
+            handle.dying = True
+            why = RuntimeError(f"Ray could not start {handle.name}: {_fate(error)}")
             why.__cause__ = error
-            self._roster.not_started(link, why)
+            self._supervisor.not_started(handle, why)
 
     def _say_what_is_awaited(self) -> None:
         """Looks at drones that are being started, as long as there are any: is there one that has
         no place?"""
         starting = [
-            link
-            for link in self._roster.links
-            if isinstance(link, RayHandle) and not link.pid and link.alive
+            handle
+            for handle in self._supervisor.handles
+            if isinstance(handle, RayHandle) and not handle.pid and handle.alive
         ]
         self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
         if not self._says_what_is_awaited:
             return
         wait = (
-            min(link.asked_for for link in starting)
+            min(handle.asked_for for handle in starting)
             + tuning.start_report_seconds
-            - self._hub.timers.now()
+            - self._reactor.timers.now()
         )
         if wait <= 0:
             more = len(starting) - 1
             log.warning(
                 "%s still waits for %s%s%s; the cluster has %s free",
-                self._plan.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
+                self._config.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
                 ray.available_resources(),
             )  # fmt: skip
             wait = 6 * tuning.start_report_seconds
-        self._hub.after(wait, self._say_what_is_awaited)
+        self._reactor.after(wait, self._say_what_is_awaited)
 
     # -- what links use, in turns ------------------------------------------------------------------
 
     def await_answer(
         self,
-        link: RayHandle,
+        handle: RayHandle,
         answer: Any,
         cargo: Any,
         frames: Sequence[bytes] = (),
-        works: Sequence[Task] = (),
+        tasks: Sequence[Task] = (),
     ) -> None:
-        link.calls += 1
-        not_answered = partial(self._not_answered, link, frames, works)
-        self._when_done(answer, partial(self._answered, link, cargo), not_answered)
+        handle.calls += 1
+        not_answered = partial(self._not_answered, handle, frames, tasks)
+        self._when_done(answer, partial(self._answered, handle, cargo), not_answered)
 
     def _not_answered(
-        self, link: RayHandle, frames: Sequence[bytes], works: Sequence[Task], error: Exception
+        self, handle: RayHandle, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
-        link.calls -= 1
+        handle.calls -= 1
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not isinstance(cause, ObjectLostError):
-            self.lost(link, error)
-        elif link.is_up():
+            self.lost(handle, error)
+        elif handle.is_up():
             why = str(cause).strip().splitlines()[0]
             lost = Lost(
-                f"what work was to take lay with a node that is lost: {why}", drone=link.name
+                f"what work was to take lay with a node that is lost: {why}", drone=handle.name
             )
-            link.not_begun(frames, works, lost)
+            handle.not_begun(frames, tasks, lost)
 
-    def _answered(self, link: RayHandle, cargo: Any, told: bytes) -> None:
-        link.calls -= 1
-        link.last_heard = self._hub.timers.now()
-        link.hear(Report.unpack(told), cargo)
+    def _answered(self, handle: RayHandle, cargo: Any, told: bytes) -> None:
+        handle.calls -= 1
+        handle.last_heard = self._reactor.timers.now()
+        handle.hear(Report.unpack(told), cargo)
 
     def not_sent(
-        self, link: RayHandle, frames: list[bytes], works: Sequence[Task], error: Exception
+        self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
         """In the turn that was to send it, which goes on with other drones: so not before the
         next."""
         if not self.is_there():
-            self._hub.post(self._is_lost)
-        elif works:
-            self._hub.post(partial(link.not_sent, frames, works, error))
+            self._reactor.post(self._is_lost)
+        elif tasks:
+            self._reactor.post(partial(handle.not_sent, frames, tasks, error))
         else:
             raise error
 
@@ -270,39 +274,39 @@ class RayEngine:
             return LazyBuffers(ref, self._session)
         return LazyBuffers(cargo, self._session)
 
-    def order(self, link: RayHandle, frames: list[bytes]) -> None:
-        self._switch.order.remote(link.number, frames)
+    def order(self, handle: RayHandle, frames: list[bytes]) -> None:
+        self._switch.order.remote(handle.number, frames)
 
-    def stop(self, link: RayHandle) -> None:
-        answer, cargo = link.call_end()
-        link.calls += 1
-        self._when_done(answer, partial(self._stopped, link, cargo), partial(self.lost, link))
+    def stop(self, handle: RayHandle) -> None:
+        answer, cargo = handle.call_end()
+        handle.calls += 1
+        self._when_done(answer, partial(self._stopped, handle, cargo), partial(self.lost, handle))
 
-    def _stopped(self, link: RayHandle, cargo: Any, told: bytes) -> None:
-        link.last_report = Report.unpack(told).number
-        self._answered(link, cargo, told)
-        self._hub.after(LAST_WITHIN, partial(self.ended, link))
+    def _stopped(self, handle: RayHandle, cargo: Any, told: bytes) -> None:
+        handle.last_report = Report.unpack(told).number
+        self._answered(handle, cargo, told)
+        self._reactor.after(LAST_WITHIN, partial(self.ended, handle))
 
-    def ended(self, link: RayHandle) -> None:
+    def ended(self, handle: RayHandle) -> None:
         """It has ended as it was told to, and all that it said was heard."""
-        if link.state is not State.DEAD:
+        if handle.state is not State.DEAD:
             if self.is_there():
-                ray.kill(link.actor)
-            self._died(link, 0)
+                ray.kill(handle.actor)
+            self._died(handle, 0)
 
-    def kill(self, link: RayHandle) -> None:
+    def kill(self, handle: RayHandle) -> None:
         if not self.is_there():  # its actors have ended with it
-            link.fate = "Ray was shut down"
-            self._hub.after(0.0, partial(self._died, link, None))
+            handle.fate = "Ray was shut down"
+            self._reactor.after(0.0, partial(self._died, handle, None))
             return
-        link.exitcode = -signal.SIGKILL
-        ray.kill(link.actor)
-        born = link.born_as
+        handle.exitcode = -signal.SIGKILL
+        ray.kill(handle.actor)
+        born = handle.born_as
         if born is not None and born.node == self._home:
             kill_owner(born.folder)
         elif born is not None and self._lives(born.node):
             self._on_node(born.node, kill_owner).remote(born.folder)
-        link.probe()
+        handle.probe()
 
     def _lives(self, node: str) -> bool:
         return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
@@ -311,69 +315,72 @@ class RayEngine:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
 
-    def forget(self, link: RayHandle) -> None:
+    def forget(self, handle: RayHandle) -> None:
         if not self._ended and self.is_there():
-            self._switch.forget.remote(link.number)
+            self._switch.forget.remote(handle.number)
 
     # -- deaths ------------------------------------------------------------------------------------
 
-    def lost(self, link: RayHandle, error: Exception) -> None:
+    def lost(self, handle: RayHandle, error: Exception) -> None:
         """A call of it has failed."""
-        if link.dying:
+        if handle.dying:
             return
         if not isinstance(error, _DEATHS):
             self.fail(error)
             return
-        link.dying = link.deaf = True
-        link.fate, link.cause = _fate(error), error.with_traceback(None)  # its frames know the pool
-        ray.kill(link.actor)  # one that could not be reached for a moment must not go on unseen
-        born = link.born_as
+        handle.dying = handle.deaf = True
+        handle.fate, handle.cause = (
+            _fate(error),
+            error.with_traceback(None),
+        )  # its frames know the pool
+        ray.kill(handle.actor)  # one that could not be reached for a moment must not go on unseen
+        born = handle.born_as
         if born is None:
-            self._buried(link, FinalState())
+            self._buried(handle, FinalState())
         elif born.node == self._home:
-            self._buried(link, read_remains(born.folder, link.out_read, link.err_read))
+            self._buried(handle, read_remains(born.folder, handle.out_read, handle.err_read))
         elif self._lives(born.node):
             remains = self._on_node(born.node, read_remains).remote(
-                born.folder, link.out_read, link.err_read
+                born.folder, handle.out_read, handle.err_read
             )
             self._when_done(
-                remains, partial(self._buried, link), lambda _: self._buried(link, None)
+                remains, partial(self._buried, handle), lambda _: self._buried(handle, None)
             )
-            self._hub.after(REMAINS_WITHIN, partial(self._buried, link, None))
+            self._reactor.after(REMAINS_WITHIN, partial(self._buried, handle, None))
         else:
-            self._buried(link, None)
+            self._buried(handle, None)
 
-    def _buried(self, link: RayHandle, remains: FinalState | None) -> None:
-        if link.state is not State.DEAD:
-            link.leave(remains)
-            self._died(link, link.exitcode)
+    def _buried(self, handle: RayHandle, remains: FinalState | None) -> None:
+        if handle.state is not State.DEAD:
+            handle.leave(remains)
+            self._died(handle, handle.exitcode)
 
-    def _died(self, link: RayHandle, exitcode: int | None) -> None:
-        if link.state is not State.DEAD:
-            link.dying = True
-            self._roster.died(link, exitcode)
+    def _died(self, handle: RayHandle, exitcode: int | None) -> None:
+        if handle.state is not State.DEAD:
+            handle.dying = True
+            self._supervisor.died(handle, exitcode)
 
-    def released(self, link: DroneHandle) -> None:
+    def released(self, handle: DroneHandle) -> None:
         """Ray has done it."""
 
     def _look(self) -> None:
         """A drone of which nothing was heard may have died."""
         if self._ended or self._is_lost():
             return
-        now = self._hub.timers.now()
-        links = self._roster.links
-        idle_every = max(self._probe_every, len(links) / PROBES_A_SECOND)
-        for link in links:
+        now = self._reactor.timers.now()
+        handles = self._supervisor.handles
+        idle_every = max(self._probe_every, len(handles) / PROBES_A_SECOND)
+        for handle in handles:
             if (
-                not isinstance(link, RayHandle)
-                or link.born_as is None
-                or link.calls
-                or not link.is_up()
+                not isinstance(handle, RayHandle)
+                or handle.born_as is None
+                or handle.calls
+                or not handle.is_up()
             ):
                 continue
-            if now - link.last_heard >= (self._probe_every if link.flight else idle_every):
-                link.probe()
-        self._hub.after(self._probe_every, self._look)
+            if now - handle.last_heard >= (self._probe_every if handle.in_flight else idle_every):
+                handle.probe()
+        self._reactor.after(self._probe_every, self._look)
 
     # -- hearing -----------------------------------------------------------------------------------
 
@@ -384,30 +391,32 @@ class RayEngine:
         if self._ended:
             return
         for number, (told, cargo) in news:
-            link = next((each for each in self._roster.links if each.number == number), None)
-            if isinstance(link, RayHandle):
-                link.last_heard = self._hub.timers.now()
-                link.hear(Report.unpack(told), cargo)
+            handle = next(
+                (each for each in self._supervisor.handles if each.number == number), None
+            )
+            if isinstance(handle, RayHandle):
+                handle.last_heard = self._reactor.timers.now()
+                handle.hear(Report.unpack(told), cargo)
         self._listen()
 
     def _deaf(self, error: Exception) -> None:
         if not self._ended:
-            why = RuntimeError(f"the switch of {self._plan.name} was lost: {_fate(error)}")
-            self.crew.break_(why)
+            why = RuntimeError(f"the switch of {self._config.name} was lost: {_fate(error)}")
+            self.dispatcher.break_(why)
 
     def _when_done(
         self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
     ) -> None:
         """One of the two, in a turn."""
-        hub = self._hub
+        reactor = self._reactor
 
         def tell(future: Any) -> None:
             try:
                 value = future.result()
             except Exception as error:
-                hub.post(_Turn(self, failed, error))
+                reactor.post(_Turn(self, failed, error))
             else:
-                hub.post(_Turn(self, act, value))
+                reactor.post(_Turn(self, act, value))
 
         ref.future().add_done_callback(tell)
 
@@ -428,7 +437,7 @@ class RayEngine:
         return self._taken.left_out.get(name)
 
     def share(self, obj: Any) -> RayShared[Any]:
-        return share(obj, self._roster.book)
+        return share(obj, self._supervisor.registry)
 
     def end(self) -> None:
         self._ended = True

@@ -61,8 +61,8 @@ class ExitRecord(Slot):
     def __init__(self, folder: str) -> None:
         fd = os.open(os.path.join(folder, _PAGE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(fd, ROOM)
-        self._page = StatusTable(1, fd)
-        super().__init__(self._page._bytes)
+        self._status_table = StatusTable(1, fd)
+        super().__init__(self._status_table._bytes)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # entries that were before these
         self._reports: deque[tuple[int, int]] = (
@@ -193,9 +193,9 @@ def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None
     """On the drone's node; it is dead then, and the folder is gone. None where there is nothing to
     be read."""
     _see_off(folder)
-    page = os.path.join(folder, _PAGE)
+    status_table = os.path.join(folder, _PAGE)
     try:
-        running = StatusTable(1, os.open(page, os.O_RDWR | os.O_CLOEXEC))
+        running = StatusTable(1, os.open(status_table, os.O_RDWR | os.O_CLOEXEC))
     except OSError:  # it has ended by itself, and tidied up; or somebody else has, and nobody can tell what had begun
         return None
     try:

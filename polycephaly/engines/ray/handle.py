@@ -38,10 +38,10 @@ _PIECE = 1 << 20  # bytes
 
 class RayHandle(DroneHandle):
     def __init__(self, engine: RayEngine, number: int, name: str, actor: Any) -> None:
-        super().__init__(engine.crew, number, name)
-        self.ledger: Any = RayRefTable()
+        super().__init__(engine.dispatcher, number, name)
+        self.ref_table: Any = RayRefTable()
         self.actor = actor
-        self.asked_for = self.crew.hub.timers.now()
+        self.asked_for = self.dispatcher.reactor.timers.now()
         self.born_as: SpawnReply | None = None
         self.dying = False
         self.calls = 0  # that it has not answered
@@ -63,29 +63,29 @@ class RayHandle(DroneHandle):
     def is_up(self) -> bool:
         return self.alive and not self.dying and ray.is_initialized()
 
-    def takes(self, pinned: bool = False) -> bool:
+    def takes(self, dedicated: bool = False) -> bool:
         """One batch at a time: what waits behind a call of an actor cannot be had back."""
-        if not self.is_up() or (self.flight and not self.overlapping):
+        if not self.is_up() or (self.in_flight and not self.overlapping):
             return False
-        return super().takes(pinned)
+        return super().takes(dedicated)
 
-    def send(self, frames: list[bytes], works: Sequence[Task] = ()) -> None:
+    def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
         try:
-            self._send(frames, works)
+            self._send(frames, tasks)
         except Exception as error:
-            self._engine.not_sent(self, frames, works, error)
+            self._engine.not_sent(self, frames, tasks, error)
 
-    def _send(self, frames: list[bytes], works: Sequence[Task]) -> None:
+    def _send(self, frames: list[bytes], tasks: Sequence[Task]) -> None:
         kind = frames[0][:1]
         if kind == WORK:
-            loaded = self.ledger.take()
+            loaded = self.ref_table.take()
             if (
-                not works and not loaded and self.flight
+                not tasks and not loaded and self.in_flight
             ):  # a question, while it is busy: its ear hears that
                 self._engine.order(self, frames)
             else:
                 answer, cargo = self._take.remote(dumps((self._has, frames), 5), *loaded)
-                self._engine.await_answer(self, answer, cargo, frames, works)
+                self._engine.await_answer(self, answer, cargo, frames, tasks)
         elif kind == STOP:
             self._engine.stop(self)
         else:
@@ -99,8 +99,8 @@ class RayHandle(DroneHandle):
         answer, cargo = self._take.remote(dumps((self._has, []), 5))
         self._engine.await_answer(self, answer, cargo)
 
-    def kill(self, verdict: str = "") -> None:
-        self.verdict = self.verdict or verdict
+    def kill(self, kill_reason: str = "") -> None:
+        self.kill_reason = self.kill_reason or kill_reason
         if not self.dying:
             self._engine.kill(self)
 
@@ -124,13 +124,13 @@ class RayHandle(DroneHandle):
         self._memory = report.memory or self._memory
         self._started = report.started
         self._print(report.out, report.err)
-        self.ledger.landed = landed
+        self.ref_table.landed = landed
         for frames in report.messages:
             try:
                 hear(self, frames)
             except Malformed as wrong:
-                self.crew.fail(wrong)
-        self.ledger.landed = ()
+                self.dispatcher.fail(wrong)
+        self.ref_table.landed = ()
         print_lines(self)
 
     def _print(self, out: bytes, err: bytes) -> None:
@@ -150,12 +150,16 @@ class RayHandle(DroneHandle):
         """It runs what it was sent, in that order."""
         if self.state is State.DEAD:
             return self._remains.started
-        return self._started if self._started in self.flight else next(iter(list(self.flight)), 0)
+        return (
+            self._started
+            if self._started in self.in_flight
+            else next(iter(list(self.in_flight)), 0)
+        )
 
     def sent(self) -> int:
         return self._remains.sent
 
-    def pulse(self) -> tuple[object, dict[str, tuple[float, float]]]:
+    def heartbeat(self) -> tuple[object, dict[str, tuple[float, float]]]:
         return self._has, {}
 
     def why_quiet(self) -> str:
@@ -164,33 +168,33 @@ class RayHandle(DroneHandle):
     def memory(self, enough: int) -> int:
         return self._memory
 
-    def not_begun(self, frames: Sequence[bytes], works: Sequence[Task], lost: Lost) -> None:
+    def not_begun(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
         """A message did not arrive, since what goes beside it is lost."""
         self.unheard(frames)
-        here = [work for work in works if self.flight.get(work.number) is work]
-        for work in here:
-            self.answered(work.number)
-        self.crew.fill_again(here, lost)
-        self.crew.answered(self)
+        here = [task for task in tasks if self.in_flight.get(task.number) is task]
+        for task in here:
+            self.answered(task.number)
+        self.dispatcher.fill_again(here, lost)
+        self.dispatcher.answered(self)
 
-    def not_sent(self, frames: Sequence[bytes], works: Sequence[Task], error: Exception) -> None:
+    def not_sent(self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception) -> None:
         """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything
         does."""
         self.unheard(frames)
-        here = [work for work in works if self.flight.get(work.number) is work]
-        for work in here:
-            self.answered(work.number)
-        losers = [work for work in here if isinstance(untaken(work.payload)[0], Serialized)] or here
-        self.crew.lose(losers, error, again=False)
-        self.crew.requeue([work for work in here if work not in losers and not work.done()])
-        self.crew.look_for_end = True
-        self.crew.answered(self)
+        here = [task for task in tasks if self.in_flight.get(task.number) is task]
+        for task in here:
+            self.answered(task.number)
+        losers = [task for task in here if isinstance(untaken(task.payload)[0], Serialized)] or here
+        self.dispatcher.lose(losers, error, again=False)
+        self.dispatcher.requeue([task for task in here if task not in losers and not task.done()])
+        self.dispatcher.look_for_end = True
+        self.dispatcher.answered(self)
 
     def leave(self, remains: FinalState | None) -> None:
         """What was found of it; None where its node is gone too: then all that it had may have
         begun."""
         if remains is None:
-            last = next(reversed(list(self.flight)), 0)
+            last = next(reversed(list(self.in_flight)), 0)
             remains = FinalState(started=last)
         self._remains = remains
         self._print(remains.out, remains.err)
@@ -202,7 +206,7 @@ class RayHandle(DroneHandle):
         for feed in self._feeds:
             feed.end()
         print_lines(self)
-        self.ledger.close()
+        self.ref_table.close()
         self._engine.forget(self)
 
 

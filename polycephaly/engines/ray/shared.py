@@ -110,15 +110,15 @@ class _SettledRef(Promise[Any]):
         views = [LazyBuffers(each.cargo, each.session).buffers[index] for each, index, _ in places]
         return load_beside(self.where.inline, [memoryview(each) for each in views])
 
-    def _part(self, book: Any) -> Serialized | None:
-        here = isinstance(book.store, RayStore) and all(
-            sealed.session == book.store.session  # type: ignore[attr-defined]
+    def _part(self, registry: Any) -> Serialized | None:
+        here = isinstance(registry.store, RayStore) and all(
+            sealed.session == registry.store.session  # type: ignore[attr-defined]
             for sealed, _, _ in self.where.places
         )
         return self.where if here else None
 
 
-def share(value: T, book: FunctionRegistry) -> RayShared[T]:
-    snapshot: MainSnapshot = book.snapshot
-    part = pack_strictly(value, snapshot, book.store)  # type: ignore[arg-type]
+def share(value: T, registry: FunctionRegistry) -> RayShared[T]:
+    snapshot: MainSnapshot = registry.snapshot
+    part = pack_strictly(value, snapshot, registry.store)  # type: ignore[arg-type]
     return RayShared(part if isinstance(part, Serialized) else Serialized(part, []))

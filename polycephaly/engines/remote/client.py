@@ -40,12 +40,12 @@ class RemotePool(ExecutorBase):
     one that does not come back for 15 seconds is taken for the end of this client."""
 
     def __init__(self, connection: Connection) -> None:
-        self._crew = connection  # type: ignore[assignment]  # it does what a crew does
+        self._dispatcher = connection  # type: ignore[assignment]  # it does what a crew does
         self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
-        return OneByOne(self._crew, self._terms, fn, iterables, AHEAD)
+        return OneByOne(self._dispatcher, self._task_options, fn, iterables, AHEAD)
 
     def share(self, obj: T) -> RemoteShared[T]:
         """Gives `obj` to the pool once, into shared memory: the handle stands for it in any number

@@ -96,12 +96,12 @@ class Connection:
     def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
         self._output = output
         self.address = card.address
-        self.hub = self
-        self.terms = TaskOptions(None, AS_THE_POOL_SAYS)
+        self.reactor = self
+        self.task_options = TaskOptions(None, AS_THE_POOL_SAYS)
         self.name = ""  # of the pool
         self.drones = 0
         self.refusal: BaseException | None = None  # why no more work is taken
-        self.book = FunctionRegistry(NOTHING, None)
+        self.registry = FunctionRegistry(NOTHING, None)
         self.welcome: Promise[None] = Promise()
         self.ended: Signal[None] = Signal()
         self._queue: deque[Task] = deque()
@@ -112,7 +112,7 @@ class Connection:
         self._timers = Timers()
         self._ask_numbers = itertools.count(1)
         self._acts: deque[Callable[[], object]] = deque()
-        self._flight: dict[int, tuple[Task, int]] = {}  # what is unanswered, and its bytes
+        self._in_flight: dict[int, tuple[Task, int]] = {}  # what is unanswered, and its bytes
         self._bytes = 0
         self._waiting: set[Task] = set()
         self._defined = KnownFunctions()  # at the server
@@ -148,38 +148,38 @@ class Connection:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any = None,
-        terms: TaskOptions | None = None,
-        work: Task | None = None,
+        task_options: TaskOptions | None = None,
+        task: Task | None = None,
     ) -> Task:
         self.check_open()
-        if work is not None and work.keeps:
+        if task is not None and task.keeps:
             raise TypeError(
                 f"{self.name} is served by another process, and keeps no results for its clients: give the work "
                 "without keep=True, or use a Pool of this process"
             )
-        work = work or Task(self)  # type: ignore[arg-type]  # what it needs of a crew is here
-        work.target = target  # a `RemoteHandle`
-        terms = terms or self.terms
-        work.timeout, work.retries = terms
+        task = task or Task(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        task.target = target  # a `RemoteHandle`
+        task_options = task_options or self.task_options
+        task.timeout, task.retries = task_options
         try:
-            definition = self.book.define(what)
+            definition = self.registry.define(what)
             leases: list[Lease] = []
             here.connection, here.leases = self, leases
             try:
-                inputs = work.capture(definition, args, kwargs, self.book)
+                inputs = task.capture(definition, args, kwargs, self.registry)
             finally:
                 here.connection, here.leases = None, _NO_LEASES
             if leases:
-                work.leases = leases
+                task.leases = leases
         except Exception as error:
-            work._settle(FINISHED, None, error)
-            return work
+            task._settle(FINISHED, None, error)
+            return task
         if inputs:
-            self._waiting.add(work)
-            work.wait_for(inputs)
+            self._waiting.add(task)
+            task.wait_for(inputs)
         else:
-            self._enqueue(work)
-        return work
+            self._enqueue(task)
+        return task
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -222,18 +222,18 @@ class Connection:
         if not self._lost:
             self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
 
-    def filled(self, work: Task) -> None:
-        if not work.done():
-            self._enqueue(work)
-        self._waiting.discard(work)
+    def filled(self, task: Task) -> None:
+        if not task.done():
+            self._enqueue(task)
+        self._waiting.discard(task)
 
-    def _enqueue(self, work: Task) -> None:
-        self._queue.append(work)
+    def _enqueue(self, task: Task) -> None:
+        self._queue.append(task)
         self._bell.ring()
         if self._lost:
             self._reject_all()
 
-    def somebody_waits(self, work: Task) -> None:
+    def somebody_waits(self, task: Task) -> None:
         """For that one, which itself waits for promises: nothing that this could tell."""
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
@@ -255,12 +255,12 @@ class Connection:
         """In the thread: after the turn."""
         self._told.append(act)
 
-    def withdraw(self, work: Task) -> None:
+    def withdraw(self, task: Task) -> None:
         """In the thread: it was cancelled."""
-        self._waiting.discard(work)
-        if work.number in self._flight:
-            self._dealer.send(pack_numbers(CANCEL, [work.number]))
-            self._answered(work.number)
+        self._waiting.discard(task)
+        if task.number in self._in_flight:
+            self._dealer.send(pack_numbers(CANCEL, [task.number]))
+            self._answered(task.number)
 
     def explain(self, error: BaseException) -> None:
         """There is nothing to add."""
@@ -315,11 +315,11 @@ class Connection:
             told, self._told = self._told, []
         for tell in told:  # what work has printed is out before its promise settles
             tell()
-        for work in answered:
-            if work.status == WITHDRAWN:
-                finish(work, CANCELLED, None, None)
+        for task in answered:
+            if task.status == WITHDRAWN:
+                finish(task, CANCELLED, None, None)
             else:
-                settle([work])
+                settle([task])
         if self._cancels:
             cancels, self._cancels = self._cancels, ""
             self._cancel_all(running=cancels == "all")
@@ -327,7 +327,7 @@ class Connection:
     def _is_over(self) -> bool:
         left = (
             self._queue
-            or self._flight
+            or self._in_flight
             or self._waiting
             or self._acts
             or self._cancels
@@ -354,7 +354,11 @@ class Connection:
     def _reject_all(self) -> None:
         """Whoever pops a piece of work rejects it."""
         refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
-        for take in (self._queue.popleft, lambda: self._flight.popitem()[1][0], self._waiting.pop):
+        for take in (
+            self._queue.popleft,
+            lambda: self._in_flight.popitem()[1][0],
+            self._waiting.pop,
+        ):
             with suppress(IndexError, KeyError):
                 while True:
                     finish(take(), FINISHED, None, another(refusal))
@@ -372,10 +376,10 @@ class Connection:
             try:
                 if frames[0] == RESULTS:
                     for number, status, payload, tail in read_results(frames):
-                        work = self._answered(number)
-                        if work is not None:
-                            work.status, work.payload, work.output = status, payload, tail
-                            answered.append(work)
+                        task = self._answered(number)
+                        if task is not None:
+                            task.status, task.payload, task.output = status, payload, tail
+                            answered.append(task)
                 elif frames[0] == HELLO:
                     why, self.drones, who = read_hello(frames, "the server", "this client")
                     if why is not None:
@@ -385,7 +389,7 @@ class Connection:
                     self.welcome._settle(FINISHED, None, None)
                 elif frames[0] == RUNNING:
                     for number in read_numbers(frames):
-                        if (known := self._flight.get(number)) is not None:
+                        if (known := self._in_flight.get(number)) is not None:
                             known[0].runs_elsewhere = True
                 elif frames[0] == OUTPUT:
                     self._told.append(
@@ -429,9 +433,9 @@ class Connection:
             self._told.append(partial(promise._settle, FINISHED, note.get("value"), error))
 
     def _answered(self, number: int) -> Task | None:
-        work, size = self._flight.pop(number, (None, 0))
+        task, size = self._in_flight.pop(number, (None, 0))
         self._bytes -= size
-        return work
+        return task
 
     def _could_send(self) -> bool:
         return bool(self._queue) and self._has_credit()
@@ -439,8 +443,8 @@ class Connection:
     def _has_credit(self) -> bool:
         return (
             self.welcome.done()
-            and len(self._flight) < AHEAD
-            and (not self._flight or self._bytes < BYTES_AHEAD)
+            and len(self._in_flight) < AHEAD
+            and (not self._in_flight or self._bytes < BYTES_AHEAD)
         )
 
     def _send_what_waits(self) -> None:
@@ -450,35 +454,35 @@ class Connection:
             size = 0
             while size < PACKET and self._has_credit():
                 try:
-                    work = self._queue.popleft()
+                    task = self._queue.popleft()
                 except IndexError:
                     break
-                if work.done():  # cancelled while it waited
+                if task.done():  # cancelled while it waited
                     continue
-                definition = work.definition
+                definition = task.definition
                 if definition.number not in self._defined:
                     self._define(definition, items)
                     size += len(definition.payload)
-                payload = work.payload
-                if work.args is not None:
-                    payload = dumps(work.args, 5) if work.args else b""
-                work.payload = b""
-                retries = None if work.retries == AS_THE_POOL_SAYS else work.retries
-                target = 0 if work.target is None else work.target.number
-                kind = work.kind
-                if work.leases is not None:
+                payload = task.payload
+                if task.args is not None:
+                    payload = dumps(task.args, 5) if task.args else b""
+                task.payload = b""
+                retries = None if task.retries == AS_THE_POOL_SAYS else task.retries
+                target = 0 if task.target is None else task.target.number
+                kind = task.kind
+                if task.leases is not None:
                     kind, payload = (
                         kind | SHARES,
-                        pack_shares([lease.number for lease in work.leases], payload),
+                        pack_shares([lease.number for lease in task.leases], payload),
                     )
-                    leased.append(work.leases)
-                    work.leases = None
+                    leased.append(task.leases)
+                    task.leases = None
                 items.append(
                     Item(
-                        work.number, definition.number, kind, payload, target, work.timeout, retries
+                        task.number, definition.number, kind, payload, target, task.timeout, retries
                     )
                 )
-                self._flight[work.number] = work, len(payload)
+                self._in_flight[task.number] = task, len(payload)
                 self._bytes += len(payload)
                 size += len(payload) + 32
             if items:
@@ -499,16 +503,16 @@ class Connection:
 
     def _cancel_all(self, running: bool) -> None:
         """All, or what the server has not begun: of what it has it knows that."""
-        sent = list(self._flight)
-        for work in [
+        sent = list(self._in_flight)
+        for task in [
             *self._queue,
             *self._waiting,
-            *(work for work, _ in reversed(self._flight.values()) if running),
+            *(task for task, _ in reversed(self._in_flight.values()) if running),
         ]:
             try:
-                work.cancel()
+                task.cancel()
             except BaseException:
-                callbacks.exception("a callback of %r failed", work)
+                callbacks.exception("a callback of %r failed", task)
         if (
             not running and not self._lost and not self._recalled
         ):  # after the first, nothing new was sent

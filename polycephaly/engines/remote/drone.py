@@ -39,26 +39,26 @@ class RemoteDrone(DroneBase):
     42
     """
 
-    def __init__(self, pool: RemotePool, berth: RemoteHandle) -> None:
-        self._crew = pool._crew
-        self._terms = pool._terms
+    def __init__(self, pool: RemotePool, remote_handle: RemoteHandle) -> None:
+        self._dispatcher = pool._dispatcher
+        self._task_options = pool._task_options
         self._original = pool
-        self._link = berth  # type: ignore[assignment]  # it does what a link does
-        self._berth = berth
+        self._handle = remote_handle  # type: ignore[assignment]  # it does what a link does
+        self._remote_handle = remote_handle
 
     @property
     def name(self) -> str:
-        return self._berth.name
+        return self._remote_handle.name
 
     @property
     def host(self) -> str:
         """The name of the machine that it runs on."""
-        return self._berth.host
+        return self._remote_handle.host
 
     @property
     def pid(self) -> int:
         """Its process, on that machine; waits a moment where it is just being started."""
-        pid = self._berth.pid or self._ask("drone")["pid"]
+        pid = self._remote_handle.pid or self._ask("drone")["pid"]
         if pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
         return int(pid)
@@ -94,17 +94,17 @@ class RemoteDrone(DroneBase):
         self._ask("kill")
 
     def _ask(self, what: str) -> Any:
-        connection: Any = self._crew
-        return connection.ask(what, drone=self._berth.number).result()
+        connection: Any = self._dispatcher
+        return connection.ask(what, drone=self._remote_handle.number).result()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteDrone) and (other._crew, other._berth.number) == (
-            self._crew,
-            self._berth.number,
-        )
+        return isinstance(other, RemoteDrone) and (
+            other._dispatcher,
+            other._remote_handle.number,
+        ) == (self._dispatcher, self._remote_handle.number)
 
     def __hash__(self) -> int:
-        return hash((self._crew, self._berth.number))
+        return hash((self._dispatcher, self._remote_handle.number))
 
     def __repr__(self) -> str:
-        return f"<RemoteDrone {self.name} pid {self._berth.pid} on {self.host}>"
+        return f"<RemoteDrone {self.name} pid {self._remote_handle.pid} on {self.host}>"

@@ -268,8 +268,8 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
     for (number, definition, kind, target, timeout, retries, _), payload in _items(_ITEM, frames):
-        terms = timeout if timeout > 0 else None, retries if retries >= 0 else None
-        yield Item(number, definition, kind, payload, target, *terms)
+        task_options = timeout if timeout > 0 else None, retries if retries >= 0 else None
+        yield Item(number, definition, kind, payload, target, *task_options)
 
 
 def pack_results(results: Sequence[Result]) -> list[bytes]:

@@ -132,26 +132,26 @@ class _End(Generic[T]):
             placeholders.here.now.moves(self)
         return _arrived, (type(self), self.channel, self._number, self._token)
 
-    def _goes_with(self, work: Task) -> None:
+    def _goes_with(self, task: Task) -> None:
         """A call has it among its arguments, or captured. From any thread."""
         scheduler.post(self._sent)
-        work._hook(self._call_settled)
+        task._hook(self._call_settled)
 
     def _sent(self) -> None:
         self._calls += 1
         _count_calls(self.channel, self._number, 1)
 
-    def _call_settled(self, work: Any) -> None:
-        scheduler.post(partial(self._came_through, _why_astray(work)))
-        sent = work.sending
+    def _call_settled(self, task: Any) -> None:
+        scheduler.post(partial(self._came_through, _why_astray(task)))
+        sent = task.sending
         if (
-            sent is None or work.number not in sent.link.flight
+            sent is None or task.number not in sent.handle.in_flight
         ):  # else its drone has it, and may not have opened it yet
-            work.followed = ()
+            task.followed = ()
 
-    def _never_arrived(self, work: Task) -> None:
+    def _never_arrived(self, task: Task) -> None:
         """A call that was settled before has come to nothing all the same."""
-        scheduler.post(partial(self._may_be_astray, work._exception or _was_cancelled(work)))
+        scheduler.post(partial(self._may_be_astray, task._exception or _was_cancelled(task)))
 
     def _came_through(self, error: BaseException | None) -> None:
         self._calls -= 1
@@ -238,16 +238,16 @@ def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
     yield from channel
 
 
-def _why_astray(work: Any) -> BaseException | None:
+def _why_astray(task: Any) -> BaseException | None:
     """Why what went with it cannot have arrived, or is gone again; None where it may be there."""
-    error: BaseException | None = work._exception
-    if isinstance(error, DroneDied) or (error is not None and work.sending is None):
+    error: BaseException | None = task._exception
+    if isinstance(error, DroneDied) or (error is not None and task.sending is None):
         return error
-    return _was_cancelled(work) if work.cancelled() and work.sending is None else None
+    return _was_cancelled(task) if task.cancelled() and task.sending is None else None
 
 
-def _was_cancelled(work: Any) -> CancelledError:
-    return CancelledError(f"{work.label} was cancelled")
+def _was_cancelled(task: Any) -> CancelledError:
+    return CancelledError(f"{task.label} was cancelled")
 
 
 class _Count:

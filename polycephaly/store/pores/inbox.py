@@ -55,20 +55,20 @@ def may_be_trusted(end: socket.socket) -> bool:
 class ConnectedHolder:
     """A holder, seen from the owner. The porter's, but for `rest`."""
 
-    def __init__(self, desk: Inbox, end: socket.socket) -> None:
-        self.desk = desk
+    def __init__(self, inbox: Inbox, end: socket.socket) -> None:
+        self.inbox = inbox
         self.end = parent_death.own(end)
         self.name: str | None = None  # until it has said who it is
         self.rest = b""  # of the last piece that was split
 
     def let_in(self) -> bool:
         """It has said something for the first time."""
-        hello = self.end.recv(len(self.desk.secret) + NAME)
-        secret, name = hello[: len(self.desk.secret)], hello[len(self.desk.secret) :]
-        if not compare_digest(secret, self.desk.secret):
+        hello = self.end.recv(len(self.inbox.secret) + NAME)
+        secret, name = hello[: len(self.inbox.secret)], hello[len(self.inbox.secret) :]
+        if not compare_digest(secret, self.inbox.secret):
             return False
         self.name = name.decode("utf-8", "replace")
-        socket.send_fds(self.end, [GREETING], [self.desk.content.fd])
+        socket.send_fds(self.end, [GREETING], [self.inbox.content.fd])
         return True
 
     def read(self) -> bool:
@@ -80,8 +80,8 @@ class ConnectedHolder:
         except OSError:
             return False
         if piece:
-            self.desk.came += len(piece)
-            self.desk.pieces.append((self, piece))
+            self.inbox.came += len(piece)
+            self.inbox.pieces.append((self, piece))
         return bool(piece)
 
     def leave(self) -> None:
@@ -93,7 +93,7 @@ class Inbox:
 
     def __init__(
         self,
-        porter: PoreIOThread,
+        io_thread: PoreIOThread,
         secret: bytes,
         content: parent_death.Descriptor,
         listener: socket.socket,
@@ -111,7 +111,7 @@ class Inbox:
         self._frames: deque[tuple[str, Frame]] = deque()
         self._splitting = threading.Lock()
         self._open = [None]
-        self._porter = porter
+        self._io_thread = io_thread
 
     # -- any thread of the owner's -----------------------------------------------------------------
 
@@ -131,11 +131,11 @@ class Inbox:
                 self._open.pop()
             except IndexError:
                 return
-            self._porter.ask("close", self)
+            self._io_thread.ask("close", self)
 
     def wait_until_ended(self) -> None:
         """It was closed: until the porter has done it."""
-        if not self._porter.is_this_thread():
+        if not self._io_thread.is_this_thread():
             self._end.result()
 
     def take(self) -> tuple[str, Frame] | None:
@@ -175,7 +175,7 @@ class Inbox:
             self._frames.extend((name, frame) for frame in frames)
             self.taken += len(piece)
         if self.stopped and self.came - self.taken < ROOM:
-            self._porter.ask("go on", self)
+            self._io_thread.ask("go on", self)
         return True
 
     @contextmanager

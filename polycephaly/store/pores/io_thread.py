@@ -27,7 +27,7 @@ from ...runtime import parent_death
 from ...runtime.fork_guard import OwnThread
 from .inbox import ROOM, ConnectedHolder, Inbox, may_be_trusted
 
-__all__ = ["PoreIOThread", "porter"]
+__all__ = ["PoreIOThread", "io_thread"]
 
 NAP = 0.0002  # seconds, see above
 
@@ -48,13 +48,13 @@ class PoreIOThread:
         self._turned_away: set[Inbox] = set()
         self._bell = parent_death.Descriptor(-1)
 
-    def take_over(self, desk: Inbox) -> None:
+    def take_over(self, inbox: Inbox) -> None:
         """From now on it serves this desk. Raises `OSError` where the system has no more
         descriptors."""
         with self._lock:
             if self._thread is None:
                 self._begin()
-            self.ask("open", desk)
+            self.ask("open", inbox)
 
     def _begin(self) -> None:
         self._files: dict[int, Inbox | ConnectedHolder] = {}
@@ -76,12 +76,12 @@ class PoreIOThread:
         parent_death.close(self._poll)
         parent_death.close(self._bell)
 
-    def ask(self, what: str, desk: Inbox) -> None:
+    def ask(self, what: str, inbox: Inbox) -> None:
         """Where there is no porter any more, the desk has been closed, and nothing is to be
         done."""
         with self._lock:  # or it might hear of this, end, and close the bell before it is rung
             if self._thread is not None:
-                self._asked.append((what, desk))
+                self._asked.append((what, inbox))
                 os.eventfd_write(self._bell.fd, 1)
 
     def is_this_thread(self) -> bool:
@@ -95,9 +95,9 @@ class PoreIOThread:
             if now - last < NAP:
                 sleep(NAP)
             last = now
-            for desk in list(self._turned_away):
-                if self._watch_all(desk):
-                    self._turned_away.discard(desk)
+            for inbox in list(self._turned_away):
+                if self._watch_all(inbox):
+                    self._turned_away.discard(inbox)
             for fd, _ in news:
                 file = self._files.get(fd)
                 if isinstance(file, Inbox):
@@ -107,8 +107,8 @@ class PoreIOThread:
                 elif fd == self._bell.fd:
                     os.eventfd_read(fd)
             while self._asked:
-                what, desk = self._asked.popleft()
-                self._DO[what](self, desk)
+                what, inbox = self._asked.popleft()
+                self._DO[what](self, inbox)
             if not self._desks:
                 with self._lock:
                     if not self._asked:
@@ -131,82 +131,82 @@ class PoreIOThread:
 
     # -- what it is asked --------------------------------------------------------------------------
 
-    def _open(self, desk: Inbox) -> None:
-        self._desks.add(desk)
-        self._try_to_watch(desk)
+    def _open(self, inbox: Inbox) -> None:
+        self._desks.add(inbox)
+        self._try_to_watch(inbox)
 
-    def _go_on(self, desk: Inbox) -> None:
-        if desk.stopped and not desk.ended:
-            desk.stopped = False
-            self._try_to_watch(desk)
+    def _go_on(self, inbox: Inbox) -> None:
+        if inbox.stopped and not inbox.ended:
+            inbox.stopped = False
+            self._try_to_watch(inbox)
 
-    def _try_to_watch(self, desk: Inbox) -> None:
-        if not self._watch_all(desk):  # the system watches no more: again soon
-            self._turned_away.add(desk)
+    def _try_to_watch(self, inbox: Inbox) -> None:
+        if not self._watch_all(inbox):  # the system watches no more: again soon
+            self._turned_away.add(inbox)
 
-    def _watch_all(self, desk: Inbox) -> bool:
+    def _watch_all(self, inbox: Inbox) -> bool:
         """Its listener, and its members, unless it has to wait for room."""
-        files: list[tuple[int, Inbox | ConnectedHolder]] = [(desk.listener.fileno(), desk)]
-        if not desk.stopped:
-            files += desk.members.items()
+        files: list[tuple[int, Inbox | ConnectedHolder]] = [(inbox.listener.fileno(), inbox)]
+        if not inbox.stopped:
+            files += inbox.members.items()
         return all(self._watch(fd, file) for fd, file in files)
 
-    def _close(self, desk: Inbox) -> None:
-        for fd in (desk.listener.fileno(), *desk.members):
+    def _close(self, inbox: Inbox) -> None:
+        for fd in (inbox.listener.fileno(), *inbox.members):
             self._forget(fd)
-        desk.end()
-        self._desks.discard(desk)
-        self._turned_away.discard(desk)
+        inbox.end()
+        self._desks.discard(inbox)
+        self._turned_away.discard(inbox)
 
     _DO: dict[str, Any] = {"open": _open, "go on": _go_on, "close": _close}  # noqa: RUF012 - a table, never changed
 
     # -- what comes --------------------------------------------------------------------------------
 
-    def _let_knock(self, desk: Inbox) -> None:
+    def _let_knock(self, inbox: Inbox) -> None:
         try:
-            end, _ = desk.listener.accept()
+            end, _ = inbox.listener.accept()
         except BlockingIOError:  # it has gone away again
             return
         except OSError:  # no descriptors are left: it waits, and we do something else
-            self._forget(desk.listener.fileno())
-            self._turned_away.add(desk)
+            self._forget(inbox.listener.fileno())
+            self._turned_away.add(inbox)
             return
         end.setblocking(False)
         if not may_be_trusted(end):
             end.close()
             return
-        member = ConnectedHolder(desk, end)
+        member = ConnectedHolder(inbox, end)
         if self._watch(end.fileno(), member):
-            desk.members[end.fileno()] = member
+            inbox.members[end.fileno()] = member
         else:
             member.leave()
 
     def _hear(self, member: ConnectedHolder) -> None:
-        desk = member.desk
+        inbox = member.inbox
         fd = member.end.fileno()
         try:
             stays = member.let_in() if member.name is None else member.read()
         except OSError:
             stays = False
-        if desk.stopped:
+        if inbox.stopped:
             self._forget(fd)
         if not stays:
             self._forget(fd)
-            del desk.members[fd]
+            del inbox.members[fd]
             member.leave()
-        if desk.waiting and desk.pieces:
-            desk.tell_waiting()
-        if desk.came - desk.taken >= ROOM and not desk.stopped:
-            self._stop(desk)
+        if inbox.waiting and inbox.pieces:
+            inbox.tell_waiting()
+        if inbox.came - inbox.taken >= ROOM and not inbox.stopped:
+            self._stop(inbox)
 
-    def _stop(self, desk: Inbox) -> None:
-        for fd, member in desk.members.items():
+    def _stop(self, inbox: Inbox) -> None:
+        for fd, member in inbox.members.items():
             if member.name is not None:  # who has just come is let in all the same
                 self._forget(fd)
-        desk.stopped = True
-        if desk.came - desk.taken < ROOM:
-            self._go_on(desk)
+        inbox.stopped = True
+        if inbox.came - inbox.taken < ROOM:
+            self._go_on(inbox)
 
 
-porter = PoreIOThread()
-os.register_at_fork(after_in_child=porter.forget)
+io_thread = PoreIOThread()
+os.register_at_fork(after_in_child=io_thread.forget)

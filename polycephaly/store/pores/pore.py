@@ -31,7 +31,7 @@ from ..arena import map_range
 from .frames import HEAD, MOST, TOLD, WROTE, Message, message_of
 from .holder import Content, Holder, Home, image_name, machine
 from .inbox import Inbox
-from .io_thread import porter
+from .io_thread import io_thread
 
 if TYPE_CHECKING:
     import numpy
@@ -115,10 +115,10 @@ class Pore:
             listener.setblocking(False)
             listener.bind("\0" + address)
             listener.listen(socket.SOMAXCONN)
-            desk = Inbox(porter, home.secret, descriptor, listener)
-            porter.take_over(desk)
+            inbox = Inbox(io_thread, home.secret, descriptor, listener)
+            io_thread.take_over(inbox)
             made.pop_all()
-            self._set(home, sides, dtype, size, content, desk)
+            self._set(home, sides, dtype, size, content, inbox)
 
     def _set(
         self,
@@ -127,14 +127,14 @@ class Pore:
         dtype: Any,
         size: int,
         content: Content | None = None,
-        desk: Inbox | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         self._home = home
         self._shape = shape
         self._dtype = dtype
         self._size = size
         self._content = content
-        self._desk = desk  # in the image that made it; and, meaning nothing, in its children
+        self._inbox = inbox  # in the image that made it; and, meaning nothing, in its children
         self._received = 0
         self._holder: Holder | None = None
         _here[home.address] = self
@@ -252,15 +252,15 @@ class Pore:
         Raises `PoreClosed` when it is closed and all that was told before has been received,
         `RuntimeError` where the caller is not the owner, and whatever the message's unpickling
         raises."""
-        desk = self._owned("get")
+        inbox = self._owned("get")
         end = None if timeout is None else monotonic() + timeout
-        while (taken := desk.take()) is None:
-            self._may_come(desk)
+        while (taken := inbox.take()) is None:
+            self._may_come(inbox)
             if _in_step():
                 raise RuntimeError(
                     "`pore.get()` would stop every green thread here: use `await pore.receive()`"
                 )
-            with desk.news() as news:
+            with inbox.news() as news:
                 try:
                     news.result(None if end is None else max(0.0, end - monotonic()))
                 except TimeoutError:
@@ -271,15 +271,15 @@ class Pore:
 
     async def receive(self) -> Message:
         """The next message, for green threads and asyncio: as `get`."""
-        desk = self._owned("receive")
+        inbox = self._owned("receive")
         self._received += 1
         if not self._received & TURN and _in_step():
             from ...green import sleep
 
             await sleep(0)  # here, and not with a message in hand: who is cancelled would lose it
-        while (taken := desk.take()) is None:
-            self._may_come(desk)
-            with desk.news() as news:
+        while (taken := inbox.take()) is None:
+            self._may_come(inbox)
+            with inbox.news() as news:
                 await news
         return message_of(*taken)
 
@@ -307,13 +307,13 @@ class Pore:
         nothing. Twice is no error."""
         self._let_go()
         if self._is_mine() and not self._size:
-            assert self._desk is not None
-            self._desk.wait_until_ended()  # or a socket's address, say, would still be in use
+            assert self._inbox is not None
+            self._inbox.wait_until_ended()  # or a socket's address, say, would still be in use
 
     def _let_go(self) -> None:
         if self._is_mine():
-            assert self._desk is not None
-            self._desk.close()
+            assert self._inbox is not None
+            self._inbox.close()
         if self._holder is not None and self._holder.pid == os.getpid():
             self._holder.close()
 
@@ -335,13 +335,13 @@ class Pore:
     # -- how it is held ----------------------------------------------------------------------------
 
     def _is_mine(self) -> bool:
-        return self._desk is not None and self._desk.pid == os.getpid()
+        return self._inbox is not None and self._inbox.pid == os.getpid()
 
     def _held(self) -> Holder:
         """The owner is a holder, too, where it tells itself something."""
         if self._is_mine():
-            assert self._desk is not None
-            if self._desk.closed:
+            assert self._inbox is not None
+            if self._inbox.closed:
                 raise self._home.closed(ended=False)
         holder = self._holder
         if holder is None or holder.pid != os.getpid():
@@ -380,11 +380,11 @@ class Pore:
                 f"`{what}` is for the owner of the pore {self.name!r}, process {self.owner} ({self._home.owner_name}): "
                 "others `tell` and `write`"
             )
-        assert self._desk is not None
-        return self._desk
+        assert self._inbox is not None
+        return self._inbox
 
-    def _may_come(self, desk: Inbox) -> None:
-        if desk.is_over():
+    def _may_come(self, inbox: Inbox) -> None:
+        if inbox.is_over():
             raise self._home.closed(ended=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -404,7 +404,7 @@ class Pore:
     def __repr__(self) -> str:
         of = "here" if self._is_mine() else f"of {self._home.owner_name}"
         state = (
-            ", closed" if self._is_mine() and self._desk is not None and self._desk.closed else ""
+            ", closed" if self._is_mine() and self._inbox is not None and self._inbox.closed else ""
         )
         return f"<Pore {self.name!r} {of}, {f'{self._size:,} bytes' if self._size else 'a file'}{state}>"
 
