@@ -572,9 +572,8 @@ def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch)
     hello = messages.hello()
     monkeypatch.undo()
     monkeypatch.setattr(server_module, "hello", lambda *drones, **who: hello)
-    with pytest.raises(
-        ConnectionError, match="the server speaks protocol 1 and this client protocol 3"
-    ):
+    told = f"the server speaks protocol 1 and this client protocol {messages.PROTOCOL}"
+    with pytest.raises(ConnectionError, match=told):
         poly.connect(card)
 
 

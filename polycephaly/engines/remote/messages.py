@@ -66,7 +66,7 @@ __all__ = [
     "read_shares", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 3
+PROTOCOL = 4  # since pickles name modules and classes, which have other names than in 3
 
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
     b"H",
