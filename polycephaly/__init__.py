@@ -1,7 +1,7 @@
-"""Polycephaly: one Python image grows more heads.
+"""Run Python functions in forked copies of the current process.
 
-The five names for most days are `Drone`, `Pool`, `promise`, `Promise` and `green`.
-Names are loaded when first used, so that ``import polycephaly`` costs next to nothing.
+The five most used names are `Drone`, `Pool`, `promise`, `Promise` and `green`. Names are loaded on
+first use, so that ``import polycephaly`` costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if "t" in sys.abiflags:  # much here is atomic only while one thread runs at a time
+if "t" in sys.abiflags:  # many operations are atomic only because one thread runs at a time
     raise ImportError(
-        "polycephaly needs a CPython with the global interpreter lock, and this is a free-threaded build of it "
+        "polycephaly needs a CPython with the global interpreter lock, and this is a "
+        "free-threaded build of it "
         "(sys.abiflags says so): use the usual build, python3.x instead of python3.xt"
     )
 

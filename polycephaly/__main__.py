@@ -1,4 +1,4 @@
-"""`python -m polycephaly`: the `polycephaly` command."""
+"""The `polycephaly` command, for ``python -m polycephaly``."""
 
 from .cli import main
 

@@ -1,7 +1,8 @@
-"""What can go wrong, in words a caller can act on.
+"""The exceptions of the package.
 
-`DroneDied` is a `BrokenProcessPool`, so code written for the standard library's executor catches
-it."""
+`DroneDied` is a `BrokenProcessPool`, so code that is written for the standard library's executor
+catches it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,22 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 __all__ = [
-    "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed", "RemoteError", "another",
+    "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed",
+    "RemoteError", "another",
 ]  # fmt: skip
 
 
 class RemoteError(Exception):
-    """Stands for a remote exception that cannot be pickled, or cannot be rebuilt here.
+    """A remote exception that cannot be pickled, or cannot be rebuilt in this process.
 
-    Attributes: ``type_name`` (dotted name of the original type), ``message`` (its ``str``) and
-    ``traceback`` (the remote traceback as text).
+    Attributes
+    ----------
+    type_name
+        Dotted name of the original type.
+    message
+        ``str`` of the original exception.
+    traceback
+        The remote traceback as text.
     """
 
     def __init__(self, type_name: str, message: str, traceback: str = "") -> None:
@@ -32,12 +40,23 @@ class RemoteError(Exception):
 
 
 class DroneDied(BrokenProcessPool):
-    """The drone that held this work ended before it could answer.
+    """The drone that had this task ended before it could return a result.
 
-    Attributes: ``drone`` (its name), ``exitcode`` (negative: ended by that signal, as in
-    `multiprocessing`), ``running`` (what it was running, or None), ``stderr`` (the last lines that
-    its program wrote there) and ``stack`` (what `faulthandler` wrote there, or "").
+    Attributes
+    ----------
+    drone
+        Name of the drone.
+    exitcode
+        Exit code. Negative: the signal that ended the drone, as in `multiprocessing`.
+    running
+        The task that was running, or None.
+    stderr
+        The last lines that the drone's process wrote to stderr.
+    stack
+        The stack that `faulthandler` wrote there, or "".
 
+    Examples
+    --------
     >>> import os, polycephaly as poly
     >>> with poly.Pool(1) as pool:
     ...     died = pool.promise(os._exit, 3).exception()
@@ -67,10 +86,12 @@ class DroneDied(BrokenProcessPool):
 
 
 class Lost(DroneDied):
-    """The drone that kept a value ended, and the value with it; see `Kept`.
+    """A value was lost, because the drone that kept it ended; see `Kept`.
 
-    Attributes as of `DroneDied`, where it died.
+    The attributes are those of `DroneDied`, if the drone died.
 
+    Examples
+    --------
     >>> import os, polycephaly as poly
     >>> with poly.Pool(1) as pool:
     ...     kept = pool.promise(list, range(3), keep=True).value
@@ -82,8 +103,12 @@ class Lost(DroneDied):
 
 
 class NoSuchName(NameError, KeyError):
-    """A drone's namespace has no such name: the error of a mapping, and of code that uses the name.
+    """A drone's namespace has no such name.
 
+    Both the error of a mapping (`KeyError`) and of code that uses the name (`NameError`).
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Drone() as drone:
     ...     try:
@@ -93,12 +118,14 @@ class NoSuchName(NameError, KeyError):
     name 'x' is not defined
     """
 
-    __str__ = Exception.__str__  # a KeyError shows the repr of its text
+    __str__ = Exception.__str__  # KeyError would show the repr of the text
 
 
 class ChannelClosed(Exception):
-    """The channel was closed: nothing can be sent any more, and there is nothing left to receive.
+    """The channel was closed: nothing more can be sent, and no item is left to receive.
 
+    Examples
+    --------
     >>> from polycephaly import green
     >>> channel = green.Channel(1)
     >>> channel.put("last")
@@ -112,11 +139,17 @@ class ChannelClosed(Exception):
 
 
 class PoreClosed(Exception):
-    """The pore was closed, or its owner has ended: nothing can be told, and it cannot be mapped any
-    more.
+    """The pore was closed, or its owner ended: no message can be sent, and no mapping made.
 
-    Attributes: ``pore`` (its name), ``owner`` (the process that owned it) and ``ended`` (whether
-    that has ended)."""
+    Attributes
+    ----------
+    pore
+        Name of the pore.
+    owner
+        Process id of the owner.
+    ended
+        Whether the owner has ended.
+    """
 
     def __init__(
         self, message: str, *, pore: str = "", owner: int = 0, ended: bool = False
@@ -131,24 +164,31 @@ class PoreClosed(Exception):
 
 
 class ItemLost(Exception):
-    """An item was given to another image, which ended before it said that it had it: whether it had
-    is not known.
+    """An item was sent to another process, which ended before it acknowledged the item.
 
-    Raised by `Channel.send`. Nobody else will get the item: send it again if twice is better than
-    never."""
+    Whether that process received the item is unknown. Raised by `Channel.send`. No other receiver
+    gets the item: send the item again if receiving twice is better than not at all.
+    """
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and nothing can wake anybody. The message lists who waits, and where."""
+    """All threads, or the promises of a cycle, wait for each other, and nothing can wake any of
+    them.
+
+    The message lists the threads and where they wait, or the promises.
+    """
 
 
-_HEAP_TYPE = 1 << 9  # of a class made by Python code
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by Python code
 
 
 def another(error: BaseException) -> BaseException:
-    """The same once more. An error that is raised gets a traceback, which holds the frames of
-    whoever met it: so each one gets an error of his own, and what we keep is never raised. (But for
-    one that cannot be copied truly: that is given itself.) Never raises."""
+    """Return a fresh copy of `error`, or `error` itself if it cannot be copied faithfully. Never
+    raises.
+
+    Raising an error attaches a traceback, which holds the frames of the thread that raises it. So
+    each waiter gets a copy, and the stored original is never raised.
+    """
     for copied in (copy.copy, _without_init):
         try:
             twin = copied(error)
@@ -166,8 +206,11 @@ def another(error: BaseException) -> BaseException:
 
 
 def _without_init(error: BaseException) -> BaseException:
-    """For a class whose constructor takes other arguments than it hands on. Raises where it has
-    more than its `args` and its `__dict__`: fields of C, as an `OSError` has, or slots."""
+    """Copy an error whose constructor takes other arguments than it passes on.
+
+    Raise `TypeError` if the error has more state than `args` and `__dict__`: C fields, as an
+    `OSError` has, or slots.
+    """
     kind = type(error)
     builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     if builtin.__basicsize__ != BaseException.__basicsize__ or any(

@@ -1,22 +1,16 @@
-"""A backend for joblib, and so for scikit-learn and all that is built on it.
+"""A backend for joblib, and so for scikit-learn and all that is built on joblib.
 
     Parallel(...)(delayed(f)(x) for x in xs)
-        │ batches of calls                                large arrays: into shared memory, once
-        ▼                                                     ▼
-    PolycephalyBackend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback ──> joblib dispatches the next
+        │ batches of calls              large arrays: into shared memory, once
+        ▼                                   ▼
+    PolycephalyBackend.submit ──> pool.submit(run_batch, batch) ──> drone ──> callback
+                                  joblib dispatches the next batch <──────────────┘
 
-joblib asks for a backend instance for each `parallel_config`, or for each `Parallel` outside of
-one. The instance has the pool: it is started by the first call of `Parallel`, used by all that come
-under the same `parallel_config`, and ends with the last reference to the instance; outside of a
-`parallel_config`, with the call. A pool that is used again takes a new snapshot first, if functions
-of `__main__` could see there something else than sequential calls would.
+joblib makes a backend instance for each `parallel_config`, or for each `Parallel` outside of one.
+The instance owns the pool: see docs/decisions/0014-joblib-backend.md, also for the threads of
+native libraries.
 
-**Threads of native libraries.** A drone is a fork, in which these libraries have been loaded, so
-that environment variables come too late: their threads are limited by threadpoolctl, where it is
-installed. GNU's OpenMP hangs in a fork of a process that has used it, as soon as it would use a
-second thread; so in forked drones it has one.
-
-This module has the name of the library, which inside it is the absolute import.
+Inside this module, ``import joblib`` is an absolute import of the library with the same name.
 """
 
 from __future__ import annotations
@@ -56,18 +50,24 @@ except ImportError as error:
 __all__ = ["PolycephalyBackend", "register"]
 
 KEPT = 8
-"""Arrays that stay in shared memory for the calls to come."""
+"""Number of arrays that stay in shared memory for later calls."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _OF_MEMMAPS = ("temp_folder", "mmap_mode", "verbose", "context", "prefer", "require")
-"""What joblib tells every backend for the sake of its own ones."""
+"""Options that joblib passes to every backend and that only its own backends use."""
 
 
 def register(*, make_default: bool = False) -> None:
-    """Makes ``"polycephaly"`` a name of a backend; with `make_default`, the one that joblib uses.
-    Twice is no error.
+    """Register ``"polycephaly"`` as the name of a backend. A second call is no error.
 
+    Parameters
+    ----------
+    make_default
+        If True, joblib uses the backend by default.
+
+    Examples
+    --------
     >>> import joblib, polycephaly as poly
     >>> poly.joblib.register()
     >>> with joblib.parallel_config("polycephaly", n_jobs=2):
@@ -78,47 +78,61 @@ def register(*, make_default: bool = False) -> None:
 
 
 class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
-    """What joblib calls. Options of a `Pool` are those of the backend, and pass through:
-    ``parallel_config("polycephaly", n_jobs=4, start="spawn", retries=1)``; those that are none
-    raise `TypeError`.
+    """The backend, as called by joblib.
 
-    ``n_jobs=-1`` is as many drones as usable cores, -2 one less. ``inner_max_num_threads`` limits
-    the threads of native libraries in each drone (else the cores are shared out). ``max_nbytes``
-    (joblib's "1M"): an array of that size that several calls of one `Parallel` are given is copied
-    once; a call may write into it, and no other sees that. None copies it for each call. A memory
-    map of a file arrives as one: what is written there is in the file. `Parallel` in a drone uses
-    threads, and sequential calls below these."""
+    Options of a `Pool` are options of the backend and are passed through:
+    ``parallel_config("polycephaly", n_jobs=4, start="spawn", retries=1)``. Unknown options raise
+    `TypeError`.
+
+    Parameters
+    ----------
+    n_jobs
+        Number of drones: -1 is the number of usable cores, -2 one less.
+    inner_max_num_threads
+        Maximum number of threads of native libraries in each drone. By default the cores are
+        divided among the drones.
+    max_nbytes
+        An array of this size or more that several calls of one `Parallel` are given is copied once
+        (joblib's default is "1M"). A call may write into the array, and no other call sees that.
+        None: copy the array for each call. A memory map of a file arrives as a memory map, and
+        writes to it go to the file.
+
+    Notes
+    -----
+    `Parallel` in a drone uses threads; below these, calls are sequential.
+    """
 
     supports_retrieve_callback = True
     supports_inner_max_num_threads = True
     verbose = 0
 
-    MIN_IDEAL_BATCH_DURATION = 0.02  # seconds: a piece of work costs a pool little
+    MIN_IDEAL_BATCH_DURATION = 0.02  # seconds, because a task costs a pool little
     MAX_IDEAL_BATCH_DURATION = 0.5
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._pool: Pool | None = None
         self._shape: dict[str, Any] = {}
-        self._under_way: dict[Promise[Any], None] = {}  # in their order
+        self._under_way: dict[Promise[Any], None] = {}  # in the order of submission
         self._arrays = _Arrays(None)
         self._newest: Callable[[], Any] = lambda: None
 
     @property
     def parallel(self) -> Any:
-        """The newest `Parallel`, to which joblib's `AutoBatchingMixin` reports: it asks for
-        `verbose`, and prints.
+        """The newest `Parallel`, to which joblib's `AutoBatchingMixin` reports: the mixin reads
+        `verbose` and prints.
 
-        The reference is weak, since `Parallel` and backend would keep each other and the pool
-        alive. An outer one that goes on after a newer one has gone reports to nothing, for which
-        the backend stands with its ``verbose = 0``."""
+        The reference is weak, because `Parallel` and the backend would otherwise keep each other
+        and the pool alive. If an outer `Parallel` continues after a newer one is gone, the backend
+        takes the place of the receiver, with its ``verbose = 0``.
+        """
         return self._newest() or self
 
-    # -- a call of Parallel: its beginning and end -------------------------------------------------
+    # -- begin and end of a call of Parallel -------------------------------------------------------
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         if n_jobs == 0:
-            # Its first words are those of joblib's own backends, which callers may look for.
+            # The message begins as joblib's own backends' does, because callers may check for that.
             raise ValueError(
                 "n_jobs == 0 in Parallel has no meaning: -1 is all usable cores, 1 none but this"
             )
@@ -180,17 +194,17 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             pool.shutdown()
 
     def terminate(self) -> None:
-        """The call is over, or the ``with Parallel(...)`` block."""
+        """End the call of `Parallel`, or the ``with Parallel(...)`` block."""
         self.reset_batch_stats()
-        self._arrays = _Arrays(self._arrays.least)  # which an outer call goes on to use
+        # A fresh object, because an outer call continues to use `_arrays`.
+        self._arrays = _Arrays(self._arrays.least)
         if joblib.parallel.get_active_backend()[0] is not self:
             self._end()
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Withdraws what waits, and interrupts what runs. The pool goes on."""
-        for each in reversed(
-            list(self._under_way)
-        ):  # a drone whose call ends by this would begin the next one
+        """Withdraw the waiting batches and interrupt the running ones. The pool continues."""
+        # The last one first: a drone whose task ends by this would begin the next one.
+        for each in reversed(list(self._under_way)):
             each.cancel()
 
     # -- calls -------------------------------------------------------------------------------------
@@ -201,9 +215,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             assert self._pool is not None
             func.items = self._arrays.replaced(self._pool, func.items)
             promise = self._pool.submit(run_batch, func)
-        except (
-            Exception
-        ) as error:  # joblib submits from callbacks too, where raising would tell nobody
+        # joblib submits from callbacks too, and no caller would see an error that is raised there.
+        except Exception as error:
             promise = Promise()
             promise.set_exception(error)
         self._under_way[promise] = None
@@ -213,19 +226,19 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         return promise
 
     def _go_on(self, callback: Any, promise: Promise[Any]) -> None:
-        """Call joblib's callback, which dispatches the next calls. The caller of `Parallel` waits
-        for these, so if the callback fails, the caller must be told: joblib raises there what a
-        source of calls raises in any thread."""
+        """Call joblib's callback, which dispatches the next calls.
+
+        The caller of `Parallel` waits for these. So if the callback fails, the caller must get the
+        error: joblib raises an error of the source of calls, from any thread, in the caller.
+        """
         try:
             callback(promise)
         except Exception as error:
-            self._newest = lambda: (
-                None
-            )  # because reporting may be what fails, and a dispatch reports as well
+            # Reporting may be the part that fails, and a dispatch reports as well.
+            self._newest = lambda: None
             source = _raising(error)
-            while callback.parallel.dispatch_one_batch(
-                source
-            ):  # batches that were read before come first
+            # Batches that were read before come first.
+            while callback.parallel.dispatch_one_batch(source):
                 pass
 
     def retrieve_result_callback(self, out: Promise[Any]) -> Any:
@@ -238,9 +251,11 @@ def _raising(error: Exception) -> Iterator[Call]:
 
 
 def _may_differ(snapshot: MainSnapshot) -> bool:
-    """May what functions of `__main__` see there have changed? Names have, or one of these
-    functions names a list, an array or the like: whether its content has changed could only be told
-    by comparing all of it."""
+    """Return whether names that functions of `__main__` use may have changed since `snapshot`.
+
+    True if names have changed, or if one of these functions names a list, an array or the like.
+    Changes inside such an object could only be found by comparing all of its content.
+    """
     if not snapshot.is_current():
         return True
     main = main_namespace()
@@ -261,21 +276,24 @@ _STAYS_AS_IT_IS = (ModuleType, FunctionType, BuiltinFunctionType, type, *ATOMS)
 
 
 def run_batch(batch: Callable[[], Any]) -> Any:
-    """In a drone."""
+    """Run a batch of calls, in a drone."""
     return batch()
 
 
 def _prepare(
     threads: int, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
 ) -> None:
-    """Each drone's first work."""
+    """Prepare a drone. This is the first task of each drone."""
     _limit_threads(threads)
     if initializer is not None:
         call_as_imported(initializer, *initargs)
 
 
 def _limit_threads(threads: int) -> None:
-    """Of native libraries that are loaded. Those that are loaded later look at the environment."""
+    """Limit the threads of the native libraries that are loaded.
+
+    Libraries that are loaded later read the environment.
+    """
     if "numpy" not in sys.modules:
         return
     try:
@@ -286,8 +304,9 @@ def _limit_threads(threads: int) -> None:
 
 
 class _Mapped:
-    """Stands for an array that is a memory map of a file, or a part of one, and is unpickled as the
-    same map."""
+    """Stands for an array that is, or is part of, a memory map of a file. Unpickled as the same
+    map.
+    """
 
     def __init__(self, array: Any) -> None:
         self._reduced = reduce_array_memmap_backward(array)
@@ -306,10 +325,12 @@ def _lies_in_a_file(array: Any) -> bool:
 
 
 class _Arrays:
-    """The large arrays that calls of one `Parallel` are given, each in shared memory once: the last
-    `KEPT` of them, and those no longer than the caller has them. As with joblib's own backends,
-    what the caller writes into one during the call of `Parallel` is not seen, and memory maps of
-    files arrive as such. Used under joblib's lock."""
+    """The large arrays that calls of one `Parallel` are given, each in shared memory once.
+
+    Holds the last `KEPT` arrays, and each only as long as the caller has the array. As with
+    joblib's own backends, the drones do not see the caller's writes into an array during the call
+    of `Parallel`, and memory maps of files arrive as memory maps. Used under joblib's lock.
+    """
 
     def __init__(self, least: int | None) -> None:
         self.least = least
@@ -348,7 +369,7 @@ class _Arrays:
         if known is None or contents is None or known() is not arg:
             try:
                 contents = Contents(pool.share(arg))
-            except MemoryError:  # no room: it goes as any argument does
+            except MemoryError:  # no room: the array is passed as any argument
                 return arg
             known = weakref.ref(arg, lambda _: shared.pop(key, None))
         shared[key] = known, contents

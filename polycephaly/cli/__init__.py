@@ -1,12 +1,13 @@
 """The `polycephaly` command.
 
-    start ──> daemon (forks, tells how it went) ──> serving: a pool by name, until it is to end ──> journal: its log
-    list, ps, top, doit, stop, logs, join ──> reach: the pool of that name ──> ask it, and show the answer (tables)
-    bench, demo ──> a pool of their own
+    start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
+    list, ps, top, doit, stop, logs, join ──> reach: connect to the pool ──> tables: show the reply
+    bench, demo ──> pools of their own
 
-Each subcommand is a module of this package that imports what it runs when it runs: `--help` is
-quick. Exit statuses: 0 done; 1 it failed, and one line says why (or the traceback of your own
-code); 2 the command line is wrong; 130 Ctrl-C."""
+Each subcommand is a module of this package that imports its dependencies when it runs, so that
+`--help` is quick. Exit statuses: 0 success; 1 failure, with one line that says why (or the
+traceback of the user's own code); 2 a wrong command line; 130 Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 
 
 class PoliteGroup(click.Group):
-    """Ctrl-C ends it with the status that shells expect (128 + SIGINT), and without a traceback."""
+    """A group that ends after Ctrl-C without a traceback, with the status 128 + SIGINT."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,7 +41,7 @@ class PoliteGroup(click.Group):
             ctx.exit(INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of use, not of the alphabet
+        return list(self.commands)  # in the order of use, not the alphabet's
 
 
 @click.group(

@@ -1,7 +1,6 @@
-"""`polycephaly bench`: what tasks cost on this machine, here and in the pools that one may have
-instead.
+"""`polycephaly bench`: the cost of a task on this machine, in this package's pool and in others.
 
-    for each run: each contender in turn, in a fresh process ──> its figures ──> ratios to ours, of the same run
+    for each run: each contender in turn, in a fresh process ──> figures ──> ratios to ours, per run
 
 Machines are shared and noisy: the ratios and their spread say more than the times.
 """
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 4
 MOST_RUNS = 5
-ENOUGH = 15  # seconds after which no other run is begun, unless it was asked for
+ENOUGH = 15  # seconds after which no run is begun, unless runs were requested
 PATIENCE = 120  # seconds for one contender's figures
 
 ROWS = (
@@ -97,7 +96,7 @@ def bench(
             if runs is None and taken and monotonic() - began > ENOUGH:
                 break
             run: Run = {}
-            first = turn % len(names)  # in each run another begins
+            first = turn % len(names)  # each run begins with another contender
             for name in names[first:] + names[:first]:
                 try:
                     run[name] = _figures(name, workers, QUICK if quick else SIZES)
@@ -124,7 +123,7 @@ def bench(
 
 
 def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
-    """Raises `RuntimeError`, saying why there are none."""
+    """Measure one contender. Raise `RuntimeError`, with the reason, if there are no figures."""
     import json
     import signal
     import subprocess
@@ -147,7 +146,7 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
             answer, _ = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"no figures after {PATIENCE} s") from None
-        finally:  # of a Ctrl-C too: it does not come to another session
+        finally:  # after Ctrl-C too, because the process is in another session
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:

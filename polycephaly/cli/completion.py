@@ -1,5 +1,4 @@
-"""`polycephaly completion`: what a shell needs to complete commands, options and the names of
-running pools."""
+"""`polycephaly completion`: shell completion of commands, options and names of running pools."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""A command that goes on in the background, and a shell that learns whether it came up.
+"""Run a command in the background, and report to the shell whether it came up.
 
-    shell's process ── fork ──> leader of a new session ── fork ──> the daemon: no terminal can ever be its own
-        │ reads <──────────── pipe: what it says, its status ────────────┘  open until it is up, or has failed
-        └──> prints that, and ends with that status
+    shell's process ── fork ──> leader of a new session ── fork ──> daemon: can never get a terminal
+        │ reads <──────────── pipe: text, status ────────────┘  open until it is up, or has failed
+        └──> prints the text, and ends with that status
 
-All forks come first, while this process is one thread that has loaded nothing but the command line:
-ZeroMQ, threads and the drones' zygote begin in the daemon. It keeps its directory and umask, which
-are those of the drones' work as well; what it writes of its own it makes with mode 0600. If whoever
-waits is gone before it is up, it ends."""
+All forks come first, while this process is one thread that has loaded only the command line.
+ZeroMQ, threads and the drones' zygote begin in the daemon. The daemon keeps its directory and
+umask, because the drones' tasks inherit them; its own files have mode 0600. If the waiting process
+is gone before the daemon is up, the daemon ends.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ __all__ = ["Tell", "detached", "here"]
 
 
 class Tell(Protocol):
-    """Says how it went, once: with status 0, it is up. What follows goes to the log."""
+    """Report the outcome of the start, once. Status 0: the command is up.
+
+    Later text goes to the log.
+    """
 
     def __call__(self, text: str, status: int = 0) -> None: ...
 
 
 def here(serve: Callable[[Tell], int]) -> int:
-    """In the foreground."""
+    """Run `serve` in the foreground."""
 
     def tell(text: str, status: int = 0) -> None:
         print(text, file=sys.stderr if status else sys.stdout, flush=True)
@@ -40,13 +44,15 @@ def here(serve: Callable[[Tell], int]) -> int:
 
 
 def detached(serve: Callable[[Tell], int]) -> int:
-    """In a daemon. Returns here when that has told how it went; the daemon itself never returns."""
+    """Run `serve` in a daemon. Return the status after the daemon has reported its start.
+
+    The daemon itself never returns.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it was closed before we began
+        if stream is not None:  # None if it was closed before the start
             stream.flush()
-    while (
-        fd := os.open(os.devnull, os.O_RDWR)
-    ) < 3:  # the pipe is not to get the number of a closed one
+    # Fill closed standard descriptors, so that the pipe gets none of their numbers.
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(fd)
     reading, writing = os.pipe()
@@ -83,18 +89,17 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(
-                line_buffering=True
-            )  # they become the log; nothing may wait there when it forks
+            # The streams become the log. A fork would copy buffered text.
+            stream.reconfigure(line_buffering=True)
 
     from ..runtime import parent_death
 
-    answer = parent_death.own(os.fdopen(3, "w"))  # no drone may keep the other's reader waiting
+    answer = parent_death.own(os.fdopen(3, "w"))  # a drone's copy would keep the reader waiting
 
     def tell(text: str, status: int = 0) -> None:
         if not answer.closed:
             answer.write(json.dumps((text, status)) + "\n")
-            answer.flush()  # raises BrokenPipeError where nobody waits any more
+            answer.flush()  # raises BrokenPipeError if the reader is gone
             parent_death.close(answer)
 
     status = 1
@@ -102,6 +107,6 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
         status = serve(tell)
     except BaseException as error:
         if answer.closed or not isinstance(error, (OSError, ValueError, RuntimeError)):
-            traceback.print_exc()  # to the log, if it is there already
+            traceback.print_exc()  # to the log, if it exists already
         tell(f"Error: {said(error)}", 1)
     os._exit(status)

@@ -1,4 +1,4 @@
-"""`polycephaly demo`: things to watch, each with a checked result."""
+"""`polycephaly demo`: demonstrations, each with a checked result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_LATENCY = 10
 
 DEFAULT_DRONES = "1,2,3,5,8,13,20"
 DEFAULT_THREADS = "1,2,3,5,8,13,20,26"
-# Each drone, and each run of III, downloads the funds file (4 MB) from somebody else's server.
+# Each drone, and each run of III, downloads the funds file (4 MB) from another site's server.
 LIVE_DRONES = "8"
-RAY_DRONES = "2,5"  # to start one takes seconds
+RAY_DRONES = "2,5"  # starting one takes seconds
 LIVE_THREADS = "13"
 
 EXAMPLES = """\b
@@ -179,7 +179,7 @@ def securities(
 
 
 def _start_ray(address: str | None) -> str:
-    """Before the times are taken. Where the drones find this machine."""
+    """Connect to Ray before times are measured; return this machine's address for the drones."""
     from ..pool.engine import machine
 
     try:

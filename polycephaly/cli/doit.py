@@ -1,10 +1,10 @@
-"""`polycephaly doit`: a piece of work from the shell; what it prints, its value and its status are
-the command's.
+"""`polycephaly doit`: run a task from the shell, with its output, value and exit status.
 
-    pool ── lines, and a None for each piece of work that is done ──> queue ──> this thread ──> stdout, stderr
+    pool ── lines, and None for each task that is done ──> queue ──> this thread ──> stdout, stderr
 
-The connection's thread only puts lines into the queue: a reader that makes us wait (`| less`) must
-not make the server think that we are gone."""
+The connection's thread only puts lines into the queue. If a slow reader (`| less`) blocked that
+thread, the server would treat this client as gone.
+"""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def doit(
 
 
 class Outcome:
-    """What has come of it. `drone` is empty where only one was asked."""
+    """The outcome of one run. `drone` is empty unless the code ran in each drone."""
 
     def __init__(self, drone: str, promise: Promise[Any]) -> None:
         self.drone = drone
         self.value: str | None = None
         self.error: BaseException | None = None
         self.status = 0
-        self.said = ""  # on stderr
+        self.said = ""  # for stderr
         try:
             self.value = promise.result()
         except SystemExit as end:
-            # As the interpreter takes it: nothing is 0, a number itself, anything else is printed,
-            # and 1.
+            # As the interpreter does: None is status 0, an integer is the status; anything else is
+            # printed, and the status is 1.
             self.status = (
                 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
             )
@@ -137,7 +137,7 @@ class Outcome:
             click.echo(prefix + self.said, err=True)
 
     def plain(self, printed: list[Line]) -> dict[str, Any]:
-        """For JSON; of what was printed, its own."""
+        """Return data for JSON, with those lines of `printed` that belong to this outcome."""
         own = [line for line in printed if not self.drone or line.drone == self.drone]
         streams = {
             stream: "".join(f"{line.text}\n" for line in own if line.stream == stream)
@@ -155,8 +155,10 @@ class Outcome:
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback as it was in the drone; where there is none (it died, say), what has
-    happened."""
+    """Return the traceback from the drone, or the error's own text if there is none.
+
+    There is none after the death of a drone, for instance.
+    """
     import traceback
     from concurrent.futures import CancelledError
     from concurrent.futures.process import _RemoteTraceback

@@ -1,4 +1,4 @@
-"""`polycephaly join`: drones of this host for a pool that runs elsewhere."""
+"""`polycephaly join`: lend drones of this host to a pool that runs elsewhere."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""A pool's log: what its drones print, and what its server has to say.
+"""The log of a named pool: the output of its drones and the messages of its server.
 
     drones' lines ──┐
     logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ── at 8 MiB ──> NAME.log.1
     descriptor 2 ───┘
 
-It stays when the pool has ended, however that was: it may tell why. One process writes it, the
-server's. What that forks inherits the handler, and drops it: the drones' own logging comes home by
-their pipes."""
+The log stays after the pool has ended in any way, because it may contain the reason. Only the
+server's process writes the log. Forked children inherit the handler and remove it: the drones' own
+log records arrive through their pipes.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ _ON_TERMINAL = "%(levelname)s: %(message)s"
 
 
 def path_of(name: str) -> Path:
-    """Where the log of the pool of that name is, if there is one. Raises `ValueError` for what is
-    no name."""
+    """Return the path of the log of the pool `name`, whether or not there is one.
+
+    Raise `ValueError` if `name` is malformed.
+    """
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
     return base / "polycephaly" / f"{check_name(name)}.log"
@@ -43,8 +46,11 @@ def older(path: Path) -> Path:
 
 
 class _File(RotatingFileHandler):
-    """With ``streams``, descriptors 1 and 2 are the log too: what C code or a dying interpreter
-    writes there."""
+    """A rotating log file.
+
+    With ``streams``, descriptors 1 and 2 go to the file as well: output of C code, or of an
+    interpreter that dies.
+    """
 
     def __init__(self, path: Path, streams: bool) -> None:
         self._streams = streams
@@ -67,8 +73,10 @@ class _File(RotatingFileHandler):
 
 
 class Journal:
-    """Takes what the root logger gets, for the rest of this process. Raises `OSError` where it
-    cannot be written."""
+    """Writes the root logger's records to the log, for the rest of this process.
+
+    Raise `OSError` if the log cannot be written.
+    """
 
     def __init__(self, name: str, in_background: bool) -> None:
         self.path = path_of(name)
@@ -87,7 +95,7 @@ class Journal:
         os.register_at_fork(after_in_child=self._forget)
 
     def take(self, line: Line) -> None:
-        """A line of a drone's, in any thread."""
+        """Write a line of a drone. Any thread may call this."""
         self._file.handle(logging.makeLogRecord({"levelname": f"[{line.drone}]", "msg": line.text}))
         if not self._in_background:
             forward(line)

@@ -1,4 +1,4 @@
-"""`polycephaly list` and `ps`: which pools there are, and what the drones of one do."""
+"""`polycephaly list` and `ps`: the running pools, and the state of one pool's drones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ps(name: str, in_json: bool) -> None:
 
 
 def status_of(name: str) -> dict[str, Any]:
-    """What `RemotePool.status` tells, this command not counted among the clients."""
+    """Return `RemotePool.status` without this command among the clients."""
     with one_line(), closing(_Leaving(name)) as asking:
         return asking.status()
 
@@ -110,13 +110,12 @@ def _running(drone: dict[str, Any]) -> str:
     from ..pool.waiting import Waiting
 
     known = {name: told[name] for name in told.keys() - {"seconds"}}
-    return str(
-        Waiting(**known | {"since": time() - told["seconds"]})
-    )  # its host's clock may differ
+    # Count from this host's clock: the drone's may differ.
+    return str(Waiting(**known | {"since": time() - told["seconds"]}))
 
 
 class _Leaving:
-    """A connection that is closed at once."""
+    """A connection for one request."""
 
     def __init__(self, where: str) -> None:
         self._pool = reached(where)

@@ -1,8 +1,9 @@
-"""The image that a command's drones are copies of: what was asked for is loaded into a `__main__`
-of its own.
+"""Loading modules and a file into a fresh `__main__`, from which a command's drones are forked.
 
-start: modules, file ── Setup.read ──> load        join: the server's setup, by `ASK` ──┐
-                           └── Server.setup                its own modules, file ───────┴──> load
+    start: modules, file ── Setup.read ──> load      join: the server's setup, by ASK ──┐
+                               └── Server.setup            its own modules, file ───────┴──> load
+
+The fresh `__main__` contains none of the command's own names.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ __all__ = ["CannotLoad", "Setup", "load"]
 
 
 class CannotLoad(Exception):
-    """Its text is the traceback of what was to be loaded."""
+    """Loading failed. The text is the traceback of the user's code."""
 
 
 class Setup(NamedTuple):
-    """Modules to import, and a file to run after that: with its text, because another host does not
-    have it."""
+    """Modules to import, and then a file to run. The file's text is included for other hosts."""
 
     modules: Sequence[str] = ()
     file: str | None = None
@@ -35,11 +35,11 @@ class Setup(NamedTuple):
 
     @classmethod
     def read(cls, modules: Sequence[str], file: Path | None) -> Setup:
-        """Raises `OSError`."""
+        """Read the file. Raise `OSError`."""
         return cls(modules) if file is None else cls(modules, str(file), file.read_bytes())
 
     def plain(self) -> dict[str, Any]:
-        """As data that JSON can hold."""
+        """Return the setup as data that JSON can hold."""
         return {
             "modules": list(self.modules),
             "file": self.file,
@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any] | None) -> Setup:
-        """None: of a pool that was not started by a command."""
+        """Restore a setup; None stands for a pool that was not started by a command."""
         return (
             cls()
             if plain is None
@@ -57,9 +57,10 @@ class Setup(NamedTuple):
 
 
 def load(*setups: Setup) -> None:
-    """Makes a new `__main__`, which is not this command's, with their modules imported and their
-    files run in it, one after the other; the current directory comes on `sys.path`, as for a
-    script. Raises `CannotLoad`."""
+    """Replace `__main__` by a new module; import the setups' modules and run their files there.
+
+    The current directory is put on `sys.path`, as for a script. Raise `CannotLoad`.
+    """
     main = sys.modules["__main__"] = ModuleType("__main__")
     names = main.__dict__
     names["__builtins__"] = builtins
@@ -73,7 +74,7 @@ def load(*setups: Setup) -> None:
             if setup.file is not None:
                 names["__file__"] = setup.file
                 code = compile(setup.text, setup.file, "exec", dont_inherit=True)
-                if not os.path.exists(setup.file):  # for tracebacks: it is another host's
+                if not os.path.exists(setup.file):  # another host's file: tracebacks need its lines
                     lines = setup.text.decode("utf-8", "replace").splitlines(keepends=True)
                     linecache.cache[setup.file] = len(setup.text), None, lines, setup.file
                 exec(code, names)
@@ -82,7 +83,7 @@ def load(*setups: Setup) -> None:
 
 
 def _from_theirs(error: BaseException) -> str:
-    """The traceback, from the first line that is neither ours nor the import machinery's."""
+    """Return the traceback from the first frame outside this module and the import machinery."""
     trace = error.__traceback__
     while trace is not None and (
         trace.tb_frame.f_code.co_filename in (__file__, importlib.__file__)

@@ -1,5 +1,4 @@
-"""`polycephaly logs`: what the drones of a pool printed and its server said; also when it has
-ended."""
+"""`polycephaly logs`: the log of a pool, also after the pool has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from .reach import complete_pool, one_line
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
 
-LOOK = 0.2  # seconds between looks at whether there is more
+LOOK = 0.2  # seconds between looks for new lines
 
 
 @click.command(
@@ -49,7 +48,7 @@ def logs(name: str, lines: int, follow: bool) -> None:
 
         path = path_of(name)
         if not path.exists():
-            pool_registry.find(name)  # says who runs, if it does not
+            pool_registry.find(name)  # if no such pool runs, the error lists those that do
             raise click.ClickException(f"{name} has no log: it was not begun by polycephaly start")
         card = next((card for card in pool_registry.running() if card.name == name), None)
         last: deque[str] = deque(maxlen=lines)
@@ -65,7 +64,7 @@ def logs(name: str, lines: int, follow: bool) -> None:
 
 def _follow(file: IO[str], path: Path, card: Card) -> None:
     while True:
-        lives = card.lives()  # asked first, so that its last words are read
+        lives = card.lives()  # ask first, so that the last lines are read
         for line in file:
             click.echo(line, nl=False)
         with suppress(FileNotFoundError):  # between two generations

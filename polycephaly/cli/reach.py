@@ -1,5 +1,4 @@
-"""From what was typed to a pool: names, connection files, sizes, and what is said where there is
-none."""
+"""From command-line arguments to a pool: names, connection files, sizes, and one-line errors."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["complete_pool", "one_line", "reached", "said", "size"]
 
-PATIENCE = 5.0  # seconds for an answer
+PATIENCE = 5.0  # seconds to wait for an answer
 
 
 def complete_pool(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Names of running pools; files where there is a ``/``, as for connection files."""
+    """Complete names of running pools, or paths of connection files if there is a ``/``."""
     if "/" in incomplete:
         return [CompletionItem(incomplete, type="file")]
     from ..engines.remote import pool_registry
@@ -39,7 +38,7 @@ def complete_pool(
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Bytes."""
+    """Convert a size such as 500M to bytes."""
     if value is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
@@ -50,10 +49,13 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """What cannot be reached, read or written is no bug of ours: one line, status 1."""
+    """Report an `OSError`, `ValueError` or `RuntimeError` as one line, with status 1.
+
+    Such an error means that a pool or file cannot be reached, read or written, and is no bug.
+    """
     try:
         yield
-    except BrokenPipeError:  # our reader has left: click ends quietly
+    except BrokenPipeError:  # the reader of the output is gone: click ends quietly
         raise
     except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
         raise click.ClickException(said(error)) from error
@@ -68,7 +70,7 @@ def said(error: BaseException) -> str:
 
 
 def reached(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
-    """The pool; a `click.ClickException` where there is none, or it does not answer."""
+    """Connect to a pool. Raise `click.ClickException` if no pool answers."""
     with one_line():
         from ..engines.remote.client import connect
 

@@ -1,12 +1,13 @@
-"""The process of a pool that was started by name: from its image to its end.
+"""The process of a pool that was started by name, from loading to its end.
 
-    clean __main__ ── modules, file ──> image ── fork ──> drones
-                                          └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP, `stop` of a client,
-                                                             the pool's own end
+    clean __main__ ── modules, file ──> loaded process ── fork ──> drones
+                                          └── serve(name) ── waits for: SIGINT, SIGTERM, SIGHUP,
+                                                             a client's `stop`, the pool's end
 
-Asked to end, it takes no more work, finishes what runs, sees that its clients get it, and ends.
-Asked again, or to end at once, it does not wait for what runs: `AtOnce` is raised in the main
-thread, wherever that waits."""
+When asked to end, the process takes no more tasks, finishes the running ones, delivers their
+results, and ends. When asked again, or asked to end at once, running tasks are not waited for:
+`AtOnce` is raised in the main thread, wherever that thread waits.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class AtOnce(BaseException):
-    """What runs is not waited for."""
+    """End without waiting for running tasks."""
 
 
 class Ending:
-    """Who wants the end, and whether at once. The main thread waits for it; any thread may ask."""
+    """The request to end. The main thread waits for the request; any thread may make it."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -51,15 +52,14 @@ class Ending:
             self.why = why
             self._at_once = at_once
             self._asked.set()
-        elif at_once:  # the main thread is on its way, waiting for what runs
+        elif at_once:  # the main thread is ending, and waits for running tasks
             signal.pthread_kill(self._main, signal.SIGTERM)
 
     def wait(self) -> None:
-        """Raises `AtOnce`, now or during what follows, if that is wanted."""
+        """Wait for the request. Raise `AtOnce`, now or later, if the end is to come at once."""
         for number in _SIGNALS:
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-            ):  # nohup: it is to outlive that
+            # Under nohup the process outlives SIGHUP.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hear)
         self._asked.wait()
         if self._at_once:
@@ -72,6 +72,8 @@ class Ending:
 
 
 class Serving:
+    """A named pool and its server, in this process."""
+
     def __init__(
         self,
         name: str,
@@ -82,8 +84,11 @@ class Serving:
         options: dict[str, Any],
         in_background: bool,
     ) -> None:
-        """Raises `ValueError` for what is no name, `FileExistsError` where a pool of that name
-        runs, `OSError`."""
+        """Check the name and open the log.
+
+        Raise `ValueError` if `name` is malformed, `FileExistsError` if a pool of that name runs,
+        `OSError`.
+        """
         pool_registry.check_free(name)
         self._name = name
         self._drones = drones
@@ -95,7 +100,7 @@ class Serving:
         self._journal = Journal(name, in_background)
 
     def run(self, tell: Tell) -> int:
-        """The status of the process. Raises what `Pool` and `serve` raise."""
+        """Serve until asked to end; return the exit status. Raise as `Pool` and `serve` do."""
         try:
             setup = Setup.read(self._modules, self._file)
             load(setup)

@@ -1,4 +1,4 @@
-"""`polycephaly start`: a pool that outlives the shell's line, found by its name."""
+"""`polycephaly start`: start a named pool, in the foreground or the background."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 def of_drones(command: _Command) -> _Command:
-    """The options that say how many drones there are, and of which kind."""
+    """Add the options that configure the drones."""
     for option in reversed(
         (
             click.option(

@@ -1,4 +1,4 @@
-"""`polycephaly stop`: the end of pools, by name."""
+"""`polycephaly stop`: end pools by name."""
 
 from __future__ import annotations
 

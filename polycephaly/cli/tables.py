@@ -1,7 +1,7 @@
-"""Tables for people: `rich` on a terminal, aligned text elsewhere. Programs ask for JSON.
+"""Tables for people: `rich` on a terminal, aligned text elsewhere. Programs request JSON.
 
-What comes from a pool may be anything, so nothing of it is taken for markup, and no control
-character gets through."""
+Text from a pool is untrusted: none is treated as markup, and control characters are replaced.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _COLOURS = {
 }
 
 BETWEEN = 3  # characters from one column to the next
-LEAST = 10  # of a column that is cut
+LEAST = 10  # minimal width of a column that is cut
 
 
 class Column(NamedTuple):
     title: str
     right: bool = False
-    cut: bool = False  # where the terminal is too narrow, this one is
+    cut: bool = False  # cut if the terminal is too narrow
 
 
 def duration(seconds: float | None) -> str:
@@ -77,7 +77,7 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
 
 
 def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int) -> Table:
-    """For a terminal of that width: what does not fit is cut off the columns that may be."""
+    """Return a table for a terminal of that width; columns marked `cut` lose excess text."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -3,7 +3,7 @@
     status() once a second ──> picture ──> rich's Live, on the terminal's other screen
     keys ── cbreak ──> q, Ctrl-C: leave
 
-However it ends, by a key, a signal, or because the pool has, the terminal is as it was before.
+The terminal is restored after every end: by a key, by a signal, or because the pool has ended.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def top(name: str, every: float) -> None:
 
 
 class Rate:
-    """Tasks a second, between two looks."""
+    """Tasks per second between two looks."""
 
     def __init__(self) -> None:
         self._before: tuple[float, int] | None = None
@@ -107,7 +107,7 @@ def _picture(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> Re
 
 
 def _wants_to_leave(keys: int, seconds: float) -> bool:
-    """Waits so long for a key."""
+    """Wait so many seconds for a key; return whether the user wants to leave."""
     end = monotonic() + seconds
     while (left := end - monotonic()) > 0:
         if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (
@@ -122,14 +122,14 @@ def _wants_to_leave(keys: int, seconds: float) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[int]:
-    """The terminal's descriptor, giving each key at once and echoing none."""
+    """Yield the terminal's descriptor, set to deliver each key at once without echo."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         tty.setcbreak(fd)
         own = termios.tcgetattr(fd)
-        own[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on our screen
+        own[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on this screen
         termios.tcsetattr(fd, termios.TCSANOW, own)
         yield fd
     finally:

@@ -1,1 +1,1 @@
-"""Demos: things to watch, each with a checked result. `polycephaly demo` runs them."""
+"""Demos, each with a checked result. `polycephaly demo` runs them."""

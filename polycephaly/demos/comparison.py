@@ -1,11 +1,11 @@
-"""Pools side by side: ours, the standard library's two, and loky where it is installed; each with
-the same face.
+"""Compare pools: this package's, two of the standard library, and loky if installed.
 
-    python -m polycephaly.demos.comparison NAME WORKERS SIZES ──> its figures, as JSON
+    python -m polycephaly.demos.comparison NAME WORKERS SIZES ──> figures, as JSON
 
-One contender, measured in a process of its own, so that what another has started or loaded does not
-disturb it: its module is imported when it is started, and never before. `polycephaly bench` shows
-these few figures; `benchmarks/` measures more, and more contenders, with the same functions."""
+One contender is measured in a process of its own, undisturbed by processes and modules of others:
+its module is imported when it is started, never before. `polycephaly bench` shows these few
+figures. `benchmarks/` measures more figures and contenders with the same functions.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 OURS = "polycephaly"
 WARM = 100
-TIMES = 3  # of which the median counts: in the first burst of a fresh process everybody is cold
+TIMES = 3  # runs, of which the median counts: the first of a fresh process is slower
 PAGE = 4096 // 8  # numbers
 
 
@@ -55,16 +55,18 @@ def _itself(anything: Any) -> Any:
 
 @dataclass(frozen=True)
 class Executors:
-    """What there is to measure of a pool that is up. Where it can be, these are the pool's own
-    bound methods."""
+    """The interface of a running pool that is measured.
+
+    Where possible, these are bound methods of the pool itself.
+    """
 
     submit: Callable[..., Any]
     result: Callable[[Any], Any]
     map: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]] | None = None
-    gather: Callable[[list[Any]], list[Any]] | None = None  # its own way to wait for many
-    give: Callable[[Any], Any] = (
-        _itself  # what is done with a large argument before it is submitted
-    )
+    # The pool's own way to wait for many results.
+    gather: Callable[[list[Any]], list[Any]] | None = None
+    # Applied to a large argument before it is submitted.
+    give: Callable[[Any], Any] = _itself
 
     def results(self, pending: list[Any]) -> list[Any]:
         return (
@@ -114,7 +116,7 @@ class Contender:
     title: str
     module: str
     start: Callable[[int], AbstractContextManager[Executors]]
-    most: int = 1_000_000  # the slow are given fewer tasks
+    most: int = 1_000_000  # tasks; slow contenders get fewer
 
     @property
     def installed(self) -> bool:
@@ -133,7 +135,7 @@ CONTENDERS = {
 }
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------
 
 
 def noop(x: int) -> int:
@@ -141,13 +143,15 @@ def noop(x: int) -> int:
 
 
 def sum_of_pages(array: Any) -> float:
-    """Of one number of each page: all of it has to be there, and hardly any time goes into
-    computing."""
+    """Add up one number of each page.
+
+    The whole array must be present, and hardly any time goes into computing.
+    """
     return float(array[::PAGE].sum())
 
 
 def gather_us(workers: Executors, fn: Callable[[int], int], tasks: int) -> float:
-    """Many at once: of each."""
+    """Return microseconds a task, if many are submitted at once."""
     submit = workers.submit
 
     def once() -> float:
@@ -162,7 +166,7 @@ def gather_us(workers: Executors, fn: Callable[[int], int], tasks: int) -> float
 
 
 def trip_us(workers: Executors, trips: int) -> float:
-    """One at a time: the median."""
+    """Return the median of microseconds a task, if one is submitted at a time."""
     submit, result = workers.submit, workers.result
     for i in range(WARM):
         assert result(submit(noop, i)) == i
@@ -175,7 +179,7 @@ def trip_us(workers: Executors, trips: int) -> float:
 
 
 def map_us(workers: Executors, items: int) -> float:
-    """Of an item; nobody is told how to cut."""
+    """Return microseconds an item of `map`, without a given chunk size."""
     assert workers.map is not None
     run = workers.map
     run(noop, range(WARM))
@@ -191,7 +195,7 @@ def map_us(workers: Executors, items: int) -> float:
 
 
 def there_ms(workers: Executors, array: Any) -> float:
-    """From a large array to a number that tells that a worker has all of it."""
+    """Return milliseconds from a large array to a number that proves that a worker has it."""
     began = time.perf_counter()
     total = workers.result(workers.submit(sum_of_pages, workers.give(array)))
     took = time.perf_counter() - began
@@ -199,7 +203,7 @@ def there_ms(workers: Executors, array: Any) -> float:
     return took * 1e3
 
 
-# -- one contender's figures -----------------------------------------------------------------------
+# -- the figures of one contender --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,19 +233,19 @@ def figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
                 there_ms(pool, numpy.full(sizes.array // 8, number, float))
                 for number in range(sizes.arrays + 1)
             ]
-            found["array"] = statistics.median(took[1:])  # the first finds everybody cold
+            found["array"] = statistics.median(took[1:])  # the first one is slower
     return found
 
 
 def main() -> None:
     answer = os.dup(1)
-    os.dup2(2, 1)  # what a contender prints is no figure
+    os.dup2(2, 1)  # output of a contender is not part of the figures
     name, workers, sizes = sys.argv[1:]
     os.write(answer, json.dumps(figures(name, int(workers), Sizes(**json.loads(sizes)))).encode())
 
 
 def command(name: str, workers: int, sizes: Sizes) -> list[str]:
-    """What has one contender measured."""
+    """Return the command that measures one contender."""
     return [
         sys.executable,
         "-m",
@@ -253,5 +257,5 @@ def command(name: str, workers: int, sizes: Sizes) -> list[str]:
 
 
 if __name__ == "__main__":
-    # Workers find what they are given by the name of its module, which here would be __main__.
+    # Workers find functions by the name of their module, which would be __main__ here.
     import_module("polycephaly.demos.comparison").main()

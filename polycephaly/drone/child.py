@@ -1,18 +1,18 @@
-"""What `multiprocessing` does in a process that it starts, done in a drone, which it has not
-started.
+"""Prepare a drone as `multiprocessing` prepares the processes that it starts.
 
-Its queues, locks and managers were made to cross a fork, but have to be told of it; and what is in
-a queue when the process ends has to be sent. Some of them go to no process but with its start:
-those are a pool's *heirloom*, which its zygote has from the main image, and each drone from the
-zygote; pickled, where the zygote is bare.
+Queues, locks and managers of `multiprocessing` cross a fork, but have to be notified of the fork,
+and the contents of a queue have to be sent when the process ends. Some of these objects reach a
+process only when it starts. They are the *inherited arguments* of a pool: the zygote inherits them
+from the controller process, and each drone from the zygote. A bare zygote gets them pickled.
 
-The names used here are private to `multiprocessing`, the same in all versions: its own
+The names used here are private to `multiprocessing` but the same in all versions: its own
 `BaseProcess._bootstrap` and `concurrent.futures` use them.
 
-NumPy's global random numbers would be the same in every drone, as its state is copied with the
-image. CPython seeds `random` anew in a forked child; here that is done for NumPy. Where it is
-loaded later, it seeds itself. It takes half a millisecond of a drone's start, most of it to copy
-pages of NumPy that are written to (reference counts)."""
+NumPy's global random numbers would be the same in every drone, because their state is copied by the
+fork. CPython seeds `random` anew in a forked child; here the same is done for NumPy. If NumPy is
+loaded later, it seeds itself. Seeding takes half a millisecond of a drone's start, most of it to
+copy pages of NumPy that are written to (reference counts).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _inherited_args: tuple[Any, ...] | bytes = ()
 
 
 def become_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> None:
-    """In a drone that was just forked."""
+    """Prepare a drone that was just forked."""
     global _inherited_args
     _inherited_args = inherited_args or ()
     leave_exit_handlers()
@@ -49,8 +49,10 @@ def become_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> N
 
 
 def leave_exit_handlers() -> None:
-    """In any forked child: the exit handlers, and the processes for which `multiprocessing`'s own
-    waits, are its parent's."""
+    """In any forked child: drop the exit handlers of the parent.
+
+    The processes for which `multiprocessing`'s own exit handler waits are the parent's, too.
+    """
     atexit._clear()
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
@@ -62,11 +64,10 @@ def leave_exit_handlers() -> None:
 
 def _seed_numpy() -> None:
     mtrand: Any = sys.modules.get("numpy.random.mtrand")
-    with suppress(AttributeError):  # it is half loaded: another thread of the main image was at it
+    with suppress(AttributeError):  # half loaded: another thread of the controller was importing it
         lock = mtrand._rand._bit_generator.lock
-        if lock.acquire(
-            blocking=False
-        ):  # or it is a copy of one that another thread held: seeding would wait for ever
+        # If the lock is a copy of one that another thread held, seeding would wait for ever.
+        if lock.acquire(blocking=False):
             lock.release()
             mtrand.seed()
 
@@ -79,9 +80,13 @@ def with_heirloom(initializer: Callable[..., Any]) -> Any:
 
 
 def call_as_imported(initializer: Callable[..., Any], *initargs: Any) -> Any:
-    """An initializer that came by value, before it was known what the drone's `__main__` has. If
-    that has imported the same function, this one is called, so that work finds the globals that it
-    sets."""
+    """Call an initializer that came by value, or its copy in the drone's `__main__`.
+
+    The initializer was serialized before the names in `__main__` were known.
+
+    If `__main__` has imported the same function, that one is called, so that tasks find the globals
+    that it sets.
+    """
     own: Any = main_namespace().get(getattr(initializer, "__name__", ""))
     same = own is not None and getattr(own, "__code__", None) == getattr(
         initializer, "__code__", own
@@ -90,11 +95,14 @@ def call_as_imported(initializer: Callable[..., Any], *initargs: Any) -> Any:
 
 
 def goes_only_with_the_start(initargs: tuple[Any, ...]) -> bool:
-    """Is a lock, queue or the like of `multiprocessing` among them, which says so itself when it is
-    pickled, or something open?"""
+    """Return True if `initargs` can reach a drone only when it starts.
+
+    That is so if they contain an open file, or a lock, queue or similar of `multiprocessing`, whose
+    pickling reports that.
+    """
     for arg in initargs:
         search = Search()
-        with suppress(Exception):  # whoever pickles it in earnest will say so
+        with suppress(Exception):  # the real pickling reports the error
             search.dump(arg)
         if search.inherits or search.found:
             return True

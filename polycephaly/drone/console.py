@@ -1,11 +1,12 @@
-"""A drone's standard streams: pipes to the controller, with a tail kept for the promise.
+"""A drone's standard streams: pipes to the controller, with the output tail kept for the promise.
 
-    print ──> Console ──line by line──> pipe on descriptor 1 or 2 ──> hub ──> controller's own streams
-                 └── tail (4 KiB) ──> goes home with the result
+    print ──> Console ──by lines──> pipe (descriptor 1 or 2) ──> reactor ──> controller's streams
+                 └── output tail (4 KiB) ──> sent with the result
 
-What C code and child processes write goes through the same pipes, though not into the tail. So do
-`note`'s records (wire/chunks.py), in order with what is printed; by descriptors of their own, as
-work may put files on 1 and 2."""
+Output of C code and child processes goes through the same pipes, but not into the tail. Records of
+`note` (wire/chunks.py) go through the pipes too, in order with the printed text. They use
+descriptors of their own, because a task may put files on 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _last_record = 0
 
 
 class OutputTail:
-    """The end of what one piece of work printed."""
+    """The end of the text that one task printed."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -49,8 +50,10 @@ class OutputTail:
             self._size = TAIL
 
     def take(self) -> bytes:
-        """What was added since the last call; the streams are flushed, so that it is out before the
-        result."""
+        """Return the text added since the last call.
+
+        The streams are flushed, so that the text is sent before the result.
+        """
         if not self.pieces:
             return b""
         _flush()
@@ -73,18 +76,20 @@ class Console(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         self._tail.add(text)
         if self._is_stdout and self._after != _last_record:
-            self._after = _last_record  # a line that is begun ends after this, too
+            self._after = _last_record  # also ends a line that was begun
             note(STDOUT, ORDER, str(self._after))
         return super().write(text)
 
 
 def open_console() -> OutputTail:
-    """Puts new streams on descriptors 1 and 2. The old ones are kept: closing them would write what
-    they hold."""
+    """Put new streams on descriptors 1 and 2.
+
+    The old ones are kept, because closing them would write the text in their buffers.
+    """
     global _tag, _tail
     tail = _tail = OutputTail()
     _tag = ""
-    while _pipes:  # of the drone that this one's controller is
+    while _pipes:  # those of the drone that is this one's controller
         os.close(_pipes.pop())
     _pipes.extend((os.dup(1), os.dup(2)))
     _inherited.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
@@ -98,32 +103,34 @@ _tail = OutputTail()
 
 
 def stay_behind() -> None:
-    """In a child that work has forked: what it logs has no place in the order of what the drone
-    logs."""
+    """In a child that a task has forked: take its log records out of the drone's order."""
     global _record_numbers
     _record_numbers = itertools.repeat(0)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            AttributeError, OSError, ValueError
-        ):  # the work closed it, or put something else there
+        # The task may have closed a stream, or replaced it.
+        with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def note(pipe: int, kind: str, body: str) -> None:
-    """Sends a record home by that pipe (`STDOUT`, `STDERR`), behind what was written to it; any
-    thread may. Does nothing outside a drone, or when the controller is gone. Raises `ValueError`
-    for a body that no chunk can have."""
+    """Send a record to the controller by `pipe`, after the text written to that pipe.
+
+    `pipe` is `STDOUT` or `STDERR`. Any thread may call it. Outside a drone, or if the controller is
+    gone, nothing happens. Raises `ValueError` for a body that no chunk can have.
+    """
     if _pipes:
         for piece in chunk(kind, body):
             _write(_pipes[pipe], piece)
 
 
 def send_record(record: str) -> None:
-    """Sends what was logged home, in order with what this process prints on either stream. Any
-    thread may."""
+    """Send a log record, in order with the text that this process prints on either stream.
+
+    Any thread may call it.
+    """
     global _last_record
     number = next(_record_numbers)
     note(STDERR, LOG, f"{number} {record}")
@@ -131,12 +138,12 @@ def send_record(record: str) -> None:
 
 
 def tag(name: str) -> None:
-    """From here on what comes through this drone's output pipes is on behalf of `name` (`Line.tag`
-    at the controller), a short name in ASCII; "": of nobody. Whoever sets it clears it. A line that
-    was begun is ended by another tag.
+    """Mark further output of this drone as printed on behalf of `name`.
 
-    It holds for all that prints: other threads, C code, subprocesses. Raises `ValueError` for what
-    is no such name."""
+    The controller sees the tag as `Line.tag`. `name` is short and ASCII; "" removes the mark. The
+    code that sets a tag also removes it. A new tag ends a line that was begun. The tag holds for
+    all output: of other threads, C code and subprocesses. Raises `ValueError` for an invalid name.
+    """
     if len(name) > _LONGEST_TAG or not (name.isascii() and name.isprintable()):
         raise ValueError(
             f"a tag is at most {_LONGEST_TAG} printable ASCII characters, not {name[:80]!r}"
@@ -149,12 +156,12 @@ def tag(name: str) -> None:
 
 
 def tagged() -> str:
-    """The tag that was set last."""
+    """Return the tag that was set last."""
     return _tag
 
 
 def has_printed() -> bool:
-    """Whether the work that runs has, by Python's streams."""
+    """Return True if the running task has printed by Python's streams."""
     return bool(_tail.pieces)
 
 
@@ -163,11 +170,11 @@ def _write(fd: int, piece: bytes) -> None:
         try:
             os.write(fd, piece)
             return
-        except (
-            BlockingIOError
-        ):  # a program that shares it has made it so; what a page takes goes in whole
+        except BlockingIOError:
+            # A program that shares the pipe has made it non-blocking. Once the poll succeeds, a
+            # piece of up to a page is written whole.
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()
-        except OSError:  # nobody reads it any more
+        except OSError:  # no process reads the pipe any more
             return

@@ -1,11 +1,15 @@
-"""The ear: a drone's thread that listens while the main thread is busy with one task for longer
-than the window, and shows that the drone is alive.
+"""The control thread of a drone, which receives messages while the main thread runs a long task.
 
-It ticks while there is work and is parked when there is none, so an idle drone has no thread that
-wakes. Parking: it says so, then looks whether the main thread is busy, then waits for a token. The
-main thread says that it is busy and then looks at `_parked`, before each task; who is parked is
-sent a token. So one of them sees the other, and no task runs without an ear; one token too many
-costs one tick. (`current` would not do: it is set later.)"""
+The thread begins to receive when one task has run for longer than `WINDOW`, and its heartbeat shows
+that the drone is alive. The thread ticks while there are tasks and is parked otherwise, so an idle
+drone has no thread that wakes up.
+
+No task runs without the control thread. To park, the control thread sets `_parked`, then checks
+whether the main thread is busy, then waits for a token. Before each task, the main thread sets
+`busy`, then checks `_parked` and, if that is set, sends a token. So one of the two sees the other,
+and a token too many costs one tick. (`current` instead of `busy` would not do, because it is set
+later.)
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BEAT", "ControlThread"]
 
-WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
-BEAT = 0.1  # seconds between its looks at whether the same task still runs, when nothing is heard
+WINDOW = 0.005  # seconds that a task runs before the control thread begins to receive
+BEAT = 0.1  # seconds between checks if the same task still runs and no message arrives
 
 
 class ControlThread:
@@ -59,16 +63,15 @@ class ControlThread:
                     self._parked = False
                     sleep(WINDOW)
             elif current == seen:
-                # The descriptor tells of news only; what came before the ear began must be looked
-                # for.
+                # The descriptor reports new messages only; earlier ones must be looked for.
                 self._drone.beat()
                 try:
                     self._drone.hear_if_free()
                     self._drone.pack_wanted()
                 except BaseException:
-                    # What it had taken, to hear or to send, would be lost, and somebody would wait
-                    # for it for ever. So the drone ends: the page tells what was done, what was
-                    # being run, and what can run elsewhere.
+                    # A message or result that was taken would be lost, and a caller would wait for
+                    # ever. So the drone ends: the status table shows which tasks are done, which
+                    # one was running, and which can run elsewhere.
                     with suppress(BaseException):
                         os.write(2, traceback.format_exc().encode())
                     os._exit(1)

@@ -1,20 +1,17 @@
-"""What a drone does, however messages come to it: it takes work in batches, runs it in its main
-thread, and has sent what came of it.
+"""Receive tasks in batches, run them in the main thread of a drone, and send the outcomes.
 
-    WORK ── hear ──> todo ──main thread: run──> outcomes ── flush ──> RESULTS
-      RECALL: gives back what is in todo      CANCEL: withdraws, or interrupts
+    WORK ── _hear ──> _todo ──main thread: _run──> _outcomes ── _flush ──> RESULTS
+      RECALL: returns the tasks in _todo      CANCEL: withdraws, or interrupts
 
-An engine's drone is a `DroneExecutor` that hears and sends in its own way, with a thread, the
-*control thread*, that does so while the main thread is busy. Whoever hears or sends holds
-`socket_turn`. `todo` is a deque: main takes from its left, the ear from its right or the middle,
-and each of these steps is atomic, so a task is either run or given back, never both.
+The drone of each engine is a `DroneExecutor` that receives and sends in its own way, and has a
+thread, the *control thread*, that does so while the main thread is busy. A thread that receives or
+sends holds `socket_turn`. `_todo` is a deque: the main thread takes from its left, the control
+thread from its right or the middle. Each of these steps is atomic, so a task is either run or
+returned, never both.
 
-Interrupts. The ear names its target and signals the main thread; the handler raises only while
-`_current` is that target, and clears it, so it raises once. `_current` is set inside the `try` that
-reports errors: an interrupt that comes as the task ends is reported as the task's error, and one
-that comes later is ignored. One that comes as the task begins: the ear notes the number in
-`_missed` and then looks who runs; the main thread says that it runs and then looks into `_missed`.
-So one of them sees the other."""
+An interrupt hits only the task that was named, and once. See
+docs/decisions/0015-two-threads-of-a-drone.md.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +79,10 @@ __all__ = ["DroneExecutor", "dropped"]
 
 log = logging.getLogger(__name__)
 
-BRIEF = 0.001  # seconds: a task of which it is not worth while to measure the processor time
+BRIEF = 0.001  # seconds: for a shorter task, measuring the processor time is not worth while
 BULK_ARRIVES = 0.25  # seconds that ZeroMQ's thread may take to write a message
-FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to go along
-FLUSH_SLICE_AFTER = 0.0002  # seconds; so that many results are not all unpickled at once
+FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to be sent with
+FLUSH_SLICE_AFTER = 0.0002  # seconds; short, so that fewer results are unpickled at once
 
 
 class DroneExecutor:
@@ -98,7 +95,7 @@ class DroneExecutor:
         ref_table: RefTable,
         tail: OutputTail,
     ) -> None:
-        """In the main thread, whose signal handler for SIGINT it sets."""
+        """Create the executor in the main thread, whose handler for SIGINT is replaced."""
         self._row = row
         self._definitions: dict[int, LoadedFunction] = {}
         self._todo: deque[ReceivedTask | Calls] = deque()
@@ -108,7 +105,7 @@ class DroneExecutor:
         self._split_by_bulk = False
         self._last_done = 0
         self._flushed = 0.0
-        self._by_bulk = -BULK_ARRIVES  # when results went so
+        self._by_bulk = -BULK_ARRIVES  # time when results last went by bulk
         self._stopping = False
         self._current = self._target = 0
         self._missed: set[int] = set()
@@ -117,41 +114,40 @@ class DroneExecutor:
         self._store = store
         self._ref_table = ref_table
         self._shelf = DroneStore(name)
-        self._keeping: set[int] = set()  # what is run beside others, of which the value is to stay
+        self._keeping: set[int] = set()  # overlapped tasks whose values are to stay in this drone
         self._outcomes = ResultBuffer(row, snapshot, store, ref_table, tail, self._shelf)
         signal.signal(signal.SIGINT, self._on_sigint)
-        _runners[:] = [self]  # of a drone that this one descends from, nothing is left to be done
+        _runners[:] = [self]  # a drone from which this one was forked has nothing left to do
 
-    # -- what each engine's drones do in their own way ---------------------------------------------
+    # -- implemented by the drone of each engine ---------------------------------------------------
 
     def _send(self, frames: list[bytes]) -> bool:
-        """Holding the socket's turn. Whether what is sent next cannot pass it."""
+        """Send a message, holding `socket_turn`. Return True if no later one can overtake."""
         raise NotImplementedError
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
-        """The same, behind all that was."""
+        """Send a message as `_send` does, behind all bulk messages before."""
         raise NotImplementedError
 
     def _listen(self, wait: bool) -> None:
-        """In the main thread: hears what has come; with `wait`, after waiting for something."""
+        """In the main thread: handle the messages that have come; if `wait`, first wait for one."""
         raise NotImplementedError
 
     def _ring(self) -> None:
-        """In any thread: something is to be told, or looked at, though the main thread may be
-        waiting."""
+        """Wake the main thread, if it waits, to send or check something. Any thread may call it."""
 
     def _overlaps(self, overlap: Overlap) -> None:
-        """There will be tasks that run beside each other."""
+        """Called once, before the first task that runs beside others."""
         raise NotImplementedError
 
-    # -- a child that work has forked --------------------------------------------------------------
+    # -- a child that a task has forked ------------------------------------------------------------
 
     def stay_behind(self) -> None:
-        """Make of this object one that does nothing. What it is connected by was closed by
-        `lifeline`.
+        """Make this object do nothing. Its connections were closed by `parent_death`.
 
         The queues are emptied, so that a slice ends with the call that has forked, and no call is
-        begun here too."""
+        begun in the child too.
+        """
         self._todo.clear()
         if self._calls is not None:
             self._calls.queue.clear()
@@ -161,7 +157,7 @@ class DroneExecutor:
     # -- the main thread ---------------------------------------------------------------------------
 
     def _take_next(self) -> bool:
-        """Runs the next task; False where the ear has just given it back."""
+        """Run the next task; return False if the control thread has just returned it."""
         try:
             task = self._todo.popleft()
         except IndexError:
@@ -169,7 +165,7 @@ class DroneExecutor:
         if tagged() and not task.definition.relays():  # a client's tag stays on between its calls
             tag("")
         self._run(task)
-        return True  # what it held is not kept while waiting for more
+        return True  # the task's objects are freed before the thread waits for more
 
     def _run(self, task: ReceivedTask | Calls) -> None:
         if isinstance(task, Calls):
@@ -184,7 +180,7 @@ class DroneExecutor:
             self._do(task)
 
     def _do_calls(self, calls: Calls) -> None:
-        """What `_do` does, for many; values that are small and immutable are sent together."""
+        """Run many tasks as `_do` does; values that are small and immutable are sent together."""
         take, call, start = calls.queue.popleft, calls.definition.call_with, self._row.start
         outcomes = self._outcomes
         note_value = outcomes.note_value
@@ -260,7 +256,7 @@ class DroneExecutor:
         except BaseException as error:
             self._current = 0
             status, payload = ERROR, outcomes.pack_error(error)
-            if task.keeps:  # interrupted as it was put there
+            if task.keeps:  # interrupted while the value was stored
                 self._shelf.drop(number)
         finished = monotonic()
         brief = finished - started < BRIEF
@@ -275,14 +271,17 @@ class DroneExecutor:
         late = finished - self._flushed > (
             FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER
         )
-        # The last part of a slice does not outlive this drone where the part before it may not.
+        # The last part of a slice must not outlive this drone if the part before may not.
         kept = not self._split_by_bulk and outcomes.keep()
         if not kept or (late and self._todo):
             self._flush()
             self._listen(wait=False)
 
     def _end_slice(self, run: SliceRun) -> tuple[int, bytes, bytes | Serialized]:
-        """What came of it, as far as the ear has not sent it: status, head and payload."""
+        """Return status, head and payload for the unsent part of a slice.
+
+        The control thread may have sent another part.
+        """
         error = None
         if run.error is not None:
             with self.socket_turn:
@@ -297,13 +296,18 @@ class DroneExecutor:
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
     def _send_what_waits(self) -> None:
-        """In the ear, holding the socket's turn: what was done before the task that takes so
-        long."""
+        """Send the outcomes of the tasks before the long one.
+
+        Called by the control thread, holding `socket_turn`.
+        """
         self._send_outcomes()
 
     def _send_outcomes(self) -> bool:
-        """By bulk, if a part of a slice went there, which the last part must not pass: it may be
-        among these. Whether something went by the lane."""
+        """Send the collected outcomes. Return True if they went by the fast transport.
+
+        If a part of a slice went by bulk, these go by bulk too, because the last part, which must
+        not overtake it, may be among them.
+        """
         frames = self._outcomes.take()
         if not frames:
             return False
@@ -315,8 +319,10 @@ class DroneExecutor:
         return False
 
     def _cut_slice(self) -> None:
-        """In the ear, holding the socket's turn: a slice takes longer than it should. See
-        slices.py."""
+        """Cut a slice that takes too long. See slices.py.
+
+        Called by the control thread, holding `socket_turn`.
+        """
         run = self._slice
         if run is None or run.was_cut:
             return
@@ -326,14 +332,15 @@ class DroneExecutor:
         if rest or run.sent:
             answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
             head = split_head(run.sent, rest, RUNNING)
-            given = self._outcomes.given(run.number)  # before the answers that have handles of it
+            # Before the answers, which may contain these handles.
+            given = self._outcomes.given(run.number)
             entry, large = self._outcomes.entry(
                 run.number, SPLIT, run.started, monotonic(), answers, head
             )
             self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
 
     def _begin(self, task: ReceivedTask) -> None:
-        """A task that is run beside others."""
+        """Start a task that runs beside others."""
         overlap = self._overlap
         if overlap is None:
             overlap = self._overlap = Overlap()
@@ -385,19 +392,21 @@ class DroneExecutor:
             by_lane = self._send_outcomes()
             self._flushed = monotonic()
             self._split_by_bulk = False
-            # With overlapped tasks: of those before them.
+            # With overlapped tasks, `_last_done` is the last task before them.
             self._row.sent(
                 self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES
             )
 
     def pack_wanted(self) -> None:
-        """Kept values that other images ask for. In the main thread between tasks, or in the
-        ear."""
+        """Send the kept values that other processes have requested.
+
+        Called by the main thread between tasks, or by the control thread.
+        """
         outcomes, wanted = self._outcomes, self._shelf.wanted
         while wanted:
             try:
                 number = wanted.popleft()
-            except IndexError:  # the other one has just taken it
+            except IndexError:  # the other thread has just taken it
                 return
             status = PACKED
             payload: bytes | Serialized
@@ -411,9 +420,11 @@ class DroneExecutor:
             entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
             with self.socket_turn:
                 self._send(pack_outcomes([entry], large))
-            self._ring()  # by bulk, it may have taken note of news for which the main thread waits
+            # A bulk send may have consumed the report of new messages, for which the main thread
+            # waits.
+            self._ring()
 
-    # -- either thread, holding the socket's turn --------------------------------------------------
+    # -- either thread, holding `socket_turn` ------------------------------------------------------
 
     def _hear(self, frames: list[bytes]) -> None:
         try:
@@ -447,7 +458,7 @@ class DroneExecutor:
                 self._not_defined(definition, _calls(payload)[0] if kind == CALLS else [number])
 
     def _not_defined(self, definition: int, unknown: list[int]) -> None:
-        """These are calls of something that is not known here."""
+        """Report an error for calls of a function that is not known here."""
         bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
         error = self._outcomes.pack_error(bug)
         self._send(
@@ -498,7 +509,7 @@ class DroneExecutor:
             signal.pthread_kill(self._main_thread, signal.SIGINT)
 
     def _is_missed(self, number: int) -> bool:
-        """For one of those who ask: it interrupts it."""
+        """Return True to exactly one of the callers that ask; that one interrupts the task."""
         try:
             self._missed.remove(number)
         except KeyError:
@@ -530,7 +541,7 @@ class DroneExecutor:
 
     @property
     def current(self) -> int:
-        """What is run; 0: nothing; negative: it is between two tasks that came together."""
+        """The number of the running task; 0: none; negative: between tasks that came together."""
         return self._current or (-1 if self._calls is not None else 0)
 
     def beat(self) -> None:
@@ -550,8 +561,10 @@ _runners: list[DroneExecutor] = []
 
 
 def _stay_behind() -> None:
-    """In a forked child. Exit handlers that were registered before are the drone's; signals are the
-    child's own."""
+    """In a forked child: disable the executor.
+
+    Exit handlers registered before belong to the drone. Signals are the child's own.
+    """
     for runner in _runners:
         runner.stay_behind()
         stay_behind()

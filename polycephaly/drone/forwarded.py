@@ -1,7 +1,8 @@
-"""Work of a client's of a served pool: opened here, in a drone, and nowhere on its way.
+"""Tasks of clients of a served pool, which only the drone unpickles.
 
-The server gives it to its pool as a call of a `ForwardedFunction` on bytes, and sends back the
-bytes that come of it. So nothing of a client's is unpickled in the server's image."""
+The server submits a client's task to its pool as a call of a `ForwardedFunction` on bytes, and
+sends back the bytes of the result. So no object of a client is unpickled in the server's process.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +19,24 @@ from .functions import LoadedFunction, define
 __all__ = ["NOTHING", "ForwardedFunction", "lent", "pack_error", "relayed"]
 
 NOTHING = MainSnapshot(())
-"""What the client's `__main__` and this one have in common."""
+"""The names that the client's `__main__` and this one have in common: none."""
 
 _lent: tuple[Any, ...] = ()
 
 
 def lent(index: int) -> Any:
-    """In a client's arguments: one of the shared values that go beside them."""
+    """Return one of the shared values that are sent beside a client's arguments.
+
+    A client's pickled arguments contain calls of this function.
+    """
     return _lent[index]
 
 
 class ForwardedFunction(partial[tuple[int, bytes]]):
-    """`relayed`, with a client's tag, and kind and bytes of its function. The drone opens the
-    function once, and keeps it as long as this."""
+    """`relayed`, bound to a client's tag and to the kind and bytes of its function.
+
+    The drone unpickles the function once, and keeps it as long as this object.
+    """
 
     relays = True
     _definition: LoadedFunction | None = None
@@ -45,12 +51,12 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
 def relayed(
     tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any
 ) -> tuple[int, bytes]:
-    """What came of it: status and payload, for its client. `shared` are the values that lie in
-    shared memory.
+    """Run a client's call and return status and payload for the client.
 
-    What is printed meanwhile is marked with `tag`. That stays on, for the client's next call,
-    unless something was printed: then a line that was begun is not to wait for its end. The drone
-    takes it off before work of others."""
+    `shared` are the values in shared memory. Text printed by the call is marked with `tag`. The tag
+    stays on for the client's next call, unless something was printed: then it is removed, so that a
+    line that was begun is not held back. The drone removes the tag before other tasks.
+    """
     global _lent
     generation = forked.generation
     try:
@@ -60,9 +66,8 @@ def relayed(
         value = definition.call(kind, payload)
         forked.leave_if_forked(generation)
         return VALUE, b"" if value is None else _packed(value)
-    except (
-        BaseException
-    ) as error:  # all of them: what would be raised here would be rebuilt in the server's image
+    except BaseException as error:
+        # All errors are caught, because a raised one would be rebuilt in the server's process.
         forked.leave_if_forked(generation, error)
         return ERROR, pack_error(error)
     finally:
@@ -72,7 +77,7 @@ def relayed(
 
 
 def pack_error(error: BaseException) -> bytes:
-    """For a client."""
+    """Serialize an error for a client."""
     return pack_exception(error, partial(capture, snapshot=NOTHING))
 
 

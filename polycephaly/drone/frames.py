@@ -1,9 +1,11 @@
-"""In which frames the threads of a drone are, and at which line each of its tasks waits.
+"""Report the frames of a drone's threads, and the line at which each of its tasks waits.
 
-    hub ──FRAMES, a request──> the ear (or the main thread, between tasks) ──FRAMES, `frames_now` as JSON──> hub
+    reactor ──FRAMES, a request──> control thread (or main thread, between tasks)
+    reactor <──FRAMES, `frames_now` as JSON── the same thread
 
-Nothing is stopped for the answer: `sys._current_frames` shows where each thread is. While C code
-keeps the interpreter, the ear cannot run, and there is no answer before it can."""
+No thread is stopped: `sys._current_frames` shows where each one is. While C code holds the
+interpreter, the control thread cannot run, and the reply has to wait.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ __all__ = ["frames_now"]
 Place = tuple[str, int, str]
 """File, line and function."""
 
-MAX_FRAMES = 200  # of one thread, the innermost ones: a deep recursion would fill megabytes
+MAX_FRAMES = 200  # innermost frames of one thread: a deep recursion would fill megabytes
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -30,12 +32,12 @@ _INSTALLED = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-
 
 
 def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[str, Any]:
-    """Plain data for JSON. Any thread may ask.
+    """Return plain data for JSON. Any thread may call it.
 
     ``threads`` has for each thread its ``id`` (the kernel's), its ``name``, whether it is the
     ``main`` one, and its ``frames`` as (file, line, function), innermost first. ``places`` has for
-    each task that runs, by its number, where it is: in the innermost frame that is neither ours nor
-    the standard library's, if there is one.
+    each running task, by its number, the place where it is: the innermost frame that is neither of
+    this package nor of the standard library, if there is one.
 
     Parameters
     ----------
@@ -82,8 +84,11 @@ def _is_library(file: str) -> bool:
 
 
 def _place_of_green(awaited: object) -> Place | None:
-    """Where a green thread is; None for what is none, or runs only our code, as the one by which
-    plain code waits."""
+    """Return the place of a green thread.
+
+    None for other objects, and for green threads that run only code of this package, such as the
+    one by which plain code waits.
+    """
     green = sys.modules.get("polycephaly.green.report")
     info = None if green is None else green.info_of(awaited)
     return (

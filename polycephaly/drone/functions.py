@@ -1,7 +1,8 @@
-"""What a drone can be asked to do: callables and code strings that the hub has defined here.
+"""Functions and code strings that the controller has defined in a drone.
 
-A definition arrives as bytes and is opened when it is first called, by the thread that runs work,
-so that an error in opening it rejects that call and nothing else."""
+A function arrives as bytes and is unpickled at its first call, by the thread that runs tasks. So an
+unpickling error rejects that call only.
+"""
 
 from __future__ import annotations
 import __future__
@@ -23,48 +24,50 @@ from ..wire.slices import TOGETHER
 __all__ = ["LoadedFunction", "compiled", "define", "filled", "finished"]
 
 _CODE_SHOWN = 1000
-"""So many code strings keep their source lines for tracebacks."""
+"""Number of code strings whose source lines are kept for tracebacks."""
 
 
-_values: Sequence[Any] = ()  # of promises, while the arguments are opened among which they were
+_values: Sequence[Any] = ()  # values of promises among the arguments, while these are unpickled
 
 
 def filled(index: int) -> Any:
-    """In pickled arguments: the value of a promise, which goes beside them."""
+    """Return the value of a promise that is sent beside the arguments.
+
+    Pickled arguments contain calls of this function.
+    """
     return _values[index]
 
 
 class LoadedFunction:
-    """One callable or code string, called with pickled arguments."""
+    """A callable or code string, called with pickled arguments."""
 
     def __init__(self, payload: Any) -> None:
         self._payload = payload  # bytes, or `Received`
 
     overlaps = False
-    """It gives coroutines, to be run beside others."""
+    """True if calls give coroutines that are run beside others."""
 
     brief = False
-    """Its last call was: no more is measured than what costs nothing."""
+    """True if the last call was brief: then only measurements that cost nothing are made."""
 
     def relays(self) -> bool:
-        """Whether it is another process's work, which says itself on whose behalf it prints: see
-        forwarded.py."""
+        """Return True if calls set the output tag of a client themselves: see forwarded.py."""
         return False
 
     def call(self, kind: int, payload: Any) -> Any:
-        """Its value; a coroutine is run to its end, as a green thread."""
+        """Return the value of a call; a coroutine is run to its end, as a green thread."""
         return finished(self.begin(kind, payload))
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
-        """The same, of arguments that are here already."""
+        """Return the value of a call with unpickled arguments."""
         raise NotImplementedError
 
     def begin(self, kind: int, payload: Any) -> Any:
-        """Its value, or a coroutine that is still to be run."""
+        """Return the value of a call, or a coroutine that is still to be run."""
         raise NotImplementedError
 
     def function(self, fresh: bool) -> Callable[..., Any]:
-        """What is called; `fresh`: unpickled once more."""
+        """Return the callable; if `fresh`, unpickle it once more."""
         raise NotImplementedError
 
 
@@ -115,7 +118,7 @@ class _Callable(LoadedFunction):
 
 
 def finished(value: Any) -> Any:
-    """`value`; of a coroutine, what it comes to when it is run to its end as a green thread."""
+    """Return `value`, or, for a coroutine, its result after a run as a green thread."""
     if is_coroutine(value):
         from ..green import run
 
@@ -144,11 +147,11 @@ class _Code(LoadedFunction):
 
 
 def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
-    """The statements, and the last expression if there is one. Tracebacks will show the lines of
-    `source`.
+    """Return the compiled statements, and the last expression if there is one.
 
-    A code string (there is no `file`) may be indented as a whole, and the ``from __future__
-    import`` of those before it holds for it too, as at a prompt."""
+    Tracebacks will show the lines of `source`. A code string (without `file`) may be indented as a
+    whole, and the ``from __future__ import`` of earlier ones holds for it too, as at a prompt.
+    """
     global _features
     name = file or f"<doit {next(_doits)}>"
     flags = _features if file is None else 0
@@ -182,7 +185,7 @@ def _parsed(source: str, name: str, flags: int) -> ast.Module:
 
 
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-_features = 0  # of these, what code strings have asked for
+_features = 0  # the features among these that code strings have requested
 _doits = itertools.count(1)
 _shown: list[str] = []
 
@@ -205,7 +208,8 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     assert kind == CALL_FILLED
     beside, (outer, inner, *parts) = load_joined(payload)
     values = load_beside(*inner)
-    for index, part in zip(beside, parts, strict=True):  # of what did not come to the controller
+    # Of values that did not pass through the controller.
+    for index, part in zip(beside, parts, strict=True):
         values[index] = load_beside(*part)
     _values = values
     try:
@@ -215,9 +219,9 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, kwargs
 
 
-# A function of `__main__` that came by value has a namespace of its own, with what it captured.
-# What it names beyond that (it was there at the snapshot, or was pushed here) is this image's
-# `__main__`'s, as it is at each call.
+# A function of `__main__` that came by value has a namespace of its own, with the objects that it
+# captured. Other names that it uses (present at the snapshot, or pushed) are looked up in the
+# `__main__` of this process at each call.
 
 
 def _graft(function: Any, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What a drone was sent to do, until it does it."""
+"""Tasks that a drone has received and not yet run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ class ReceivedTask:
     def __init__(self, number: int, kind: int, definition: LoadedFunction, payload: Any) -> None:
         self.number = number
         self.kind = kind & ~KEEP
-        self.keeps = bool(kind & KEEP)  # the value stays here
+        self.keeps = bool(kind & KEEP)  # True if the value stays in this drone
         self.definition = definition
         self.payload = payload
 
 
 class Calls:
-    """Several tasks of one definition, which came together. The main thread takes them from the
-    left, the ear what it gives back from the right or the middle."""
+    """Several tasks with one function, which came together.
+
+    The main thread takes them from the left. The control thread takes those that it returns from
+    the right or the middle.
+    """
 
     __slots__ = ("definition", "queue")
 
@@ -36,7 +39,7 @@ class Calls:
         self.queue: deque[tuple[int, tuple[Any, ...]]] = deque(zip(numbers, calls, strict=True))
 
     def take_from_end(self) -> list[int]:
-        """The numbers of all that were not begun, the last one first."""
+        """Take all calls that were not begun and return their numbers, the last one first."""
         taken = []
         with suppress(IndexError):
             while True:
@@ -44,7 +47,7 @@ class Calls:
         return taken
 
     def withdraw(self, targets: set[int]) -> list[int]:
-        """Those of `targets` that were not begun."""
+        """Take the calls in `targets` that were not begun, and return their numbers."""
         withdrawn = []
         for call in list(self.queue):
             if call[0] in targets:

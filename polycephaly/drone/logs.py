@@ -1,18 +1,18 @@
-"""What is logged in a drone goes to the controller's loggers.
+"""Send log records of a drone to the loggers of the controller.
 
-    log.warning(...) ── its logger's level and filters, as in the snapshot ──> Courier ── a chunk ──> stderr's pipe
-    hub ── after the turn ──> logging.getLogger(record.name).handle(record)      with record.drone
+    log.warning(...) ── level and filters, as in the snapshot ──> Courier ── chunk ──> stderr's pipe
+    reactor ── after releasing its lock ──> getLogger(record.name).handle(record), with record.drone
 
-The handlers that the drone has inherited write to the main image's files and streams: none of them
-is used here, nor flushed or closed. In their place stands a `Courier`: at the root, and at each
-logger that does not propagate and had handlers. Those that work adds in the drone are the drone's
-own, and work there in addition; what takes the root's handlers away
-(`logging.basicConfig(force=True)`, `logging.config`) takes the courier too: then what is logged is
-just printed.
+The handlers that a drone has inherited write to files and streams of the controller, so they are
+neither used nor flushed nor closed here. A `Courier` replaces them: at the root, and at each logger
+that does not propagate and had handlers. Handlers that tasks add in the drone belong to the drone
+and work in addition. Code that removes the root's handlers (`logging.basicConfig(force=True)`,
+`logging.config`) removes the courier too; records are then just printed.
 
-A courier takes no lock and uses no stream: a record is one write to a pipe (more, if it is long).
-So a signal handler or a finalizer may log wherever it comes, and what was logged before a crash has
-arrived."""
+A courier takes no lock and uses no stream: a record is one write to a pipe (more, if the record is
+long). So a signal handler or a finalizer may log at any point, and records logged before a crash
+have arrived.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _inherited: list[Any] = []
 
 
 class Courier(logging.Handler):
-    """Sends each record home."""
+    """Handler that sends each record to the controller."""
 
     def createLock(self) -> None:
         self.lock = None
@@ -42,23 +42,23 @@ class Courier(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             send_record(pack_record(record))
-        except Exception:  # its arguments do not fit its message, say
+        except Exception:  # for example, arguments that do not fit the message
             self.handleError(record)
 
 
 def send_logs_home() -> None:
-    """In a fresh drone, once it has its console."""
+    """Install the couriers in a new drone, after its console."""
     module: Any = logging
     _inherited.extend((module._handlerList[:], dict(module._handlers)))
-    del module._handlerList[
-        :
-    ]  # or `logging.config` and `logging.shutdown` would flush and close them
+    # Otherwise `logging.config` and `logging.shutdown` would flush and close the inherited
+    # handlers.
+    del module._handlerList[:]
     module._handlers.clear()
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):
             _inherited.extend(logger.handlers)
             courier = Courier()
-            # The formatter formats nothing here, but what starts processes copies that of
+            # The formatter is not used here, but code that starts processes copies the formatter of
             # multiprocessing's logger.
             formatters = (handler.formatter for handler in logger.handlers)
             courier.setFormatter(next(filter(None, formatters), logging.Formatter()))

@@ -1,11 +1,12 @@
-"""A local drone's life: how its `DroneExecutor` gets work, and sends back what came of it.
+"""The main function of a local drone, and its connection to the controller.
 
-    hub ──WORK──> sockets ─> todo ──main thread: run──> outcomes ──RESULTS──> hub
-                    └──> the ear (a thread): hears while the main thread is busy
+    reactor ──WORK──> sockets ─> _todo ──main thread: _run──> _outcomes ──RESULTS──> reactor
+                         └──> control thread: receives while the main thread is busy
 
-The main thread reads the sockets (the lane, and ZeroMQ's) itself while it is idle or between tasks,
-so short work crosses no thread. Only when one task has run for a *window* does the ear begin to
-listen. Whoever touches the sockets holds `socket_turn`."""
+The main thread reads the sockets (the fast transport's, and ZeroMQ's) itself while it is idle or
+between tasks, so a short task crosses no thread. Only if one task has run for `WINDOW` seconds does
+the control thread begin to receive. A thread that uses the sockets holds `socket_turn`.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,10 @@ def drone_main(
     snapshot: MainSnapshot,
     control: socket.socket,
 ) -> None:
-    """The drone's main function: serves until told to stop. `control` is open where the drone
-    reports its own start."""
+    """Run a drone until it is told to stop.
+
+    `control` is used if the drone reports its own start.
+    """
     addresses.home_of_parent, addresses.name_here = spec.home, order.name
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and addresses.address_of_parent is not None:
@@ -76,7 +79,7 @@ def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) 
     report = {"started": order.number, "pid": os.getpid(), "names": snapshot.names()}
     try:
         control.send(json.dumps(report).encode())
-    except OSError:  # more names than a message has room for: all of `__main__` goes by value
+    except OSError:  # more names than fit in a message: all of `__main__` goes by value
         control.send(json.dumps({**report, "names": []}).encode())
     parent_death.close(control)
 
@@ -109,7 +112,7 @@ class LocalDrone(DroneExecutor):
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_hide = self._waiting = False
         self.busy = False
-        """Whether the main thread has something to run, or is about to look."""
+        """True if the main thread has a task to run, or is about to look for one."""
         self._news = parent_death.own(select.epoll())
         self._news.register(self._fast_transport.fileno(), select.EPOLLIN)
         self._bell = parent_death.own(
@@ -117,9 +120,8 @@ class LocalDrone(DroneExecutor):
         )
         self._news.register(self._bell.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
-        self._ear = ControlThread(
-            self
-        )  # before it says that it is up: a drone that cannot start a thread never is
+        # Before the HELLO: a drone that cannot start a thread never reports that it is up.
+        self._ear = ControlThread(self)
         self._send(self._hello)
 
     # -- the main thread ---------------------------------------------------------------------------
@@ -139,14 +141,16 @@ class LocalDrone(DroneExecutor):
                     return
                 self._listen(wait=not todo)
                 continue
-            self.busy = True  # before that: see control_thread.py
+            self.busy = True  # set before the next line: see control_thread.py
             self._ear.wake()
             self._take_next()
 
     def _let_ends_go(self) -> None:
-        """An error that ends a loop over a channel is in a cycle with its traceback, which from
-        CPython 3.12 on keeps the frames of all callers, and so the ends that came with a call: that
-        is over now."""
+        """Free channel ends that came with a call that is over.
+
+        An error that ends a loop over a channel is in a cycle with its traceback. From CPython 3.12
+        on, the traceback keeps the frames of all callers, and so the ends.
+        """
         ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
         if ends is not None and ends.some_arrived:
             ends.some_arrived = False
@@ -162,22 +166,25 @@ class LocalDrone(DroneExecutor):
 
     def stay_behind(self) -> None:
         super().stay_behind()
-        self._waiting = False  # nobody has to be woken
+        self._waiting = False  # no thread waits in this child
 
     def _overlaps(self, overlap: Overlap) -> None:
         self._news.register(overlap.bell, select.EPOLLIN)
 
     def _ring(self) -> None:
-        """In any thread: a loan is over. While the main thread waits it has to be woken; else it
-        looks before that."""
+        """In any thread: an object reference was returned, so wake the main thread if it waits.
+
+        Otherwise the main thread checks before it waits.
+        """
         if self._waiting:
             os.eventfd_write(self._bell.fd, 1)
 
     def _listen(self, wait: bool) -> None:
-        """Hears what has come; with `wait`, after waiting for something.
+        """Handle the messages that have arrived; if `wait`, first wait for one.
 
-        What the ear heard before `_waiting` was set is seen here, under the same lock; after that
-        it hears nothing, so nothing can come to `todo` behind the back of a main thread that waits.
+        Messages that the control thread handled before `_waiting` was set are seen here, under the
+        same lock. Afterwards the control thread handles none, so `_todo` cannot grow while the main
+        thread waits.
         """
         if wait:
             with self.socket_turn:
@@ -186,17 +193,19 @@ class LocalDrone(DroneExecutor):
                 if self._bulk_may_hide:
                     self.hear_all()
                     return
-                self._missed.clear()  # nothing is between
+                self._missed.clear()  # no call is between queue and start now
                 self._waiting = True
-            if not self._ref_table.returned:  # looked at after `_waiting` was set: see `_ring`
+            if not self._ref_table.returned:  # checked after `_waiting` was set: see `_ring`
                 self._sleep()
         with self.socket_turn:
             self._waiting = False
             self.hear_all()
 
     def _sleep(self) -> None:
-        """Until there is news. Warm memory is given back when nothing comes for a while. What is
-        overlapped runs on meanwhile, and the drone shows that it lives."""
+        """Wait for news. If none comes for a while, give back warm memory.
+
+        Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
+        """
         news: list[tuple[int, int]] = []
         overlap = self._overlap
         while not news and (
@@ -211,7 +220,7 @@ class LocalDrone(DroneExecutor):
                 os.eventfd_read(fd)
 
     def close(self) -> None:
-        """Runs the exit handlers registered here, and delivers what is in the socket."""
+        """Run the exit handlers registered here, and deliver the messages in the socket."""
         generation = forked.generation
         with suppress(BaseException):
             atexit._run_exitfuncs()
@@ -220,16 +229,19 @@ class LocalDrone(DroneExecutor):
             with suppress(Exception):
                 stream.flush()
         with self.socket_turn:
-            self._waiting = True  # the ear leaves them alone from now on
+            self._waiting = True  # from now on the control thread leaves the sockets alone
             if self._bulk is not None:
                 self._bulk.close()
                 self._context.term()
 
-    # -- either thread, holding the socket's turn --------------------------------------------------
+    # -- either thread, holding `socket_turn` ------------------------------------------------------
 
     def hear_all(self) -> None:
-        """Hears all that has come. The lane first, also before each bulk message: see
-        wire/fast_transport.py."""
+        """Handle all messages that have arrived.
+
+        The fast transport comes first, and again before each bulk message: see
+        wire/fast_transport.py.
+        """
         self._hear_lane()
         bulk = self._bulk
         self._bulk_may_hide = False
@@ -247,12 +259,12 @@ class LocalDrone(DroneExecutor):
                 continue
             if frames is None:
                 return
-            if not frames:  # the hub has let go of us
+            if not frames:  # the reactor has closed the connection
                 os._exit(0)
             self._hear(frames)
 
     def _send(self, frames: list[bytes]) -> bool:
-        """Whether it went by the lane."""
+        """Send a message; return True if it went by the fast transport."""
         if self._fast_transport.send(frames):
             return True
         self._send_by_bulk(frames)
@@ -260,8 +272,8 @@ class LocalDrone(DroneExecutor):
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
         self.open_bulk().send_multipart(frames)
-        # Its descriptor tells of news only, and this call may have taken note of some: look before
-        # waiting.
+        # The descriptor reports new messages only, and this call may have consumed the report. So
+        # the socket must be checked before the next wait.
         self._bulk_may_hide = True
 
     def open_bulk(self) -> zmq.Socket[bytes]:
@@ -280,7 +292,7 @@ class LocalDrone(DroneExecutor):
 
     _HEARD = {**DroneExecutor._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
 
-    # -- what the ear looks at ---------------------------------------------------------------------
+    # -- used by the control thread ----------------------------------------------------------------
 
     def hear_if_free(self) -> None:
         if self.socket_turn.acquire(blocking=False):

@@ -1,5 +1,7 @@
-"""What `drone[name]`, `name in drone`, `push` and `pull` do, on the drone: plain work, sent like
-any other."""
+"""The drone's side of `drone[name]`, `name in drone`, `push` and `pull`.
+
+They are plain functions, called as tasks like any other.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A drone of a notebook is no kernel: what ipykernel put in place of functions that ask its user is
-taken away again.
+"""Undo, in a drone of a notebook, the changes that ipykernel made to functions that ask its user.
 
-The kernel's `input` and `getpass` write to its sockets and wait there for an answer. That is the
-kernel's own business: two processes at one ZeroMQ socket harm each other. A drone's standard input
-is empty. What it displays is printed, as in a plain Python."""
+The kernel's `input` and `getpass` write to its sockets and wait there for an answer. Only the
+kernel may do so, because two processes at one ZeroMQ socket harm each other. A drone's standard
+input is empty. Displayed objects are printed, as in plain Python.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["leave_the_kernel"]
 
 
 def leave_the_kernel() -> None:
+    # An imported ipykernel alone makes no kernel, and each drone would import IPython in vain.
     if not {"ipykernel", "IPython.core.interactiveshell"} <= sys.modules.keys():
-        return  # that ipykernel was imported makes no kernel, and each drone would import IPython for nothing
+        return
     if not isinstance(builtins.input, types.BuiltinFunctionType):
         builtins.input = _input
     getpass: Any = sys.modules.get("getpass")

@@ -1,9 +1,10 @@
-"""Coroutine functions that a drone overlaps (``Pool(n, width=k)``): each runs as a green thread.
+"""Overlapped tasks of a drone (``Pool(n, width=k)``): each coroutine runs as a green thread.
 
-    main thread ──begin──> green threads ──end──> `ended`, and the bell ──> main thread: takes them, sends the results
+    main thread ──begin──> green threads ──end──> `_ended`, bell ──> main thread: sends the results
 
-The main thread hears, begins and sends; between these it waits for the bell as well as for its
-sockets."""
+The main thread receives, begins and sends. Between these steps it waits for the bell as well as for
+its sockets.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ __all__ = ["Ended", "Overlap"]
 
 
 class Ended(NamedTuple):
-    """A task that has ended, and the times when it began and ended (`time.monotonic`)."""
+    """A task that has ended, and its start and end times (`time.monotonic`)."""
 
     number: int
     thread: GreenThread[Any]
@@ -29,8 +30,10 @@ class Ended(NamedTuple):
 
 
 class Overlap:
-    """The tasks of a drone that run beside each other. The main thread's, where nothing else is
-    said."""
+    """The tasks of a drone that run beside each other.
+
+    Only the main thread may use it, except where noted.
+    """
 
     def __init__(self) -> None:
         self.running: dict[int, GreenThread[Any]] = {}  # in the order in which they began
@@ -38,7 +41,7 @@ class Overlap:
         self._ended: deque[Ended] = deque()
 
     def begin(self, number: int, coro: Any) -> None:
-        """Runs a coroutine, or what else `green.spawn` takes."""
+        """Run a coroutine, or another object that `green.spawn` takes."""
         from ..green import spawn
 
         started = monotonic()
@@ -52,8 +55,10 @@ class Overlap:
         thread._hook(ended)
 
     def take_ended(self) -> list[Ended]:
-        """Those that have ended since the last time. The bell is stilled first: what ends after
-        that rings again."""
+        """Return the tasks that have ended since the last call.
+
+        The bell is cleared first, so a task that ends after that rings again.
+        """
         with suppress(BlockingIOError):
             os.eventfd_read(self.bell)
         taken = []
@@ -64,7 +69,7 @@ class Overlap:
         return taken
 
     def interrupt(self, numbers: set[int]) -> None:
-        """From any thread; 0 is for all."""
+        """Interrupt these tasks, or all if 0 is among the numbers. Any thread may call it."""
         for number, thread in list(self.running.items()):
             if number in numbers or 0 in numbers:
                 thread._interrupt(KeyboardInterrupt("interrupted by the controller"))

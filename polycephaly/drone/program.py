@@ -1,10 +1,9 @@
-"""A program that somebody hands over as text, at a command line: run as `python` would run it, in a
-drone.
+"""A program given as text at a command line, run in a drone as `python` would run it.
 
-    polycephaly doit ──> Program(source, file, argv) ── a call like any other ──> `__main__` of a drone ──> repr
+    polycephaly doit ──> Program(source, file, argv) ── a plain call ──> drone's `__main__` ──> repr
 
-What comes back is text: who typed it has a terminal, and perhaps none of the classes that the drone
-has."""
+The result is text, because the user has a terminal and perhaps none of the drone's classes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ _NOT_THERE = object()
 
 
 class Program:
-    """`file` is where it was read, or None for a code string; `argv` is what `sys.argv` shall be
-    meanwhile."""
+    """A program; `file` is the file it was read from, or None for a code string.
+
+    `argv` is the value of `sys.argv` while it runs.
+    """
 
     def __init__(self, source: str, file: str | None, argv: list[str]) -> None:
         self.source = source
@@ -30,12 +31,14 @@ class Program:
 
     @property
     def __name__(self) -> str:
-        """By which `ps` and errors call it."""
+        """The name that `ps` and errors show."""
         return f"code {self.source[:60]!r}" if self.file is None else self.file
 
     def __call__(self) -> str | None:
-        """The `repr` of its last expression; None where that is None, or the last is no
-        expression."""
+        """Return the `repr` of the last expression.
+
+        None if the value is None, or the program ends with a statement.
+        """
         body, last = compiled(self.source, self.file)
         namespace = main_namespace()
         kept_argv, kept_file = sys.argv, namespace.get("__file__", _NOT_THERE)

@@ -1,16 +1,18 @@
-"""What came of a drone's tasks, from their ends until it is sent.
+"""The outcomes of a drone's tasks, from the end of each task until they are sent.
 
-    a task ends ──note──> the list ──take──> one RESULTS message
-                            └──keep──> the running page, which outlives this drone
+    a task ends ──note──> lists ──take──> one RESULTS message
+                            └──keep──> the status table, which outlives this drone
 
-Values that are small and immutable are noted as they are, and pickled together when they are sent;
-in the page each is an outcome by itself.
+Values that are small and immutable are stored as they are and pickled together when they are sent.
+In the status table each is an outcome by itself.
 
-The main thread notes and keeps; it sends, too, between tasks, and the ear does while a task is run
-for long, so that nothing waits for the end of that. Who takes holds the socket's turn until it is
-sent. The two lists are appended to by the main thread alone, and taken from their beginnings: each
-is one atomic step. What the ear has sent stays in the page until the main thread sends: should the
-drone die meanwhile, the hub hears it once more, and knows that it did."""
+The main thread notes, keeps and, between tasks, sends. The control thread sends while a task runs
+for long, so that no outcome waits for its end. A thread that calls `take` holds `socket_turn` until
+the outcomes are sent. Only the main thread appends to the two lists, and entries are taken from
+their beginnings: each is one atomic step. Outcomes sent by the control thread stay in the status
+table until the main thread sends. If the drone dies meanwhile, the controller receives them twice,
+and recognises that.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class ResultBuffer:
         self._tail = tail
         self._shelf = shelf
         self._generation = forked.generation
-        self._gives = False  # handles, in what was noted last
+        self._gives = False  # True if the last outcome contains new handles of kept values
         self._entries: list[tuple[bytes, list[bytes]]] = []
         self._last: tuple[bytes, list[bytes]] = (b"", [])
         self._values: list[tuple[int, float, float, Any]] = []
@@ -67,7 +69,7 @@ class ResultBuffer:
     # -- packing -----------------------------------------------------------------------------------
 
     def pack(self, value: object) -> bytes | Serialized:
-        """Raises what the value's own pickling raises."""
+        """Serialize a result. Raises the errors of the value's own pickling."""
         self._leave_if_forked()
         try:
             bulky = type(value) in BULKY and len(value) >= LARGE_BUFFER  # type: ignore[arg-type]
@@ -77,17 +79,18 @@ class ResultBuffer:
             raise
 
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
-        """End a child that work has forked, before anything of the drone's is touched: all that
-        comes of work passes here."""
+        """End a child that a task has forked, before the child touches objects of the drone.
+
+        Every outcome of a task passes here.
+        """
         forked.leave_if_forked(self._generation, error)
 
     def pack_error(self, error: BaseException) -> bytes:
         self._leave_if_forked(error)
         try:
             return pack_exception(error, lambda value: capture(value, self._snapshot))
-        except (
-            BaseException
-        ) as worse:  # its own code broke off its packing: tell at least what it was
+        except BaseException as worse:
+            # The error's own code broke off its pickling: report at least its type.
             told = RuntimeError(
                 f"a {type(error).__qualname__} could not be sent: {type(worse).__qualname__}"
             )
@@ -103,7 +106,10 @@ class ResultBuffer:
         head: bytes = b"",
         output: bytes = b"",
     ) -> tuple[bytes, list[bytes]]:
-        """An entry in a RESULTS message, and what goes beside that. Any thread may call it."""
+        """Return an entry of a RESULTS message, and the payload that is sent beside it.
+
+        Any thread may call it.
+        """
         self._leave_if_forked()
         if isinstance(payload, Serialized):
             status, payload = status | SHARED, payload.waybill(self._ref_table)
@@ -132,20 +138,24 @@ class ResultBuffer:
         self._entries.append(self._last)
 
     def given(self, number: int) -> list[bytes]:
-        """What goes before an outcome with handles of what this drone keeps; nothing, where there
-        are none."""
+        """Return the entries that precede an outcome with handles of values kept by this drone.
+
+        Empty if there are no such handles.
+        """
         told = self._shelf.take_given() if self._shelf.given else b""
         return [pack_outcome(number, GIVEN, 0.0, 0.0, told, b"")] if told else []
 
     def keep(self) -> bool:
-        """Does the one noted last outlive this drone from now on? Else it has to be sent at once:
-        the page is full, or has no place for what goes beside the entry."""
+        """Return True if the last outcome outlives this drone from now on.
+
+        Otherwise it must be sent at once: the status table is full, or has no place for the payload
+        beside the entry.
+        """
         entry, large = self._last
         return not large and not self._gives and self._row.keep(entry)
 
     def note_value(self, number: int, started: float, finished: float, value: Any) -> bool:
-        """A value that is small and immutable, of a task that printed nothing. Whether it was
-        kept."""
+        """Note a small, immutable value of a task; return True if the table keeps it."""
         if self._tail.pieces or forked.generation != self._generation:
             self.note(number, VALUE, started, finished, b"" if value is None else dumps(value, 5))
             return self.keep()
@@ -156,12 +166,11 @@ class ResultBuffer:
     # -- sending -----------------------------------------------------------------------------------
 
     def take(self) -> list[bytes]:
-        """The message that brings all of it, and which loans are over; nothing where there is
-        nothing to say."""
+        """Return a message with all outcomes and returned references; empty if there are none."""
         waiting = self._entries
         taken = waiting[:]
         del waiting[: len(taken)]
-        told = trail.take()  # first, as the processor time of works is to be there before they are
+        told = trail.take()  # first: the processor time of a task must arrive before its outcome
         entries = [pack_outcome(0, TRAIL, 0.0, 0.0, told, b"")] if told else []
         entries += [entry for entry, _ in taken]
         for number in self._ref_table.take_returned():

@@ -1,16 +1,17 @@
 """A slice of a `map`, as a drone runs it.
 
     calls ──main thread: popleft, call──> done ──> the outcome
-      └──the ear: pop, from the end──> given back, when it takes longer than it should
+      └──control thread: pop, from the end──> returned, if the slice takes too long
 
-A slice is made for a millisecond of work, by what such calls have taken. Where one takes longer
-than the ear's window, the ear *cuts* it: gives back what has not been begun, so that others can run
-it, and sends the answers that there are. The main thread goes on with the call that it runs, and
-answers that one by itself.
+A slice is meant for a millisecond of work, estimated from earlier calls. If a slice takes longer
+than the control thread's window, that thread *cuts* the slice: calls that were not begun are
+returned, so that other drones can run them, and the answers so far are sent. The main thread goes
+on with the current call and sends that answer by itself.
 
-`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back.
-What the ear sends and what the main thread sends in the end is divided by `sent`, which is changed
-and read under the socket's turn."""
+`calls` is a deque, and each of its two ends has one taker, so a call is either run or returned.
+`sent`, which is used while holding `socket_turn`, divides the answers sent by the control thread
+from those sent by the main thread at the end.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from ..wire.slices import ITEMS, PICKLED, SMALL, TOGETHER, Packed, unpack_calls
 __all__ = ["SliceRun"]
 
 ANSWERS_MOST = 256 * 1024
-"""Bytes of answers after which a slice ends, and gives back the rest."""
+"""Bytes of answers after which a slice ends and returns the rest."""
 
 
 class SliceRun:
-    """`open_function` gives the function; each time a fresh one, if that is asked for."""
+    """A slice being run. `open_function` gives the function; with True, a fresh one."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class SliceRun:
     ) -> None:
         self.number = number
         self.done: list[Any] = []
-        self.sent = 0  # of `done`
+        self.sent = 0  # number of answers in `done` that were sent
         self.packed = False  # some of `done` are `Packed`
         self.was_cut = False
         self.started = monotonic()
@@ -57,8 +58,10 @@ class SliceRun:
         self._bytes = 0
 
     def run(self) -> None:
-        """Runs the calls, to the first that fails. What is left in `calls` then was not begun: see
-        `blame`."""
+        """Run the calls, up to the first that fails.
+
+        Calls then left in `calls` were not begun: see `blame`.
+        """
         generation = forked.generation
         try:
             if self._form == ITEMS and not self._fresh:
@@ -67,9 +70,8 @@ class SliceRun:
                 self._run_rows()
         except BaseException as error:
             self.error = error
-        forked.leave_if_forked(
-            generation, self.error
-        )  # in a child that a call has forked: see `Runner.stay_behind`
+        # For a child that a call has forked: see `DroneExecutor.stay_behind`.
+        forked.leave_if_forked(generation, self.error)
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         take, note = self.calls.popleft, self.done.append
@@ -106,7 +108,7 @@ class SliceRun:
                 function = self._open(True)
 
     def _note_other(self, value: Any) -> bool:
-        """Whether there are so many answers now that the slice is to end."""
+        """Note a value; return True if the slice must end because it has so many answers."""
         self.done.append(self._packed(value))
         return self._bytes > ANSWERS_MOST
 
@@ -129,10 +131,12 @@ class SliceRun:
         return Packed(packed)
 
     def blame(self) -> None:
-        """Holding the socket's turn, after it has ended with an error: sees to it that this is that
-        of the call after those that are done. It may have come between two calls, as an interrupt
-        does, or when the function was opened: then it is the next one's, or, if there is none,
-        nobody's."""
+        """Attribute the error with which the slice has ended to the call after those that are done.
+
+        The error may have come between two calls, as an interrupt does, or when the function was
+        unpickled. Then it belongs to the next call, or is dropped if there is none. Called holding
+        `socket_turn`.
+        """
         begun = self._count - self._taken_away - len(self.calls)
         if begun == len(self.done):
             try:
@@ -141,7 +145,10 @@ class SliceRun:
                 self.error = None
 
     def cut(self) -> int:
-        """Holding the socket's turn, in any thread: how many calls were taken away at the end."""
+        """Take away the calls that were not begun, and return their number.
+
+        Any thread may call it, holding `socket_turn`.
+        """
         taken = 0
         with suppress(IndexError):
             while True:

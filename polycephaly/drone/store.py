@@ -1,22 +1,22 @@
-"""The shelf: what a drone keeps for work to come.
+"""The drone store: values that a drone keeps for later tasks.
 
-    a call with KEEP ──> value ──> shelf[17] <──ticket 17── arguments of later calls: the value itself, not a copy
-    BRING 17 ── packed, from another drone ──> box ──first ticket──> opened, and on the shelf too
-    FETCH 17 ──> packed once, into shared memory ──PACKED──> the hub, which lends it on
-    Kept(value) in a call ──> Made ──its handle in a result──> GIVEN, and on the shelf
-    DROP 17  ──> gone from here; what a call still uses lives as long as that
+    call with KEEP ──> value ──> store[17] <──placeholder 17── later calls: the value, not a copy
+    BRING 17 ── serialized, from another drone ──> box ──first use──> unpickled, in the store too
+    FETCH 17 ──> serialized once, to shared memory ──PACKED──> reactor, which lends it on
+    Kept(value) in a call ──> KeptHere ──its handle in a result──> GIVEN, and in the store
+    DROP 17  ──> removed; a call that still uses the value keeps it alive
 
-A value stands here as it was returned: nothing is pickled until another image asks for it. The main
-thread puts and takes; FETCH is done by it between two tasks, or by the ear during a long one,
-whoever takes it from `wanted`.
+A value stays as returned, and is pickled only if another process requests it. The main thread
+stores and takes values. FETCH is done by the main thread between two tasks, or by the control
+thread during a long one: each entry of `wanted` is taken by one of them.
 
-Claims are counted: each KEEP, BRING and GIVEN gives the hub one, and DROP says how many it gives
-up. So it does not matter which of a DROP and another BRING, or GIVEN, of the same value comes
-first.
+Claims are counted: each KEEP, BRING and GIVEN gives the controller one, and DROP says how many it
+gives up. So the order of a DROP and another BRING or GIVEN of the same value does not matter.
 
-BRING and DROP are heard by either thread. A box is opened by the main thread, which puts the value
-on the shelf before it takes the box away, and takes the value off again if the box had gone: so a
-DROP at any moment leaves neither."""
+Either thread handles BRING and DROP. The main thread unpickles a box, stores the value, then
+removes the box, and removes the value again if the box was gone. So a DROP at any moment leaves
+neither.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = ["DroneStore", "described", "grants", "size_of"]
 
 _SIZE = Struct("<Q")
 _GRANT = Struct("<QQB")
-_MADE = 1 << 63  # of no work
+_MADE = 1 << 63  # marks numbers that no task has
 _LOOKED_AT = 1000
-"""So many objects of a value are looked at to tell its size."""
+"""Number of objects of a value that are examined to estimate its size."""
 
 
 class DroneStore:
@@ -49,15 +49,15 @@ class DroneStore:
         self._values: dict[int, Any] = {}
         self._boxes: dict[int, Any] = {}
         self.wanted: deque[int] = deque()
-        """What another image has asked for, and nobody has packed yet."""
+        """Numbers of values that another process has requested and that are not yet packed."""
         self.given: dict[int, KeptHere] = {}
-        """Of which handles were pickled, and the hub was not told."""
-        self._claims: dict[int, int] = {}  # how often the hub has a claim to each
+        """Values whose handles were pickled, and that were not yet reported to the controller."""
+        self._claims: dict[int, int] = {}  # the controller's claims to each value
         self._counting = threading.Lock()
         placeholders.shelf = self
 
     def keep(self, number: int, value: Any) -> bytes:
-        """What is told of it."""
+        """Store a value, and return its description for the controller."""
         described = _SIZE.pack(size_of(value)) + _name_of(value)
         self._claim(number)
         self._values[number] = value
@@ -67,7 +67,7 @@ class DroneStore:
         return KeptHere(self, value)
 
     def take_given(self) -> bytes:
-        """What is to be told of them; from now on they are held here."""
+        """Return the report of the values in `given`. From now on they are held here."""
         told = []
         while self.given:
             number, made = self.given.popitem()
@@ -78,13 +78,13 @@ class DroneStore:
         return b"".join(told)
 
     def bring(self, number: int, box: Any) -> None:
-        """`box`: bytes, or `Received`. Not opened until it is needed."""
+        """Store a serialized value (bytes, or `Received`), which is unpickled at its first use."""
         self._claim(number)
         if number not in self._values:
             self._boxes[number] = box
 
     def value(self, number: int) -> Any:
-        """Raises `LookupError` for what is not there, and what unpickling it raises."""
+        """Return a value. Raises `LookupError` if there is none, and errors of unpickling."""
         try:
             return self._values[number]
         except KeyError:
@@ -99,7 +99,7 @@ class DroneStore:
             self._claims[number] = self._claims.get(number, 0) + 1
 
     def drop(self, number: int, claims: int = 1) -> None:
-        """So many claims are given up."""
+        """Give up a number of claims; without any left, the value is removed."""
         with self._counting:
             left = self._claims.pop(number, 0) - claims
             if left > 0:
@@ -110,10 +110,11 @@ class DroneStore:
 
 
 class KeptHere:
-    """What work in this drone keeps by `Kept(value)`: its own references to it."""
+    """A value that a task keeps by `Kept(value)`, with the task's references to it."""
 
     def __init__(self, shelf: DroneStore, value: Any) -> None:
-        self.number = _MADE | int.from_bytes(os.urandom(8), "little")  # of all pools and for ever
+        # Unique among all pools, for ever.
+        self.number = _MADE | int.from_bytes(os.urandom(8), "little")
         self.value = value
         self.nbytes = size_of(value)
         self._shelf = shelf
@@ -142,7 +143,7 @@ class KeptHere:
                 f"what drone {self.home} keeps {where}: its handle goes to calls of the pool that {self.home} is of, "
                 "and home in a result; send its `value`"
             )
-        if placeholders.here.asked_for:  # nobody would hold what the handle is of
+        if placeholders.here.asked_for:  # no process would hold the value of the inner handle
             raise TypeError(
                 f"what drone {self.home} keeps has a handle in it, of another value that is kept there: "
                 "it does not go elsewhere; let work there return the handle"
@@ -152,7 +153,10 @@ class KeptHere:
 
 
 def grants(payload: Any) -> Iterator[tuple[int, int, str]]:
-    """Number, bytes and name of the type, of what `take_given` told. Raises `Malformed`."""
+    """Yield number, bytes and type name of each value that `take_given` reported.
+
+    Raises `Malformed`.
+    """
     at = 0
     while at < len(payload):
         if len(payload) < at + _GRANT.size:
@@ -167,15 +171,18 @@ def _name_of(value: Any) -> bytes:
 
 
 def described(payload: Any) -> tuple[int, str]:
-    """Bytes, and the name of the type, of what `keep` told."""
+    """Return bytes and type name from the description that `keep` returned."""
     if len(payload) < _SIZE.size:
         return 0, "?"
     return _SIZE.unpack_from(payload)[0], bytes(payload[_SIZE.size :]).decode("utf-8", "replace")
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a value, about: exact for arrays, bytes and the like, and what holds up to a
-    thousand objects; reckoned from the first thousand for what holds more."""
+    """Return the bytes of a value, about.
+
+    Exact for arrays, bytes and the like, and for containers of up to a thousand objects; larger
+    containers are estimated from the first thousand.
+    """
     left = _LOOKED_AT
     seen: set[int] = set()
 
@@ -193,7 +200,7 @@ def size_of(value: Any) -> int:
                 used = value.memory_usage()
                 return int(getattr(used, "sum", lambda: used)())
             own: float = sys.getsizeof(value)
-        except Exception:  # code of others, which need not work
+        except Exception:  # code of other packages, which may fail
             return 0
         parts: Any = ()
         if isinstance(value, dict):

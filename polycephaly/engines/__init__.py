@@ -1,1 +1,1 @@
-"""Whatever runs drones: forks of this process, actors of Ray, pools of other processes."""
+"""The engines that run drones: forks of this process, Ray actors, or pools in other processes."""

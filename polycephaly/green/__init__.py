@@ -1,12 +1,13 @@
 """Green threads: millions of communicating coroutines, and plain blocking code that overlaps.
 
-    green.run(main)            from plain code: start, and wait
-    green.spawn(fn, *args)     from anywhere: start; a promise of the value
-    await green.call(fn, ...)  a blocking call that stops nobody else
+    green.run(main)            from plain code: start a green thread, and wait for its end
+    green.spawn(fn, *args)     from any thread: start a green thread; returns its promise
+    await green.call(fn, ...)  make a blocking call without blocking other green threads
 
-One scheduler per image runs coroutines one at a time, in the order in which they became ready
-(scheduler.py). Plain functions are run on native threads meanwhile (native.py). What they share
-they hand each other through channels."""
+One scheduler per process runs coroutines one at a time, in the order in which they became ready
+(scheduler.py). Plain functions run on native threads meanwhile (native.py). Green threads pass
+shared objects to each other through channels.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What only serves several images, or tests, is loaded when it is used."""
+    """Import the parts for several processes, and for tests, at the first use."""
     if name == "testing":
         return import_module(".testing", __name__)
     if name not in ("Receiver", "Sender"):

@@ -1,8 +1,9 @@
-"""asyncio code for green threads: the image has one asyncio loop, on a native thread of its own,
-made when first used.
+"""Running asyncio code from green threads, on the one asyncio loop of the process.
 
 green thread ──await aio(coro)──> a task on the loop ──value or error──> green thread
-                cancelled ──────> the task is cancelled, and its end is waited for
+                cancelled ──────> the task is cancelled, and the green thread waits for its end
+
+The loop runs on a native thread of its own, and is made at the first use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Loop:
         self._thread: OwnThread | None = None
 
     def get(self) -> asyncio.AbstractEventLoop:
-        """By the scheduler's owner."""
+        """Return the loop, made if necessary. For the scheduler's owner only."""
         if self._loop is None:
             loop = self._loop = asyncio.new_event_loop()
             self._thread = OwnThread("polycephaly-asyncio", lambda: self._run(loop))
@@ -68,18 +69,39 @@ os.register_at_fork(after_in_child=_loop.forget)
 
 
 def close_loop() -> None:
-    """Ends the image's asyncio loop, and what runs on it; the next `aio` makes a new one."""
+    """Stop the asyncio loop of this process and cancel its tasks. The next `aio` makes a new
+    loop."""
     _loop.close()
 
 
 @coroutine
 def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
-    """Awaits something of asyncio's (a coroutine, say of ``httpx.AsyncClient``) on the image's
-    asyncio loop.
+    """Await an asyncio awaitable on the asyncio loop of this process.
 
-    It runs beside the green threads, on another native thread. A green thread that is cancelled
-    meanwhile cancels it, and waits for its end. Raises `TypeError` for what cannot be awaited.
+    Parameters
+    ----------
+    awaitable
+        For instance a coroutine of ``httpx.AsyncClient``.
 
+    Returns
+    -------
+    object
+        The value of the awaitable. An error of the awaitable is raised here.
+
+    Raises
+    ------
+    TypeError
+        If `awaitable` cannot be awaited.
+    RuntimeError
+        If the caller is not a green thread.
+
+    Notes
+    -----
+    The awaitable runs on another native thread, beside the green threads. If the calling green
+    thread is cancelled, it cancels the awaitable and waits for its end.
+
+    Examples
+    --------
     >>> import asyncio
     >>> from polycephaly import green
     >>> async def main():
@@ -121,7 +143,8 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
         scheduler.outside -= 1
     task = tasks[0]
     first = interruptions.pop(0) if interruptions and task.cancelled() else None
-    for late in interruptions:  # it had ended before: its value first
+    # All other interruptions are raised at later awaits, after this one has its value or error.
+    for late in interruptions:
         scheduler.current._interrupt(late)
     if first is not None:
         raise first

@@ -1,22 +1,21 @@
-"""Wrapped requests: many green threads ask one by one, and foreign code is called once for all who
-wait.
+"""Batched requests: one foreign call serves the requests of many green threads.
 
     await batched(request) ──> waiting ──┐                             ┌──> its result
     await batched(request) ──> waiting ──┼──> one crossing: fn([...]) ─┼──> its result
     await batched(request) ──> waiting ──┘    (a foreign call)         └──> its result, or error
 
-After CEFOS's wrapped system calls. Nothing is timed: a crossing takes along what has gathered while
-the one before it ran, or, at first, until all who were ready have had their turn. So a lone request
-waits for nobody, and the more there is to do, the more goes at once.
+After CEFOS's wrapped system calls. There is no timer: a crossing takes the requests that gathered
+during the one before, or at first, until all threads that were ready have run. So a lone request is
+not delayed, and crossings grow with the load.
 
-The *crosser* is a green thread that there is only while somebody waits; with `using` it is bound,
-and holds on to what it uses until the batch is closed. Everything here is done by the scheduler's
-owner, so without locks. A request that is withdrawn before its crossing is not in it; one that is
-withdrawn during it stays, and its result is dropped.
+The *crosser* is a green thread that exists only while requests wait. With `using` the crosser is
+bound, and keeps the context manager open until the batch is closed. Only the scheduler's owner runs
+this code, so there are no locks. A request withdrawn before its crossing is left out. If withdrawn
+during the crossing, the request stays, and its result is dropped.
 
-Who is in a crossing stands in `aboard` until he has been woken. So whatever ends the crosser,
-nobody waits for it for ever: who is aboard then is given its error, and for who waits another
-begins."""
+The requests of a crossing stay in `aboard` until their threads are woken. So no thread waits for
+ever, however the crosser ends: requests aboard get an error, and those that wait another crosser.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +49,14 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray)
 
 
 class Batch(Generic[Q, R]):
-    """Calls a function once for the requests of many green threads: made by `green.call.batch`.
+    """A function that is called once for the requests of many green threads.
 
-    ``await batched(request)`` gives that request's result, or raises its error. A green thread that
-    is cancelled while it waits withdraws its request, if that has not crossed yet."""
+    Made by `green.call.batch`. ``await batched(request)`` returns the result of that request, or
+    raises its error. If a green thread is cancelled during the wait, its request is withdrawn,
+    unless already in a crossing. With ``async with``, the batch is closed at the end of the block.
+    """
 
-    parks = True  # `spawn` takes it for the coroutine function that it is like
+    parks = True  # `spawn` treats a batch as a coroutine function
 
     def __init__(
         self,
@@ -83,17 +84,25 @@ class Batch(Generic[Q, R]):
 
     @property
     def crossings(self) -> int:
-        """How often the function was called."""
+        """The number of calls of the function so far."""
         return self._crossings.count
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for the next crossing."""
+        """The number of requests that wait for the next crossing."""
         return sum(not each.withdrawn for each in list(self._crossings.waiting))
 
     def close(self) -> Promise[None]:
-        """Takes no more requests. The promise settles when all who wait have been served, and what
-        was used is left. From anywhere; twice is no error."""
+        """Close the batch: further requests raise `RuntimeError`.
+
+        Any thread may call this, also more than once.
+
+        Returns
+        -------
+        Promise
+            Settled when all waiting requests have been served and the context manager of `using`
+            has been exited.
+        """
         self._crossings.close()
         return self._crossings.ending()
 
@@ -113,8 +122,10 @@ class Batch(Generic[Q, R]):
             self._crossings.close()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """To another image: its own batch of the same function. What a decorator made is known by
-        its name."""
+        """Reduce to a batch of the same function, which another process makes for itself.
+
+        A batch made by a decorator is pickled by its name.
+        """
         name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
         if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
             return str(name)
@@ -127,7 +138,7 @@ class Batch(Generic[Q, R]):
 
 
 class _Request(Parking):
-    """What is awaited by who has asked."""
+    """The awaitable of one request."""
 
     __slots__ = ("batch", "request", "withdrawn")
     name = "green.call.batch"
@@ -152,8 +163,10 @@ class _Request(Parking):
 
 
 class _Crossings:
-    """What a batch does. The crosser knows this only, so that it does not keep the batch itself
-    alive."""
+    """The state of a batch.
+
+    The crosser refers only to this object, so that the crosser does not keep the batch alive.
+    """
 
     def __init__(
         self,
@@ -176,7 +189,7 @@ class _Crossings:
         if self.closed:
             raise RuntimeError(f"a request came to the batch of {self.name} after it was closed")
         if not self._crosses():
-            self.waiting.clear()  # of an image that we were forked from
+            self.waiting.clear()  # left over from the process that this one was forked from
             self._begin()
         else:
             self._look_up()
@@ -187,15 +200,18 @@ class _Crossings:
 
     def _begin(self) -> None:
         self._idle = None
-        self.aboard = deque()  # perhaps of such an image too
-        context = Context()  # of nobody's: it is for all
+        self.aboard = deque()  # may be left over from such a process too
+        context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self.name}"
         self._crosser = context.run(start, self._cross, (), name=name, bound=self.using is not None)
         self._crosser._hook(self._crossed)
 
     def _crossed(self, crosser: Promise[None]) -> None:
-        """It has ended. If it was cancelled, perhaps before its first step, somebody may have come
-        since."""
+        """Refuse the requests aboard, because the crosser has ended.
+
+        Start another crosser if requests wait. Some may have come since this one was cancelled,
+        perhaps before its first step.
+        """
         if crosser is self._crosser and not sys.is_finalizing():
             aboard, self.aboard = self.aboard, deque()
             for each in aboard:
@@ -214,8 +230,10 @@ class _Crossings:
             scheduler.post(self._look_up)
 
     def ending(self) -> Promise[None]:
-        """A promise of the end of the crosser, if there is one. To cancel it cancels nobody
-        else."""
+        """Return a promise of the end of the crosser, if there is one.
+
+        Cancelling this promise has no effect on the crosser or other callers.
+        """
         ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._crosses():
@@ -246,7 +264,7 @@ class _Crossings:
                     break
                 self._idle = Wake()
                 await pause(self._idle)
-        except GeneratorExit:  # the interpreter ends, and nothing is called any more
+        except GeneratorExit:  # the interpreter is exiting, so nothing is called any more
             raise
         except BaseException:
             await _call(manager.__exit__, *sys.exc_info())
@@ -271,7 +289,7 @@ class _Crossings:
                     each.wake(Refused(result) if isinstance(result, BaseException) else result)
 
     def _take(self, limit: int | None) -> deque[_Request]:
-        """Who is in the next crossing."""
+        """Move the requests of the next crossing from `waiting` to `aboard`, and return them."""
         waiting = self.waiting
         taken = self.aboard = deque()
         while waiting and len(taken) != limit:
@@ -290,7 +308,8 @@ class _Crossings:
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """What the function itself did. Ours hold the requests, and they the errors."""
+    """Return the traceback without our frames, because these hold the requests, and those the
+    errors."""
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
         __package__
     ):
@@ -299,19 +318,22 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _as_many(results: Any, count: int, name: str) -> list[Any]:
-    """Of what has no order, or gives something else than its items, nobody knows which is whose."""
+    """Return the results as a list of `count` items. None stands for a list of Nones.
+
+    Raises `RuntimeError` for another number, and for texts, sets, mappings and tables, because the
+    items of those cannot be matched with the requests.
+    """
     if results is None:
         return [None] * count
     what = f"a {type(results).__name__}"
-    if not isinstance(results, _NO_LISTS) and not hasattr(
-        type(results), "columns"
-    ):  # tables give those
+    # Iterating over a table gives its columns.
+    if not isinstance(results, _NO_LISTS) and not hasattr(type(results), "columns"):
         try:
             many = list(results) if len(results) == count else results
             if len(many) == count:
                 return many
             what = f"{len(many)} results"
-        except TypeError:  # it has no length, or no items
+        except TypeError:  # no length, or not iterable
             pass
     raise RuntimeError(
         f"{name} gave {what} for {count} requests: it must give a list of as many, or None"
@@ -319,7 +341,7 @@ def _as_many(results: Any, count: int, name: str) -> list[Any]:
 
 
 class Call(Protocol):
-    """`green.call`, and what hangs on it."""
+    """The type of `green.call`, including its attribute `batch`."""
 
     def __call__(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -368,23 +390,44 @@ def batch(
     limit: int | None = None,
     using: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> Any:
-    """A function of a list of requests, to be asked for one at a time: ``await batched(request)``.
+    """Make a function of a list of requests callable one request at a time.
 
-    `fn` takes a list of requests and gives a list of as many results (not a dict, set, text or
-    table: nobody knows which is whose there); an exception in it is raised in that one's place. It
-    may give None: then each gets None. What `fn` raises, each of that crossing gets. It runs as by
-    `green.call`, once for all that has gathered; with `limit`, for at most so many at once. It must
-    not wait for a request to its own batch, which crosses after it. Also as a decorator,
-    ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
+    Also a decorator: ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
 
-    For objects that belong to one native thread (`sqlite3`): `using` gives a context manager, which
-    is entered, used and left on a native thread of the batch's own. `fn` is then called as
-    ``fn(entered, requests)``. It is entered with the first request, and left by `Batch.close`, at
-    the end of an ``async with`` block, or with the batch.
+    Parameters
+    ----------
+    fn
+        A plain function that takes a list of requests and returns a list of as many results (no
+        dict, set, text or table, which have no results in order), or None, for None each. An
+        exception in the list is raised for its request. An error that `fn` raises is raised for all
+        requests of that crossing.
+    limit
+        The largest number of requests in one call of `fn`; None for no limit.
+    using
+        A function that returns a context manager, for objects that belong to one native thread
+        (`sqlite3`). `fn` is then called as ``fn(entered, requests)``. The manager is entered for
+        the first request, and exited by `Batch.close`, at the end of an ``async with`` block, or
+        when the batch is destroyed: all on a native thread of the batch's own.
 
-    Raises `TypeError` and `ValueError` for what cannot be called so, and `RuntimeError` at the
-    await where `fn` gave another number of results, or the batch is closed.
+    Returns
+    -------
+    Batch
+        Used as ``await batched(request)``.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of the wrong type or value.
+    RuntimeError
+        At the await, if `fn` has returned another number of results, or if the batch is closed.
+
+    Notes
+    -----
+    `fn` runs as by `green.call`, once for all requests that have gathered. `fn` must not wait for a
+    request to its own batch, because that request crosses only afterwards.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> @green.call.batch
     ... def lengths(texts):

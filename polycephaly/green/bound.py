@@ -1,10 +1,10 @@
-"""A green thread that stays on one native thread, for objects that belong to the native thread that
-made them.
+"""Bound green threads, which stay on one native thread: for objects that belong to the native
+thread that made them.
 
-    owner ──step──> its native thread ──PARK──> owner          (the owner waits: steps stay one at a time)
-                    its native thread <──green.call── parked   (the owner goes on: nobody else is stopped)
+    owner ──step──> own native thread ──PARK──> owner      the owner waits: one step at a time
+                    own native thread <──green.call──      the owner continues with other threads
 
-Each step costs two switches of native threads, some 50 us.
+Each step costs two switches of native threads, about 50 us.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["BoundThread"]
 
 
 class BoundThread(GreenThread[Any]):
+    """A green thread whose steps and foreign calls run on one native thread."""
+
     __slots__ = ("_own",)
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
@@ -43,7 +45,7 @@ class BoundThread(GreenThread[Any]):
 
 
 class _OwnThread(StandIn):
-    """Runs the steps of a coroutine on a native thread of its own."""
+    """A wrapper of a coroutine that runs each step on a native thread of its own."""
 
     __slots__ = ("jobs",)
 

@@ -1,14 +1,14 @@
-"""Foreign calls: code that blocks a native thread, and must not block the other green threads.
+"""Foreign calls: blocking code that must not block the other green threads.
 
-    await call(fn)   known to be short, or not known: here, in place    ──window──> the watchdog has another native
-                                                                                    thread drive; this one follows
-                     known to be long: on another native thread, at once            when the call returns
+    await call(fn)   not known to be long: in place ──window──> the watchdog lets another native
+                                                                thread run the green threads
+                     known to be long: on another native thread, at once
 
-The first way is GildaVM's: a call that returns within the window costs no thread switch at all.
-When it was taken over meanwhile, the green thread comes back as `LOST`: it goes to the end of the
-queue, and on from there.
+Calling in place is the way of GildaVM: a call that returns within the window costs no thread switch
+at all. If the ownership was taken meanwhile, the call yields `LOST`, and its green thread continues
+from the end of the queue.
 
-What must be run on the green thread's own native thread (`bound=True`) goes to that one.
+The calls of a bound green thread (`bound=True`) run on that thread's own native thread.
 """
 
 from __future__ import annotations
@@ -31,22 +31,42 @@ records = history.records
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TURN = 31  # a bit mask: after so many calls in place without a pause, the others have a turn
+TURN = 31  # a bit mask: after so many calls in place, the other green threads run first
 
 
 @coroutine
 def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[Any, Any, T]:
-    """Runs ``fn(*args, **kwargs)``, which may block, without stopping the other green threads; its
-    value or error.
+    """Run ``fn(*args, **kwargs)``, which may block, without stopping the other green threads.
 
-    It is run in place. If it lasts longer than the window (1 ms, see `configure`) and others could
-    go on, another native thread drives them meanwhile. What has been long before is run on another
-    native thread from the start. So after a call the green thread may be on another native thread
-    than before, unless it is ``bound``.
+    Parameters
+    ----------
+    fn
+        A plain function.
+    *args, **kwargs
+        Arguments for `fn`.
 
-    A call cannot be broken off: a green thread that is cancelled meanwhile gets the call's result,
-    and `Cancelled` at its next await.
+    Returns
+    -------
+    object
+        The value of `fn`. An error of `fn` is raised here.
 
+    Raises
+    ------
+    RuntimeError
+        If the caller is not a green thread, or no native thread can be started.
+
+    Notes
+    -----
+    `fn` runs in place. If the call takes longer than the window (1 ms, see `configure`) and other
+    green threads could run, another native thread runs them meanwhile. A function whose calls have
+    been long runs on another native thread from the start. So the green thread may be on another
+    native thread after the call, unless it is ``bound``.
+
+    A call cannot be interrupted. A green thread that is cancelled during a call gets the result of
+    the call, and `Cancelled` at its next await.
+
+    Examples
+    --------
     >>> import time
     >>> from polycephaly import green
     >>> async def nap(seconds):
@@ -72,8 +92,8 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     driver: Any = scheduler.driver
     driver.fn = fn
     driver.thread = thread
-    thread._value = AWAY  # it is neither to be woken nor interrupted before it has come back
-    scheduler.owner = 0  # nothing of what the call runs is a step of a green thread
+    thread._value = AWAY  # no other thread may wake or interrupt this one before the call returns
+    scheduler.owner = 0  # no code that the call runs is a step of a green thread
     driver.token = number
     try:
         value = fn(*args, **kwargs) if kwargs else fn(*args)  # type: ignore[call-arg]
@@ -105,7 +125,10 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
 
 @coroutine
 def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[Any, Any, T]:
-    """`call` for what is known to take long: it goes to another native thread at once."""
+    """Run ``fn(*args, **kwargs)``, known to take long, on another native thread at once.
+
+    Parameters, value and errors are those of `call`.
+    """
     if get_ident() != scheduler.owner:
         raise outside("green.call_long", "asyncio.to_thread, or the plain function itself")
     value: T = yield from scheduler.current._call_elsewhere(fn, args, kwargs)

@@ -1,31 +1,24 @@
-"""Channels: how green threads hand things to each other.
+"""Channels, through which green threads pass items to each other.
 
-    await send(item) ──> rendezvous: a receiver takes it ──> await receive()
+    await send(item) ──> rendezvous: a receiver takes the item ──> await receive()
                     └──> buffered: room for `capacity` items in between
 
-Any number of threads may hold either end. Where several wait, they are served in the order of their
-coming.
+Any number of threads may use either end; waiting threads are served in order of arrival. Plain code
+uses `put` and `get`. Asyncio code awaits `send` and `receive`.
 
-How it is fast. Where exactly one green thread waits, and for nothing else, it stands in a slot
-(`_receiver`, or `_sender` and `_item`), and is served in a few lines without a call: CPython
-changes native threads only at calls, loop ends and function entries, so whoever runs these lines
-has that waiter alone. This *fast path* may be run by anybody, asyncio code included. All else (more
-than one waiter, `select`, buffers, claims, closing) is done by the scheduler's owner only, so
-without locks. It may happen to the owner that a waiter in a slot is served behind its back, between
-two looks; nobody else ever puts one there. So it takes a waiter from the slot in such lines too,
-before it does more.
+A green thread that waits alone, and for nothing else, stands in a slot: `_receiver`, or `_sender`
+with `_item`. Any thread may serve a slot on the *fast path*, a few lines without a call (see
+`Channel.send`). Everything else (several waiters, `select`, buffers, claims, closing) is done
+without locks by the scheduler's owner thread. Between two looks of that thread, another may empty a
+slot, but never fills one.
 
-A waiter that is interrupted takes itself out. If it is not there any more it has been served, and
-its item is on the way to it: it goes on waiting for it, and is interrupted at its next await. So
-nothing is lost or doubled.
+If an interrupted waiter is no longer in the queue, it has been served: it first gets its item, and
+is interrupted at its next await. So no item is lost or doubled.
 
-Outside of green threads: `put` and `get` block a plain thread, and asyncio code may await `send`
-and `receive`.
-
-Other images. A channel that is pickled, for a drone say, stays where it is, and arrives as a remote
-end of itself (distributed/). One that a drone has from the snapshot it was forked from looks as if
-it were its own; it is known by its *generation*, which is older than the drone, and becomes a
-remote end when it is first used."""
+A pickled channel stays in its process; other processes get a proxy of it (distributed/). A drone
+recognises a channel inherited with its snapshot by a *generation* older than the drone. Such a
+channel becomes a proxy at its first use.
+"""
 
 from __future__ import annotations
 
@@ -60,24 +53,36 @@ ready = scheduler.ready
 bell = scheduler.bell
 
 generation = 1
-"""That of the channels made now. It changes with each fork, so an address and a generation name a
-channel for ever."""
+"""Generation of channels made now. Each fork begins a new one, so an address in memory and a
+generation identify a channel for ever."""
 oldest = 1
-"""The first one of this image's own channels."""
+"""Generation of the first channels that belong to this process itself."""
 lineage: list[tuple[int, str]] = []
-"""In a drone: whose the older ones are. The generation before which they were made, and where that
-image is reached."""
+"""In a drone: the processes that own the older channels. Each entry has the generation before which
+the channels were made, and the address of the process."""
 made = False
-"""Has this image, or one that it was forked from, ever made one?"""
+"""True if this process, or one that it was forked from, has ever made a channel."""
 
 
 class Channel(Generic[T]):
-    """Hands items from those who send to those who receive, each to exactly one, in the order of
-    sending.
+    """A queue that passes each item from a sender to exactly one receiver, in order of sending.
 
-    With ``capacity=0`` they meet: `send` returns when a receiver has the item. Else up to
-    `capacity` items wait in between. Raises `ValueError` for a negative capacity.
+    With ``capacity=0``, sender and receiver meet: `send` returns when a receiver has the item.
+    Otherwise up to `capacity` items wait in between. Pickled for another process, a channel stays
+    where it was made and works there as well.
 
+    Parameters
+    ----------
+    capacity : int
+        Number of items that the channel can hold.
+
+    Raises
+    ------
+    ValueError
+        If `capacity` is negative.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def count(ch):
     ...     for i in range(3):
@@ -95,9 +100,10 @@ class Channel(Generic[T]):
 
     capacity = 0
     is_one_in_all_images = True
-    """For picklers: never taken for what another image has under the same name."""
+    """For picklers: a channel is never replaced by the object of the same name in another
+    process."""
     is_remote = False
-    """It was made in another image, and lives there."""
+    """True if the channel was made, and lives, in another process."""
 
     def __new__(cls, capacity: int = 0) -> Channel[T]:
         if isinstance(capacity, bool) or not isinstance(capacity, int):
@@ -115,27 +121,39 @@ class Channel(Generic[T]):
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
-        self._receiver: Any = None  # None, the one green thread that waits, or a Line of Waiters
+        self._receiver: Any = None  # None, the only green thread waiting, or a WaitQueue
         self._sender: Any = None
-        self._item: Any = None  # with one green thread in `_sender`: what it sends
+        self._item: Any = None  # the item to send, if `_sender` is a single green thread
         self._closed = False
-        self._plain = (
-            generation  # its own; negative while it is closed, or has something in `_extra`
-        )
-        self._extra: _Extra | None = (
-            None  # while an end is claimed, or an item was given back: no fast path
-        )
+        # The channel's generation. Negative while the channel is closed or has an `_extra`, because
+        # there is no fast path then.
+        self._plain = generation
+        # Present while an end is claimed or an item was given back.
+        self._extra: _Extra | None = None
 
-    # -- for green threads, and asyncio code -------------------------------------------------------
+    # -- for green threads and asyncio code --------------------------------------------------------
 
     @coroutine
     def send(self, item: T) -> Generator[Any, Any, None]:
-        """Gives `item` to a receiver; waits until one has it, or until there is room for it.
+        """Send `item`, and wait until a receiver has it or the buffer has room for it.
 
-        Raises `ChannelClosed` when the channel is closed before: then nobody has got the item.
+        Parameters
+        ----------
+        item : object
+            The item to send.
+
+        Raises
+        ------
+        ChannelClosed
+            If the channel is closed first. Then no receiver has got the item.
+        ItemLost
+            If another process died before it confirmed that it had the item.
         """
         receiver = self._receiver
-        if receiver.__class__ is GreenThread:  # from here to the append: the fast path
+        # Fast path, from here to the append. CPython switches native threads only at calls, loop
+        # ends and function entries. There is none between the look at the slot and its clearing, so
+        # the thread that runs these lines has the waiter to itself.
+        if receiver.__class__ is GreenThread:
             self._receiver = None
             receiver._value = item
             ready.append(receiver)
@@ -167,10 +185,20 @@ class Channel(Generic[T]):
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
-        """The next item; waits for one. Raises `ChannelClosed` when there is none and the channel
-        is closed."""
+        """Wait for the next item.
+
+        Returns
+        -------
+        object
+            The item.
+
+        Raises
+        ------
+        ChannelClosed
+            If the channel is closed and there is no item left.
+        """
         sender = self._sender
-        if sender.__class__ is GreenThread:  # from here to the append: the fast path
+        if sender.__class__ is GreenThread:  # the fast path, as in `send`
             item: T = self._item
             self._sender = self._item = None
             sender._value = None
@@ -203,8 +231,14 @@ class Channel(Generic[T]):
         return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:
-        """``async for item in channel``: until it is closed, and empty. Raises `ChannelClosed`
-        where that is so because an image has died: there may have been more to come."""
+        """Iterate with ``async for`` until the channel is closed and empty.
+
+        Raises
+        ------
+        ChannelClosed
+            If a process died and the channel was closed for that reason, because more items may
+            have been on their way.
+        """
         return self
 
     @coroutine
@@ -217,7 +251,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     def __iter__(self) -> Iterator[T]:
-        """``for item in channel`` in plain code: as ``async for``, by `get`."""
+        """Iterate in plain code, as ``async for`` does, by `get`."""
         while True:
             try:
                 item = self.get()
@@ -228,12 +262,25 @@ class Channel(Generic[T]):
             yield item
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[T]:
-        """``async with channel.claim() as end:`` holds one end for several messages: ``end.send``,
-        or ``end.receive``.
+        """Claim one end for several messages: ``async with channel.claim() as end:``.
 
-        While it is held, others who would use the same end wait; who waited there before goes on
-        waiting. Without an argument the end is claimed that is used first.
+        Inside the block, use ``end.send`` or ``end.receive``. Other threads that would use the same
+        end wait meanwhile, as do those that waited there before.
 
+        Parameters
+        ----------
+        end : {"send", "receive"}, optional
+            The end to claim. By default, the end that is used first.
+
+        Raises
+        ------
+        ValueError
+            If `end` is anything else.
+        RuntimeError
+            If the channel lives in another process.
+
+        Examples
+        --------
         >>> from polycephaly import green
         >>> async def pair(ch, name):
         ...     async with ch.claim() as end:
@@ -253,11 +300,23 @@ class Channel(Generic[T]):
         return Claim(self, end)
 
     def sender(self) -> Sender[T]:
-        """An end by which things are sent, for who does nothing else, here or in another image. It
-        can be closed: when the last of the senders is, or the drone that had it has ended, the
-        channel is closed. In a drone it is let go with the call that brought it, unless the call
-        has stored it.
+        """Return a new sending end, for code here or in another process that only sends.
 
+        The channel is closed when the last of its senders is closed, or has ended with its drone. A
+        drone releases a sender with the call that brought it, unless the call has stored it.
+
+        Returns
+        -------
+        Sender
+            The end.
+
+        Raises
+        ------
+        RuntimeError
+            If the channel lives in another process.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> from polycephaly import green
         >>> async def count(end):
@@ -278,8 +337,18 @@ class Channel(Generic[T]):
         return cast("Sender[T]", new_end(Sender, self))
 
     def receiver(self) -> Receiver[T]:
-        """The same for who receives: when the last of the receivers is gone, the channel is
-        closed."""
+        """Return a new receiving end; the channel is closed when its last receiver is gone.
+
+        Returns
+        -------
+        Receiver
+            The end.
+
+        Raises
+        ------
+        RuntimeError
+            If the channel lives in another process.
+        """
         from .distributed import Receiver, new_end
 
         self._is_inherited()
@@ -288,30 +357,55 @@ class Channel(Generic[T]):
     # -- for select --------------------------------------------------------------------------------
 
     def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
-        """A guard for `select`: `item` is sent if it is chosen. Only considered if `when` is
-        true."""
+        """Return a guard for `select` that sends `item` if chosen.
+
+        Parameters
+        ----------
+        item : object
+            The item to send.
+        when : bool or callable
+            Precondition: the guard is left out if false, or if the callable returns a false value.
+        """
         self._is_inherited()
         return Guard(when, self, "send", item)
 
     def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
-        """A guard for `select`: an item is received if it is chosen. Only considered if `when` is
-        true."""
+        """Return a guard for `select` that receives an item if chosen.
+
+        Parameters
+        ----------
+        when : bool or callable
+            Precondition, as for `sending`.
+        """
         self._is_inherited()
         return Guard(when, self, "receive")
 
     # -- for plain code ----------------------------------------------------------------------------
 
     def put(self, item: T, timeout: float | None = None) -> None:
-        """`send` for plain code: blocks the calling native thread, and only that.
+        """Send `item` from plain code, blocking only the calling native thread.
 
-        Raises `ChannelClosed`, `TimeoutError` after `timeout` seconds (then nobody has got the
-        item), and `RuntimeError` inside a coroutine, which must use `await send` instead."""
+        Parameters
+        ----------
+        item : object
+            The item to send.
+        timeout : float, optional
+            Seconds to wait at most.
+
+        Raises
+        ------
+        ChannelClosed
+            As `send`.
+        TimeoutError
+            If `timeout` is over. Then no receiver has got the item.
+        RuntimeError
+            In a coroutine, which must use ``await send`` instead.
+        """
         self._not_in_a_coroutine("put", "await channel.send(item)")
         proxy = None
         try:
-            with (
-                DeferredSigint()
-            ):  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with DeferredSigint():
+                # Ctrl-C comes before the start, or when the proxy can be cancelled.
                 proxy = start(self._send_here, (item,), name="Channel.put")
             _outcome(proxy, timeout, "nobody took the item")
         except BaseException:
@@ -320,10 +414,27 @@ class Channel(Generic[T]):
             raise
 
     def get(self, timeout: float | None = None) -> T:
-        """`receive` for plain code: blocks the calling native thread, and only that.
+        """Receive an item in plain code, blocking only the calling native thread.
 
-        Raises `ChannelClosed`, `TimeoutError` when there was no item for `timeout` seconds, and
-        `RuntimeError` inside a coroutine, which must use `await receive` instead."""
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most.
+
+        Returns
+        -------
+        object
+            The item.
+
+        Raises
+        ------
+        ChannelClosed
+            As `receive`.
+        TimeoutError
+            If there was no item for `timeout` seconds.
+        RuntimeError
+            In a coroutine, which must use ``await receive`` instead.
+        """
         self._not_in_a_coroutine("get", "await channel.receive()")
         proxy = None
         try:
@@ -337,10 +448,11 @@ class Channel(Generic[T]):
             raise
 
     def close(self) -> None:
-        """No more items will be sent. From anywhere; a second time it does nothing.
+        """Close the channel: no more items can be sent. Any thread may call this, more than once.
 
-        Who waits to send, or sends later, gets `ChannelClosed`. Who receives gets what is in the
-        buffer, and then `ChannelClosed`; ``async for`` ends."""
+        A `send`, waiting or later, raises `ChannelClosed`. A receiver gets the items in the buffer
+        first, and then `ChannelClosed`; ``async for`` ends.
+        """
         if self._is_inherited():
             self.close()
             return
@@ -353,24 +465,27 @@ class Channel(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed. In another image than its own: as far as an answer, or that
-        image's end, has told."""
+        """True if the channel was closed.
+
+        In a process other than the channel's own, only as far as an answer, or the end of the
+        owning process, has shown.
+        """
         return self._closed
 
     def __reduce__(self) -> Any:
-        """For another image of this pool, or of another pool on this machine, an end of this very
-        channel."""
+        """Pickle the channel as an end of this very channel, for another process of this pool, or
+        of another pool on this machine."""
         from .distributed import export
 
         if self._is_inherited() and self.is_remote:
-            return self.__reduce__()  # as what it has become
+            return self.__reduce__()  # with the class that the channel has now
         return export(self)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
         return f"<{'Channel' if not self.capacity else f'Channel of {self.capacity}'}{state} at {id(self):#x}>"
 
-    # -- the owner's -------------------------------------------------------------------------------
+    # -- for the owner thread ----------------------------------------------------------------------
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
@@ -390,7 +505,7 @@ class Channel(Generic[T]):
         return (yield from QueuedOperation(thread, self, "receive")) if got is NOTHING else got
 
     def _try_send(self, thread: Any, item: Any) -> bool:
-        """Sends if that is possible at once. Raises `ChannelClosed`."""
+        """Send `item` if that is possible at once. Raises `ChannelClosed`."""
         self._check_open()
         if self._is_claimed("send", thread):
             return False
@@ -401,7 +516,7 @@ class Channel(Generic[T]):
         return True
 
     def _try_receive(self, thread: Any) -> Any:
-        """An item that is to be had at once, or NOTHING. Raises `ChannelClosed`."""
+        """Return an item if there is one at once, else NOTHING. Raises `ChannelClosed`."""
         if self._is_claimed("receive", thread):
             if not self._has_items():
                 self._check_open()
@@ -423,19 +538,23 @@ class Channel(Generic[T]):
             raise ChannelClosed(f"{self!r} was closed")
 
     def _has_items(self) -> bool:
-        """Whether there are some that nobody sends any more."""
+        """Return True if there are items left that no waiting thread sends."""
         return self._extra is not None and bool(self._extra.given_back)
 
     def _next(self, end: str, other: Any = None) -> Waiter | None:
-        """Whose turn it is at that end. It is out of the queue then, and must be served. It is not
-        `other`, which may be at both ends, in a `select`, and must not meet itself."""
+        """Remove and return the next waiter at that end, which the caller must serve.
+
+        Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
+        itself.
+        """
         waiter: Waiter
         if end == "send":
             first = self._sender
             if first is None:
                 return None
             if first.__class__ is not WaitQueue:
-                item = self._item  # no call since the look at `_sender`: it is ours alone
+                # No call since the look at `_sender`, so no other thread can have the waiter.
+                item = self._item
                 self._sender = self._item = None
                 return Waiter(first, item)
             waiter = first.popleft()
@@ -469,7 +588,7 @@ class Channel(Generic[T]):
         waiter.line = line
 
     def _queue(self, end: str) -> WaitQueue[Waiter]:
-        """The queue at that end; the one in the slot is its first."""
+        """Return the queue at that end, made with the waiter in the slot as its first."""
         alone = self._next(end) if self._alone(end) else None
         queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
         if queue is None:
@@ -490,7 +609,7 @@ class Channel(Generic[T]):
         )
 
     def _strike(self, end: str, waiter: Waiter) -> bool:
-        """Takes a waiter out; False: it has been served."""
+        """Withdraw `waiter` from its queue. Return False if it has been served."""
         if waiter.line is None:
             return False
         waiter.line.remove(waiter)
@@ -499,7 +618,7 @@ class Channel(Generic[T]):
         return True
 
     def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
-        """It was to be taken out for this, and is not there any more: it has its item first."""
+        """Interrupt a waiter that could not be withdrawn: it first gets its item."""
         waiter.thread._interrupt(error)
 
     def _forget_empty(self, end: str) -> None:
@@ -510,7 +629,8 @@ class Channel(Generic[T]):
             self._receiver = None
 
     def _take_out(self, end: str, thread: GreenThread[Any]) -> bool:
-        """The same for a thread that stood alone in the slot when it began to wait."""
+        """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
+        it has been served."""
         if end == "send":
             if self._sender is thread:
                 self._sender = self._item = None
@@ -542,10 +662,10 @@ class Channel(Generic[T]):
         waiter.refuse(ChannelClosed(f"{self!r} was closed"))
 
     def _match(self) -> None:
-        """Both ends may have somebody waiting, after a claim has ended: brings them together."""
+        """Bring waiters together, as after a claim has ended, when both ends may have some."""
         queue = self._queue("receive")
         for receiver in list(queue):
-            if receiver.line is queue:  # else it was in a `select` that has just sent something
+            if receiver.line is queue:  # else it was in a `select` that has just sent an item
                 try:
                     got = self._try_receive(receiver.thread)
                 except ChannelClosed as error:
@@ -565,10 +685,10 @@ class Channel(Generic[T]):
         if self._extra is None:
             self._extra = _Extra()
             self._plain = -abs(self._plain)
-            for end in ("send", "receive"):  # nobody in the slots: no fast path
+            for end in ("send", "receive"):  # empty the slots: no fast path
                 if self._alone(end):
                     self._queue(end)
-                    self._forget_empty(end)  # it may have been served just now
+                    self._forget_empty(end)  # the waiter may have been served just now
         return self._extra
 
     def _tidy(self) -> None:
@@ -577,14 +697,15 @@ class Channel(Generic[T]):
             self._plain = -abs(self._plain) if self._closed else abs(self._plain)
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
-        """By somebody else."""
+        """Return True if another thread holds that end."""
         extra = self._extra
         return (
             extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
         )
 
     def _give_back(self, receiving: Promise[Any]) -> None:
-        """Who was to have its item is gone. The next receiver has it, before all others."""
+        """Give back the item of a receiver that is gone. The next receiver gets it before all
+        others."""
         if not receiving.cancelled() and receiving.exception() is None:
             scheduler.post(partial(self._give_back_here, receiving.result()))
 
@@ -592,11 +713,11 @@ class Channel(Generic[T]):
         self._make_extra().given_back.append(item)
         self._match()
 
-    # -- other images ------------------------------------------------------------------------------
+    # -- other processes ---------------------------------------------------------------------------
 
     def _is_inherited(self) -> bool:
-        """Has it come with a fork? Then it has changed now into what it is here: a remote end, or
-        one of our own."""
+        """Return True if the channel came with a fork. It has then just become a proxy, or a
+        channel of this process."""
         if abs(self._plain) >= oldest:
             return False
         from .distributed.inherited import settle
@@ -604,11 +725,11 @@ class Channel(Generic[T]):
         settle(self)
         return True
 
-    # -- outside -----------------------------------------------------------------------------------
+    # -- outside of green threads ------------------------------------------------------------------
 
     @coroutine
     def _from_outside(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
-        """In asyncio code: a green thread does it."""
+        """Run `op` in a proxy green thread for asyncio code, and wait for its result."""
         asyncio = sys.modules["asyncio"]
         if asyncio._get_running_loop() is None:
             raise RuntimeError(
@@ -617,9 +738,8 @@ class Channel(Generic[T]):
         proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
         try:
             return (yield from proxy.__await__())
-        except (
-            BaseException
-        ):  # most often the waiting was cancelled; or the proxy has failed, then this does nothing
+        except BaseException:
+            # Most often, the wait was cancelled. If the proxy has failed, this does nothing.
             proxy.cancel()
             if not args:
                 proxy._hook(self._give_back)
@@ -633,7 +753,7 @@ class Channel(Generic[T]):
 
 
 def _by_death(closed: ChannelClosed) -> bool:
-    """Whether a drone's death has closed it, which is among the causes then."""
+    """Return True if a drone's death has closed the channel, which is then among the causes."""
     cause = closed.__cause__
     while cause is not None and not isinstance(cause, DroneDied):
         cause = cause.__cause__
@@ -641,8 +761,8 @@ def _by_death(closed: ChannelClosed) -> bool:
 
 
 def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
-    """What a plain thread waited for. If its time is over, the proxy may have its item all the
-    same: then that."""
+    """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
+    return that."""
     try:
         return proxy.result(timeout)
     except TimeoutError:
@@ -650,13 +770,14 @@ def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
     try:
         return proxy.result()
     except CancelledError as error:
-        if error.told:  # type: ignore[attr-defined]  # this thread has been cancelled meanwhile, and this tells it
+        # This thread has itself been cancelled meanwhile, as the error reports.
+        if error.told:  # type: ignore[attr-defined]
             raise
         raise TimeoutError(f"{what} within {timeout} s") from None
 
 
 class _Buffered(Channel[T]):
-    """With room for some items between the ends."""
+    """A channel with room for some items between its ends."""
 
     __slots__ = ("_buffer", "capacity")
 
@@ -668,9 +789,8 @@ class _Buffered(Channel[T]):
     @coroutine
     def send(self, item: T) -> Generator[Any, Any, None]:
         receiver = self._receiver
-        if (
-            receiver.__class__ is GreenThread
-        ):  # the fast path, as in Channel: who waits has found the buffer empty
+        if receiver.__class__ is GreenThread:
+            # Fast path, as in Channel: a waiting receiver has found the buffer empty.
             self._receiver = None
             receiver._value = item
             ready.append(receiver)
@@ -733,7 +853,7 @@ def _move(line: WaitQueue[Waiter], other: WaitQueue[Waiter]) -> None:
 
 
 class _Extra:
-    """What most channels never have: claims, and items that were given back."""
+    """State that most channels never need: claims, and items given back."""
 
     __slots__ = ("given_back", "holder", "next_holders", "put_aside")
 
@@ -743,10 +863,8 @@ class _Extra:
             "send": deque(),
             "receive": deque(),
         }
-        self.put_aside: dict[str, WaitQueue[Waiter]] = {
-            "send": WaitQueue(),
-            "receive": WaitQueue(),
-        }  # not the holder's
+        # Waiters other than the holder, by end.
+        self.put_aside: dict[str, WaitQueue[Waiter]] = {"send": WaitQueue(), "receive": WaitQueue()}
         self.given_back: deque[Any] = deque()
 
     def is_empty(self) -> bool:
@@ -759,7 +877,7 @@ class _Extra:
 
 
 class Claim(Generic[T]):
-    """One end of a channel, held by one green thread: see `Channel.claim`."""
+    """One end of a channel, held by one green thread; made by `Channel.claim`."""
 
     def __init__(self, channel: Channel[T], end: str | None) -> None:
         self._channel = channel
@@ -782,12 +900,12 @@ class Claim(Generic[T]):
         self._held.clear()
 
     async def send(self, item: T) -> None:
-        """`Channel.send`, by who holds the end."""
+        """Send `item` as `Channel.send` does, holding the end."""
         await self._take("send")
         await self._channel.send(item)
 
     async def receive(self) -> T:
-        """`Channel.receive`, by who holds the end."""
+        """Receive an item as `Channel.receive` does, holding the end."""
         await self._take("receive")
         return await self._channel.receive()
 
@@ -810,7 +928,7 @@ class Claim(Generic[T]):
             except BaseException:
                 if waits in extra.next_holders[end]:
                     extra.next_holders[end].remove(waits)
-                else:  # it was its turn
+                else:  # the end has just been passed to this thread
                     self._release(end)
                 raise
         else:
@@ -834,12 +952,12 @@ class Claim(Generic[T]):
 
 
 def _can_be_known() -> None:
-    """A snapshot has been taken: who was forked from it may use the channels that it has with
-    it."""
+    """Open the transport after a snapshot, whose drones may use the channels they inherit."""
     if made:
         from .distributed.transport import the_post
 
-        with suppress(OSError):  # no socket: who wants to use them is told that nobody is there
+        # Without a socket, drones that use such a channel get the error that its process is gone.
+        with suppress(OSError):
             the_post()
 
 

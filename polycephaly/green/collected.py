@@ -1,5 +1,5 @@
-"""What `map` gives where it cannot wait: iterated with ``async for``, or awaited for a list of
-all."""
+"""The base class of `map`'s results where the caller cannot block: awaited for a list of all
+values, or iterated with ``async for``."""
 
 from __future__ import annotations
 

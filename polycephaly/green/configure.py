@@ -1,4 +1,4 @@
-"""The few numbers of green threads that can be set."""
+"""`configure`: the settings of green threads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ __all__ = ["configure"]
 
 
 def configure(*, window: float | None = None, native_threads: int | None = None) -> None:
-    """Sets what is given, for this image.
+    """Change settings of green threads in this process. Arguments left out change nothing.
 
-    `window`: seconds after which a foreign call that runs in place is handed over if others could
-    go on (0.001). `native_threads`: how many there may be for plain functions and foreign calls;
-    what comes beyond waits (16384). Raises `ValueError` for what is not positive."""
+    Parameters
+    ----------
+    window
+        Seconds after which a foreign call that runs in place is handed over if other green threads
+        could run. At first 0.001.
+    native_threads
+        The largest number of native threads for plain functions and foreign calls; further ones
+        queue. At first 16384.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not positive.
+    TypeError
+        If `native_threads` is not an int.
+    """
     for name, value in (("window", window), ("native_threads", native_threads)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}")

@@ -1,7 +1,7 @@
-"""Green threads that belong together: none of them outlives the block in which they were started.
+"""Groups of green threads, none of which outlives the block that started them.
 
-async with Group() as g: g.spawn(...)    one fails ──> the others, and the block, are cancelled ──> all have ended
-                                                                                          ──> ExceptionGroup
+If a member fails, the others and the block are cancelled. When all have ended, the block raises an
+`ExceptionGroup`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _NOBODY.thread = None
 
 
 class Group:
-    """``async with green.Group() as g:`` and ``g.spawn(fn, *args)``: the block ends when all of
-    them have ended.
+    """A block that ends when all the green threads spawned in it have ended.
 
-    The first error cancels the others and the block; all errors are raised together in an
-    `ExceptionGroup`. A plain function among them that is in foreign code cannot be cancelled, and
-    is waited for.
+    Use ``async with green.Group() as g:`` and ``g.spawn(fn, *args)``. The first error cancels the
+    other members and the block. All errors are raised together in an `ExceptionGroup`. A plain
+    function that is in foreign code cannot be cancelled, so the block waits for it.
 
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     async with green.Group() as group:
@@ -72,7 +73,23 @@ class Group:
     def spawn(
         self, fn: Any, /, *args: Any, name: str | None = None, bound: bool = False
     ) -> GreenThread[Any]:
-        """`green.spawn` as a member of this group. Raises `RuntimeError` outside of its block."""
+        """Start a green thread as a member of this group, as `green.spawn` does.
+
+        Parameters
+        ----------
+        fn, *args, name, bound
+            As for `green.spawn`.
+
+        Returns
+        -------
+        GreenThread
+            The promise of the value.
+
+        Raises
+        ------
+        RuntimeError
+            Outside of the group's block.
+        """
         if self._owner is None or self._ended_all:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
         child = start(fn, args, self, name, bound)
@@ -81,21 +98,22 @@ class Group:
         return child
 
     def cancel(self) -> None:
-        """Cancels all of them and the block, which then ends without an error."""
+        """Cancel all members and the block, which then ends without an error. Any thread may call
+        this."""
         if self._cancelling or self._owner is None or self._ended_all:
             return
         self._cancelling = True
         for child in list(self.children):
             child.cancel()
-        # Noted before the look: from another thread, the block may end in between. `__aexit__` sets
-        # `_wake` and then looks at what is noted, so either this sees that the block has ended, or
-        # the interruption is called off there.
+        # Store the interruption before the look at `_wake`: if another thread calls this, the block
+        # may end in between. `__aexit__` sets `_wake` and then looks at the interruption. So either
+        # this code sees that the block has ended, or `__aexit__` calls the interruption off.
         self._interruption = Cancelled("its group was cancelled")
         if self._wake is None:
             self._owner._interrupt(self._interruption)
 
     def _ended(self, child: GreenThread[Any], error: BaseException | None) -> None:
-        """The owner of the scheduler tells that one has ended."""
+        """Remove a member that has ended. Called by the scheduler's owner thread."""
         self.children.discard(child)
         if error is not None:
             self._errors.append(error)
@@ -117,9 +135,9 @@ class Group:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> bool:
-        self._wake = _NOBODY  # from here on, cancelling is for the children only
+        self._wake = _NOBODY  # from here on, `cancel` reaches only the members
         if self._interruption is not None and error is not self._interruption:
-            self._interruption.called_off = True  # it must not hit what comes after the block
+            self._interruption.called_off = True  # must not hit the code after the block
         ours = error is not None and error is self._interruption
         if error is not None and not ours:
             if not isinstance(error, Cancelled) and not any(
@@ -144,7 +162,7 @@ class Group:
         try:
             if self._errors:
                 if cancelled is not None and self._owner is not None:
-                    self._owner._interrupt(cancelled)  # that one is not lost: at the next await
+                    self._owner._interrupt(cancelled)  # not lost: raised at the next await
                 raise BaseExceptionGroup(
                     "errors in a group of green threads", self._errors
                 ) from None

@@ -1,12 +1,14 @@
-"""Which foreign functions are known to take long: learned from what became of calls to them.
+"""A record of which foreign functions take long, learned from earlier calls.
 
-A call that had to be taken over speaks for "long". One that was sent away at once and came back
-soon speaks for "short"; but where native threads compute, coming back takes its time, so now and
-then one is tried in place again. What is long is called on another native thread from the start,
-which costs some 50 us and spares the window, in which nobody else runs.
+A call that had to be handed over counts for "long". A call that ran on another native thread from
+the start and returned soon counts for "short". If native threads compute, such a return takes its
+time, so now and then a call is tried in place again. A long function is called on another native
+thread from the start. That costs about 50 us, but saves the window in which no other green thread
+runs.
 
-Functions are known by their code; built-in ones, which are made anew at each look-up, by their name
-and the class they are of; other callables by themselves."""
+The key of a function is its code. Built-in functions are made anew at each look-up: their key is
+their name and module or class. Any other callable is its own key.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,33 @@ from weakref import ref
 __all__ = ["History", "history"]
 
 LONG = 2  # points from which on a function counts as long
-MOST = 4
-PROBE = 8  # calls that are sent away before one is tried in place again; and so many times more each time
-ENTRIES = 1000  # then it begins again: what matters comes back soon
+MOST = 4  # points that a function can have
+# Calls on another native thread before one is tried in place again. Each time, the number is
+# multiplied by this.
+PROBE = 8
+ENTRIES = 1000  # at this size the record is cleared; functions that matter are soon back
 
 
 class _Record:
     __slots__ = ("function", "interval", "left", "points")
 
     def __init__(self, function: object) -> None:
-        self.function = function  # so that an identity means the same for as long as it is known
+        self.function = function  # kept, so that the id in the key is not used again
         self.points = 0
         self.left = self.interval = PROBE  # calls until the next probe
 
 
 class History:
-    """Points for each function. Any thread may tell and ask: a lost point is no loss."""
+    """Points for each function. Any thread may read and write: losing a point is harmless."""
 
     def __init__(self) -> None:
         self.records: dict[Hashable, _Record] = {}
 
     def judge(self, fn: Callable[..., Any]) -> bool | None:
-        """Whether a call of it would be long; None: it was, and this call is to try whether it
-        still is."""
+        """Return True if a call of `fn` is expected to be long.
+
+        None: calls have been long, but this one should be tried in place.
+        """
         record = self.records.get(_key(fn))
         if record is None or record.points < LONG:
             return False
@@ -91,8 +97,11 @@ def _key(fn: Any) -> Hashable:
 
 
 def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
-    """What must live for as long as the key is to mean it; or a reference that says when it has
-    gone."""
+    """Return what a record keeps so that the key of `fn` stays valid.
+
+    For a function this is its code. For other callables it is a weak reference, which calls
+    `forget` when the callable is destroyed. Built-in functions need nothing.
+    """
     kind = type(fn)
     if kind is FunctionType:
         return fn.__code__
@@ -104,7 +113,7 @@ def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
         return None
     try:
         return ref(fn, forget)
-    except TypeError:  # functions of ctypes, for one
+    except TypeError:  # no weak reference is possible, for instance to functions of ctypes
         return fn
 
 

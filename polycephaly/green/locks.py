@@ -1,9 +1,9 @@
-"""Lock, Semaphore, Event and Barrier for green threads. All are fair: who came first is served
-first.
+"""Lock, Semaphore, Event and Barrier for green threads.
 
-They are the scheduler owner's own: between two awaits nobody else touches them. Plain code uses
-``with`` where there is one, or ``green.run(lock.acquire)``; methods that only wake others may be
-called from anywhere."""
+All are fair: waiting threads are served in order of arrival. Their state belongs to the scheduler's
+owner thread, so no other code touches it between two awaits. Plain code uses ``with`` where a class
+supports it, or ``green.run(lock.acquire)``. Any thread may call the methods that only wake others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
 
 class _Line:
-    """Green threads that wait in a line."""
+    """A queue of waiting green threads."""
 
     __slots__ = ("threads",)
 
@@ -30,7 +30,7 @@ class _Line:
         self.threads: WaitQueue[GreenThread[Any]] = WaitQueue()
 
     def let(self, value: Any = None) -> None:
-        """The first in the line goes on; its await gives `value`."""
+        """Wake the first thread in the queue; its await returns `value`."""
         thread = self.threads.popleft()
         thread._value = value
         scheduler.ready.append(thread)
@@ -45,8 +45,8 @@ def _waiting(line: _Line) -> str:
 
 
 class _InLine(Parking):
-    """Waits in a line. `enter` first looks whether it need not: that is a step of its own, at the
-    await."""
+    """A wait in a queue. `enter` first checks whether the thread has to wait at all. That check is
+    a step of its own, made at the await."""
 
     __slots__ = ("line", "what")
     line: _Line
@@ -66,8 +66,22 @@ class _InLine(Parking):
 
 
 class Semaphore:
-    """Lets at most so many in at a time. Raises `ValueError` for a negative number.
+    """A semaphore, which lets in a limited number of holders at a time.
 
+    Green threads use ``async with``, plain code uses ``with``.
+
+    Parameters
+    ----------
+    value : int
+        Number of holders to let in.
+
+    Raises
+    ------
+    ValueError
+        If `value` is negative.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     two = green.Semaphore(2)
@@ -97,25 +111,25 @@ class Semaphore:
 
     @property
     def value(self) -> int:
-        """How many more it would let in now."""
+        """Number of holders that could be let in now."""
         return self._value
 
     @parks
     def acquire(self) -> Awaitable[None]:
-        """Parks until it is let in."""
+        """Park until the caller is let in."""
         return self._Acquire(self)
 
     def __repr__(self) -> str:
         return f"<Semaphore {self._value}{_waiting(self._line)} at {id(self):#x}>"
 
     def _let_in(self) -> bool:
-        if self._value > 0:  # while anybody waits it is 0: nobody is overtaken
+        if self._value > 0:  # 0 while threads wait, so that none is overtaken
             self._value -= 1
             return True
         return False
 
     def release(self) -> None:
-        """From anywhere."""
+        """Let in the first waiter, or raise `value` by one. Any thread may call this."""
         if scheduler.in_step():
             self._release()
         else:
@@ -139,7 +153,8 @@ class Semaphore:
         self.release()
 
     def __enter__(self) -> None:
-        """For plain code: blocks this native thread only."""
+        """Acquire in plain code, blocking only this native thread. Raise `RuntimeError` in a
+        coroutine."""
         if scheduler.in_step():
             what = f"with {self._what.lower()}"
             raise RuntimeError(
@@ -147,9 +162,8 @@ class Semaphore:
             )
         proxy = None
         try:
-            with (
-                DeferredSigint()
-            ):  # a Ctrl-C comes before it is started, or when it can be cancelled
+            with DeferredSigint():
+                # Ctrl-C comes before the start, or when the proxy can be cancelled.
                 proxy = start(self.acquire, (), name=f"{self._what}.acquire")
             proxy.result()
         except BaseException:
@@ -159,7 +173,7 @@ class Semaphore:
             raise
 
     def _undo(self, acquiring: Promise[Any]) -> None:
-        """Who was to be let in is gone."""
+        """Release if the caller is gone that was let in."""
         if not acquiring.cancelled() and acquiring.exception() is None:
             self.release()
 
@@ -173,8 +187,12 @@ class Semaphore:
 
 
 class Lock(Semaphore):
-    """Held by one at a time: ``async with lock`` in green threads, ``with lock`` in plain code.
+    """A lock with one holder at a time.
 
+    Green threads use ``async with lock``, plain code uses ``with lock``.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     lock = green.Lock()
@@ -195,7 +213,7 @@ class Lock(Semaphore):
         self._held = False
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Return True if the lock is held."""
         return self._held
 
     def __repr__(self) -> str:
@@ -213,16 +231,24 @@ class Lock(Semaphore):
         super()._release()
 
     def release(self) -> None:
-        """From anywhere. Raises `RuntimeError` where nobody holds it."""
-        held, self._held = self._held, False  # at once, though plain code only posts what follows
+        """Release the lock. Any thread may call this.
+
+        Raises
+        ------
+        RuntimeError
+            If the lock is not held.
+        """
+        held, self._held = self._held, False  # at once, though plain code only posts the rest
         if not held:
             raise RuntimeError("a lock was released that nobody held")
         super().release()
 
 
 class Event:
-    """Something that happens once, until `clear`: all who wait for it go on then.
+    """An event that happens once, until `clear`, and then lets all its waiters go on.
 
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     event = green.Event()
@@ -240,8 +266,9 @@ class Event:
         what: Event
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            # The line first, then the look: who sets it puts another line in its place, and lets
-            # this one go, before.
+            # Read the queue first, then the flag. `set` replaces the queue before it sets the flag,
+            # and then wakes all threads of the old queue. So a thread that misses the flag is in a
+            # queue that this `set`, or a later one, wakes.
             self.line = line = self.what._line
             if self.what._set:
                 return False
@@ -257,13 +284,15 @@ class Event:
 
     @parks
     def wait(self) -> Awaitable[None]:
-        """Parks until it is set; not at all if it is."""
+        """Park until the event is set; return at once if it is."""
         return self._Wait(self)
 
     def set(self) -> None:
-        """From anywhere."""
+        """Set the event and wake all its waiters. Any thread may call this."""
         fresh = _Line()
-        line = self._line  # no call from here on: who comes later finds it set, or, once it is cleared, another line
+        # No call from here to the flag: a later waiter finds the event set or, after `clear`, the
+        # new queue.
+        line = self._line
         self._line = fresh
         self._set = True
         if scheduler.in_step():
@@ -285,11 +314,22 @@ def _at_least_one(n: int) -> int:
 
 
 class Barrier:
-    """Holds each of `n` enrolled green threads at `sync` until all have come there. Then it is as
-    new.
+    """A barrier, which holds each of `n` enrolled green threads at `sync` until all have arrived.
 
-    Raises `ValueError` for less than 1.
+    After that, the barrier can be used again.
 
+    Parameters
+    ----------
+    n : int
+        Number of enrolled green threads.
+
+    Raises
+    ------
+    ValueError
+        If `n` is less than 1.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     barrier = green.Barrier(2)
@@ -306,9 +346,9 @@ class Barrier:
         def enter(self, thread: GreenThread[Any]) -> bool:
             others = self.what.waiting
             if others + 1 < self.what._enrolled:
-                return self.stand(
-                    thread
-                )  # its place is told at the end, as who came before may have been cancelled
+                # The place is assigned at the end, because threads that came earlier may be
+                # cancelled.
+                return self.stand(thread)
             self.what._let_all()
             raise StopIteration(others)  # the value of the await
 
@@ -322,26 +362,39 @@ class Barrier:
 
     @property
     def enrolled(self) -> int:
-        """For how many it is."""
+        """Number of enrolled green threads."""
         return self._enrolled
 
     @property
     def waiting(self) -> int:
-        """How many have come to `sync` and wait there."""
+        """Number of green threads that wait at `sync`."""
         return len(self._line.threads)
 
     def __repr__(self) -> str:
         return f"<Barrier of {self._enrolled}{_waiting(self._line)} at {id(self):#x}>"
 
     def enroll(self, n: int = 1) -> None:
-        """It is for `n` more from now on. From anywhere; by who is enrolled already, or else it may
-        be too late."""
+        """Enroll `n` more green threads. Any thread may call this.
+
+        If the caller is not enrolled, the call may come too late.
+
+        Raises
+        ------
+        ValueError
+            If `n` is less than 1.
+        """
         self._change(_at_least_one(n))
 
     def resign(self, n: int = 1) -> None:
-        """It is for `n` fewer; if all the others wait already, they go on. From anywhere.
+        """Remove `n` green threads from the barrier. Any thread may call this.
 
-        Raises `ValueError` where fewer than `n` are enrolled who do not wait at `sync`.
+        If all the others wait already, they go on.
+
+        Raises
+        ------
+        ValueError
+            If `n` is less than 1, or fewer than `n` of the enrolled threads are not waiting at
+            `sync`.
         """
         self._change(-_at_least_one(n))
 
@@ -358,8 +411,18 @@ class Barrier:
 
     @parks
     def sync(self) -> Awaitable[int]:
-        """Waits for the others; in which place this one came, from 0. Raises `RuntimeError` if
-        nobody is enrolled."""
+        """Wait for the others.
+
+        Returns
+        -------
+        int
+            The caller's place in the order of arrival, from 0.
+
+        Raises
+        ------
+        RuntimeError
+            If no thread is enrolled.
+        """
         if not self._enrolled:
             raise RuntimeError("nobody is enrolled in this barrier: enroll first")
         return self._Sync(self)

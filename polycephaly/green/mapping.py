@@ -1,9 +1,9 @@
-"""`par` and `map`: many green threads at once, from plain code and from green code alike.
+"""`par` and `map`: run many green threads at once, from plain code and from green code.
 
     items ──next()──> width workers ──> results, in the order of the items
 
-In plain code they wait, and give a list. In a coroutine, and in asyncio code, they give something
-to await."""
+Plain code waits and gets a list. A coroutine, or asyncio code, gets an awaitable.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ U = TypeVar("U")
 
 
 class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
-    """For type checkers, which cannot tell where they are called: what `map` and `par` give. In
-    plain code that is a list; in a coroutine it is to be awaited, which gives the list, or, if of
-    `map`, iterated with ``async for``."""
+    """The result type of `map` and `par` for type checkers, which cannot know the kind of caller.
+    Plain code gets a list. A coroutine gets an awaitable of the list or, from `map`, also an
+    async iterable."""
 
 
-AHEAD = 2  # results that may wait to be asked for, for each worker
+AHEAD = 2  # results per worker that may wait for the reader
 
 
 @overload
@@ -60,17 +60,32 @@ def par(*fns: Any, over: Any = None) -> ListOrAwaitable[Any]: ...
 
 
 def par(*fns: Any, over: Any = None) -> Any:
-    """Runs all of `fns` as green threads, until the last has ended; a list of their values, in
-    order. (ProcessJ's par.)
+    """Run all of `fns` as green threads until the last has ended (ProcessJ's par).
 
-    They are coroutine functions, plain functions, or coroutines. The first error cancels the
-    others; all are raised in an `ExceptionGroup`. In a coroutine, asyncio's too: ``await
-    green.par(...)``; in plain code it waits by itself.
+    The first error cancels the others. In plain code, `par` waits by itself. In a coroutine, also
+    one of asyncio, use ``await green.par(...)``.
 
-    With ``over=pool`` they are spread over the pool's drones, those next to each other in one drone
-    where that is possible. Then they must be functions (`partial` for their arguments). Channels
-    connect them as ever.
+    Parameters
+    ----------
+    *fns : callable or coroutine
+        Coroutine functions, plain functions, or coroutines.
+    over : Pool, optional
+        Spread the functions over the drones of this pool, neighbours in one drone if possible. Then
+        `fns` must be functions; use `partial` for their arguments. Channels connect the functions
+        as they do in one process.
 
+    Returns
+    -------
+    list
+        The values, in the order of `fns`.
+
+    Raises
+    ------
+    ExceptionGroup
+        All errors, if a function fails.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def one(): return 1
     >>> green.par(one, lambda: 2)
@@ -115,18 +130,37 @@ def map(
     progress: bool = False,
     over: Any = None,
 ) -> Any:
-    """``fn(item)`` for all items, by `width` green threads that drain them; the values in the order
-    of the items.
+    """Apply `fn` to all items in `width` green threads.
 
-    `fn` is a coroutine function, or a plain function, which is run on native threads. In plain code
-    this waits, and gives a list. In a coroutine, ``await`` gives the list, and ``async for`` gives
-    the values one by one as they are there, with at most some two for each thread waiting to be
-    asked for. The first error cancels the rest and is raised. With `progress` a bar on stderr shows
-    how many are done. Raises `ValueError` for a width below 1.
+    Plain code waits and gets a list. In a coroutine, ``await`` returns the list, and ``async for``
+    yields the values one by one as they become ready. At most about two values per green thread
+    then wait for the reader. The first error cancels the rest and is raised.
 
-    With ``over=pool`` the green threads are in the drones of that pool, `width` in each; whichever
-    is free takes the next item.
+    Parameters
+    ----------
+    fn : callable
+        A coroutine function, or a plain function, which runs on native threads.
+    items : iterable
+        The arguments.
+    width : int
+        Number of green threads.
+    progress : bool
+        If true, show a progress bar on stderr.
+    over : Pool, optional
+        Run `width` green threads in each drone of this pool. Any free one takes the next item.
 
+    Returns
+    -------
+    list or awaitable
+        The values, in the order of the items.
+
+    Raises
+    ------
+    ValueError
+        If `width` is less than 1.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> green.map(lambda n: n * n, range(5), width=2)
     [0, 1, 4, 9, 16]
@@ -146,8 +180,8 @@ def map(
 
 
 def _as_fits(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """In plain code, runs the coroutine; in a coroutine, gives it; in asyncio code, one that has it
-    run."""
+    """Run the coroutine in plain code. In a coroutine, return it; in asyncio code, return one that
+    spawns it."""
     if scheduler.in_step():
         return make()
     return _spawned(make) if _in_asyncio() else run(make())
@@ -167,7 +201,7 @@ def _in_asyncio() -> bool:
 
 
 class Mapped(Collected, Generic[T]):
-    """What `map` gives in a coroutine: to be awaited, or iterated with ``async for``; once."""
+    """The result of `map` in a coroutine: to be awaited, or iterated with ``async for``, once."""
 
     def __init__(
         self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
@@ -179,12 +213,12 @@ class Mapped(Collected, Generic[T]):
 
     async def collect(self) -> list[Any]:
         places: list[list[Any]] = []
-        scheduler.current._since = None  # it is none of the user's threads
+        scheduler.current._since = None  # not a thread of the user's: not in the event log
 
         async def task() -> None:
             apply, awaits = applier(self._fn, self._progress)
             thread = scheduler.current
-            trail.number_of(thread)  # in the order of their beginning
+            trail.number_of(thread)  # number the threads in order of starting
             for item in self._items:
                 place: list[Any] = []
                 places.append(place)
@@ -217,7 +251,7 @@ class _Place(Promise[Any]):
 
 
 class _Drain(Generic[T]):
-    """The workers behind an ``async for``: each takes an item, and leaves a place for its value in
+    """The workers behind an ``async for``. Each takes an item and puts a place for its value into
     the channel."""
 
     def __init__(
@@ -238,9 +272,8 @@ class _Drain(Generic[T]):
         try:
             for item in self._items:
                 place = _Place()
-                await self.places.send(
-                    place
-                )  # in the step that took the item: so places are in the items' order
+                # In the step that took the item, so that places are in the order of the items.
+                await self.places.send(place)
                 began = monotonic()
                 try:
                     place.set_result(await apply(item))
@@ -250,7 +283,7 @@ class _Drain(Generic[T]):
                     place.set_exception(error)
                     if not isinstance(error, Exception):
                         raise
-        except BaseException as error:  # of the items themselves
+        except BaseException as error:  # raised by the items' iterator
             if isinstance(error, Exception):
                 place = _Place()
                 place.set_exception(error)
@@ -270,7 +303,8 @@ class _Drain(Generic[T]):
 
 
 class _Values(AsyncIterator[Any]):
-    """The reader's end. When it is dropped, or an error was raised, the workers end."""
+    """The reader's side of an ``async for``. The workers end when it is dropped or an error was
+    raised."""
 
     def __init__(self, drain: _Drain[Any]) -> None:
         self._drain = drain
@@ -293,8 +327,8 @@ class _Values(AsyncIterator[Any]):
 def applier(
     fn: Callable[[Any], Any], progress: Progress | None
 ) -> tuple[Callable[[Any], Any], bool]:
-    """How it is applied, and whether it is a coroutine function: foreign calls are on the trail
-    already."""
+    """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
+    foreign calls, which are in the event log already."""
 
     async def call(item: Any) -> Any:
         value = await call_long(fn, item)

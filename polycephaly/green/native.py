@@ -1,22 +1,17 @@
-"""Native threads, cached: whatever must not run on the scheduler's own thread runs on one of these.
+"""A pool of native threads, for all code that must not run on the scheduler's own thread.
 
     start(job) ──> room under the ceiling? an idle worker, or a new one ──> job()
              └──> else the queue ──> the next worker whose job is over ───────┘
 
-A worker is given one job after another. One that has had none for `LINGER` seconds ends, so an
-image that has stopped using green threads has no thread of theirs either. There is no cap but
-`ceiling`, and that is there so that a runaway loop meets a queue and not the kernel's limit.
+A worker without a job for `LINGER` seconds ends, so a process that has stopped using green threads
+keeps no native thread for them. The only limit is `ceiling`, so that a runaway loop meets a queue
+and not the kernel's limit.
 
-Which interleavings are possible. Nothing here holds a lock: jobs are started from finalizers and
-callbacks too, which may interrupt any other code. Whoever pops a worker from `_idle`, or a job from
-`_queue`, has it alone (`pop` is atomic), and looking at `busy` and counting it up is one run of
-code without a call, in which CPython changes no thread.
-
-    submitter: A1 queue.append(job)          A2 busy is below the ceiling? takes a job from the
-    queue worker:    B1 the queue is empty: busy-1 B2 looks at the queue again, as A2 does
-
-If A1 comes before B2 the worker sees the job. If not, then B1 came before B2 before A1 before A2,
-and the submitter sees the room. Both may see both: then one of them finds the queue empty."""
+Nothing here holds a lock, because finalizers and callbacks start jobs too, and may interrupt any
+other code. `pop` is atomic, so a worker popped from `_idle`, or a job popped from `_queue`, belongs
+to one thread. Looking at `busy` and incrementing it is one run of code without a call, in which
+CPython does not switch threads.
+"""
 
 from __future__ import annotations
 
@@ -34,32 +29,34 @@ __all__ = ["NativeThreadPool"]
 
 log = logging.getLogger("polycephaly.green")
 
-KEEP = 8  # idle ones; when thousands come back at once, most had better end than wait to end
-LINGER = 0.05  # seconds; starting a thread takes some 0.1 ms, so keeping one for longer would save next to nothing
+# Idle workers. If thousands of jobs end at once, most workers should end too, not linger.
+KEEP = 8
+# Seconds that an idle worker stays. Starting a thread takes about 0.1 ms: staying saves little.
+LINGER = 0.05
 
 
-CROWD = 512  # native threads from which on they are too many for the usual switch interval
-PATIENCE = 20e-6  # seconds of switch interval for each
+CROWD = 512  # from this number of native threads on, the usual switch interval is too short
+PATIENCE = 20e-6  # seconds of switch interval for each of them
 
 
 class NativeThreadPool:
-    """The cache. `start` may be called from anywhere."""
+    """A pool of native threads. Any thread may call `start`."""
 
     def __init__(self, ceiling: int) -> None:
         self.ceiling = ceiling
         self.count = 0  # of threads
-        self.busy = 0  # jobs that run and count against the ceiling
+        self.busy = 0  # running jobs that count against the ceiling
         self._crowd = _Crowd()
         self._idle: list[_Worker] = []
         self._queue: deque[Callable[[], object]] = deque()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Has `job` run on a native thread, now if there may be one more, else when one is free.
+        """Run `job` on a native thread: now if the ceiling allows, else when a thread is free.
 
-        Raises `RuntimeError` when there is no thread at all and none can be started.
+        Raises `RuntimeError` if there is no thread at all and none can be started.
         """
         if self.busy < self.ceiling:
-            self.busy += 1  # no call since the look: no other thread ran in between
+            self.busy += 1  # no call since the look, so no other thread ran in between
             if self._give(partial(self._run, job)):
                 return
             self.busy -= 1
@@ -71,19 +68,29 @@ class NativeThreadPool:
         self.admit()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """The same for what must not stand in the queue, and does not count: who drives, watches,
-        or serves a bound thread. False where no thread can be started."""
+        """Run `job` at once, outside the ceiling. Return False if no thread can be started.
+
+        For the owner of the scheduler, the watchdog and bound threads, which must not queue.
+        """
         return self._give(job)
+
+    # No job is left in the queue while there is room. A submitter does A1 then A2, a worker whose
+    # job is over does B1 then B2:
+    #
+    #     A1  append the job to the queue          B1  the queue is empty: decrement `busy`
+    #     A2  room? take a job from the queue      B2  look at the queue again, as in A2
+    #
+    # If A1 comes before B2, the worker sees the job. Otherwise B1 comes before A2, and the
+    # submitter sees the room. If both see a job and room, one of them finds the queue empty.
 
     def _run(self, job: Callable[[], object]) -> None:
         while True:
             try:
                 job()
-            except (
-                BaseException
-            ):  # of a callback that was to be called at a thread's end, as sys.exit raises
+            # Raised by a callback at the end of a green thread, for instance by `sys.exit`.
+            except BaseException:
                 callbacks.exception("a callback of a green thread failed")
-            del job  # nothing it holds is kept
+            del job  # keep nothing that the job holds
             try:
                 job = self._queue.popleft()
             except IndexError:
@@ -92,7 +99,7 @@ class NativeThreadPool:
         self.admit()
 
     def admit(self) -> None:
-        """Begins with those in the queue for whom there is room."""
+        """Start queued jobs while there is room."""
         while self._queue and self.busy < self.ceiling:
             self.busy += 1
             try:
@@ -115,13 +122,13 @@ class NativeThreadPool:
         self._count()
         try:
             _Worker(self, job)
-        except RuntimeError:  # the kernel has no more
+        except RuntimeError:  # the kernel refuses another thread
             self.ended()
             return False
         return True
 
     def ended(self) -> None:
-        """A worker has ended."""
+        """Count a worker that has ended, or could not be started."""
         self.count -= 1
         self._count()
 
@@ -130,11 +137,11 @@ class NativeThreadPool:
             self._crowd.counts(self.count)
 
     def idle(self) -> set[int]:
-        """The identities of the threads that have nothing to do."""
+        """Return the idents of the idle threads."""
         return {worker.ident for worker in list(self._idle)}
 
     def next_job(self, worker: _Worker) -> Callable[[], object] | None:
-        """What `worker` is to do next; None: nothing for so long that it may end."""
+        """Wait for the next job of `worker` and return it; None if the worker should end."""
         if len(self._idle) >= KEEP:
             return None
         self._idle.append(worker)
@@ -142,45 +149,50 @@ class NativeThreadPool:
             try:
                 self._idle.remove(worker)
                 return None
-            except ValueError:  # somebody has just popped it
+            except ValueError:  # another thread has just popped the worker, and gives it a job
                 worker.called.acquire()
         job, worker.job = worker.job, None
         return job
 
     def forget(self) -> None:
-        """In a forked child: none of the threads is there."""
+        """Reset the pool in a forked child, where none of the threads exists."""
         self.count = self.busy = 0
         self._idle.clear()
         self._queue.clear()
 
 
 class _Crowd:
-    """Keeps thousands of native threads from bringing the machine to a halt.
+    """Lengthens the switch interval of the interpreter while there are many native threads.
 
-    A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. When
-    thousands come back from foreign calls at about the same time, this asking takes all processors,
-    and fewer come through than arrive: 10,000 one-second sleeps took 2.3 s, or in one run of five
-    more than 60. While there are many, the interval is therefore longer, in proportion (measured
-    with it: 2.0 to 2.6 s in 18 runs of 18)."""
+    A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. If
+    thousands of threads return from foreign calls at about the same time, the asking takes all
+    processors, and fewer threads get through than arrive: 10,000 one-second sleeps took 2.3 s, but
+    more than 60 s in one run of five. The interval therefore grows in proportion to the number of
+    threads (measured so: 2.0 to 2.6 s in 18 runs of 18).
+    """
 
     def __init__(self) -> None:
         self._usual = self._ours = 0.0
 
     def counts(self, count: int) -> None:
-        """To be told the number of threads now and then."""
+        """Adapt the switch interval to `count` threads."""
         if count >= CROWD:
             if not self._ours:
                 self._usual = sys.getswitchinterval()
             self._ours = max(self._usual, count * PATIENCE)
             sys.setswitchinterval(self._ours)
         elif self._ours:
-            if abs(sys.getswitchinterval() - self._ours) < 1e-5:  # nobody else has set it meanwhile
+            # Restore the interval only if no other code has set it meanwhile.
+            if abs(sys.getswitchinterval() - self._ours) < 1e-5:
                 sys.setswitchinterval(self._usual)
             self._ours = 0.0
 
 
 class _Worker:
-    """A raw thread: `threading.Thread` would take half as long again to start and to end."""
+    """A worker of the pool.
+
+    A raw thread, because a `threading.Thread` takes half as long again to start and to end.
+    """
 
     __slots__ = ("begun", "called", "ident", "job", "workers")
 
@@ -192,9 +204,9 @@ class _Worker:
         self.begun = allocate_lock()
         self.begun.acquire()
         self.ident = start_new_thread(self._live, ())
-        # One at a time: threads that are started faster than they come to their first blocking call
-        # wait for the interpreter all together, each asking for it every 5 ms. Some thousands of
-        # those bring everything to a halt.
+        # Start one thread at a time. Threads that start faster than they reach their first blocking
+        # call wait for the interpreter together, each asking every 5 ms. Some thousands of them
+        # bring everything to a halt.
         self.begun.acquire()
 
     def give(self, job: Callable[[], object]) -> None:
@@ -210,14 +222,12 @@ class _Worker:
                     job()
                 except BaseException:
                     log.exception("a bug in polycephaly: %r raised", job)
-                del job  # nothing it holds is kept while waiting
+                del job  # keep nothing that the job holds while waiting
                 job = self.workers.next_job(self)
         finally:
             self.workers.ended()
-            if sys.version_info < (
-                3,
-                13,
-            ):  # code that asked for `current_thread()` made an entry, which stays
+            # Code that called `current_thread()` has made an entry, which would stay.
+            if sys.version_info < (3, 13):
                 entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
                 if isinstance(entry, threading._DummyThread):
                     del threading._active[get_ident()]  # type: ignore[attr-defined]

@@ -1,15 +1,16 @@
-"""Green threads spread over the drones of a pool: `par` and `map` with ``over=pool``.
+"""`par` and `map` with ``over=pool``: green threads spread over the drones of a pool.
 
-    par(f, g, h, k, over=pool)    the first half in one drone, the second in another: a `par` in
-    each
+    par(f, g, h, k, over=pool)    half of them in one drone, half in another: a `par` in each
 
-    map(fn, items, over=pool)     items ──> `jobs` ──> width green threads in each drone ──> `done` ──> in order
-                                            what is free takes the next one      both are channels that live here
+    map(fn, items, over=pool)     items ──> `jobs` ──> width green threads in each drone ──> `done`
+                                  any free one takes the next item; results are put in order here
 
-Channels that the functions have connect them as in one image. Each share is one piece of work, for
-one drone alone: they all run at the same time, as they may wait for each other, and each drone does
-nothing else meanwhile. A share of `map` whose drone has something else to do until all values are
-there is withdrawn; one of `par` is waited for."""
+`jobs` and `done` are channels of this process. Channels in the functions connect them as in one
+process. Each share is one task, dedicated to one drone. All shares run at the same time, because
+they may wait for each other, and each drone does nothing else meanwhile. If a drone is busy with
+another task until all values are there, its share of `map` is withdrawn. A share of `par` is waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ __all__ = ["Spread", "par_over"]
 
 T = TypeVar("T")
 
-AHEAD = 4  # items under way, or done before an earlier one, for each green thread
+AHEAD = 4  # items per green thread in progress, or done before an earlier one
 
 
 def drones_of(pool: Any) -> Sequence[Any]:
     refusal: BaseException | None = getattr(getattr(pool, "_dispatcher", None), "refusal", None)
-    if refusal is not None:  # it has ended, say: as with all other work
+    if refusal is not None:  # the pool has ended, for example: as for any other task
         raise another(refusal)
     drones: Sequence[Any] = getattr(pool, "drones", ())
     if not drones:
@@ -66,9 +67,9 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
         if end > begin:
             try:
                 shares.append(drone.promise(_share, list(fns[begin:end])))
-            except (
-                BaseException
-            ):  # it has died just now, say: the others would wait for what it was to run
+            except BaseException:
+                # If a drone has just died, for example, the other shares would wait for its
+                # functions.
                 for share in shares:
                     share.cancel()
                 raise
@@ -86,8 +87,8 @@ async def _share(fns: list[Any]) -> list[Any]:
 
 
 async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
-    """Their values. The first that fails has the others cancelled; then all errors are raised, in
-    one group."""
+    """Return the values of `shares`. The first failure cancels the others; then all errors are
+    raised in one group."""
     failed: list[BaseException] = []
 
     async def one(share: Promise[Any]) -> Any:
@@ -109,7 +110,7 @@ async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
 
 
 class Spread(Collected, Generic[T]):
-    """What `map` gives with ``over=``: to be awaited, or iterated with ``async for``; once."""
+    """The result of `map` with ``over=``: to be awaited, or iterated with ``async for``, once."""
 
     def __init__(
         self, fn: Callable[[T], Any], items: Iterable[T], width: int, pool: Any, progress: Any
@@ -133,7 +134,7 @@ class Spread(Collected, Generic[T]):
                 drone.promise(share_of_map, self._fn, jobs, done, self._width)
                 for drone in self._drones
             ]
-        except BaseException:  # one of them has retired, say: the others would wait for ever
+        except BaseException:  # a drone has retired, say: the others would wait for ever
             jobs.close()
             done.close()
             raise
@@ -170,7 +171,7 @@ class Spread(Collected, Generic[T]):
             if self._progress is not None:
                 self._progress.close()
         for share in shares:
-            if not share.cancel(running=False):  # it has begun, and has nothing left to do
+            if not share.cancel(running=False):  # has begun, and has no items left
                 await share
         await working[-1]
 
@@ -182,23 +183,22 @@ class Spread(Collected, Generic[T]):
             await room.acquire()
             try:
                 await jobs.send((count, item))
-            except (
-                ChannelClosed,
-                ItemLost,
-            ):  # nobody wants more; or a drone has died, and its promise tells that
+            except (ChannelClosed, ItemLost):
+                # No more values are wanted, or a drone has died, as the promise of its share
+                # reports.
                 return
             count += 1
         await done.send((_END, count))
 
 
 _END = -1
-"""In place of an index: then it is not a value, but how many there are."""
+"""Sent in place of an index, with the number of items in place of a value."""
 
 
 async def share_of_map(
     fn: Callable[[Any], Any], jobs: Channel[Any], done: Channel[Any], width: int
 ) -> None:
-    """In a drone: `width` green threads that take what there is to do."""
+    """In a drone: take items from `jobs` in `width` green threads, until none is left."""
     from ..wire.functions import label
     from .mapping import applier
 
@@ -211,10 +211,9 @@ async def share_of_map(
             except Cancelled as error:
                 if scheduler.current._cancels:
                     raise
-                raise CancelledError(
-                    f"a call of {label(fn)} was cancelled"
-                ) from error  # it was not by us
-            with suppress(ChannelClosed):  # nobody wants it any more
+                # The call itself was cancelled, not this green thread.
+                raise CancelledError(f"a call of {label(fn)} was cancelled") from error
+            with suppress(ChannelClosed):  # the value is no longer wanted
                 await done.send((index, value))
 
     try:
@@ -226,14 +225,14 @@ async def share_of_map(
 
 
 async def _drain(done: Channel[Any]) -> None:
-    """Takes what nobody wants any more: a channel that drones know is kept until it is closed, and
-    empty."""
+    """Receive and drop unwanted values, because a channel that drones know is kept until it is
+    closed and empty."""
     while True:
         try:
             await done.receive()
         except (ChannelClosed, Deadlock):
             return
-        except Exception:  # an item's own
+        except Exception:  # an item's own error
             pass
 
 

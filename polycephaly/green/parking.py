@@ -1,9 +1,10 @@
-"""What a green thread awaits when all it does is wait to be woken: 48 bytes, where a generator's
-frame takes 200.
+"""`Parking`: an awaitable that parks a green thread until it is woken.
 
-An awaitable that is its own iterator, as the interpreter asks for it: `__next__` is called when the
-await begins, and yields `PARK`; then either `send` with what the thread was given (`__next__` again
-where that is None), or `throw`."""
+A `Parking` takes 48 bytes, where the frame of a generator takes 200. The object is its own iterator
+and follows the protocol of the interpreter: `__next__` is called when the await begins, and yields
+`PARK`. Then either `send` is called with the value given to the thread (`__next__` again if that is
+None), or `throw`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def parks(fn: F) -> F:
-    """Marks a plain function that gives a `Parking`: `spawn` takes it for the coroutine function
-    that it stands for."""
+    """Mark a plain function that returns a `Parking`, so that `spawn` treats it as a coroutine
+    function."""
     fn.parks = True  # type: ignore[attr-defined]
     return fn
 
 
 class Parking:
-    """To be derived from. `enter` leaves word where the thread waits, `leave` takes it back."""
+    """The base class of such awaitables.
+
+    `enter` registers the thread where it waits, and `leave` takes the registration back.
+    """
 
     __slots__ = ("thread",)
 
@@ -39,16 +43,18 @@ class Parking:
         self.thread: GreenThread[Any] | None = None
 
     def enter(self, thread: GreenThread[Any]) -> bool:
-        """Called once, by the owner. False: there is nothing to wait for. It may raise
-        `StopIteration` with a value."""
+        """Begin the wait. Return False if there is nothing to wait for.
+
+        Called once, by the owner. May raise `StopIteration` with the value of the await.
+        """
         raise NotImplementedError
 
     def leave(self) -> None:
-        """The wait was broken off."""
+        """Clean up after an interrupted wait."""
         raise NotImplementedError
 
     def wake(self, value: Any = None) -> None:
-        """The owner wakes it; `value` is what the await gives."""
+        """Wake the thread, whose await returns `value`. For the owner only."""
         thread = self.thread
         assert thread is not None
         thread._value = value
@@ -57,7 +63,7 @@ class Parking:
     def __await__(self) -> Generator[Any, Any, Any]:
         if self.thread is not None:
             raise RuntimeError(f"what {self.name} gave was awaited before: call it again")
-        return self  # type: ignore[return-value]  # it does what a generator does
+        return self  # type: ignore[return-value]  # implements the methods of a generator
 
     def __iter__(self) -> Parking:
         return self

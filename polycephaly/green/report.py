@@ -1,10 +1,11 @@
-"""Seeing what green threads do: a list of them, and the verdict that all of them wait for ever.
+"""Reports on green threads: their states, their timeline, and the detection of deadlocks.
 
-A deadlock is only called so when it is certain. Everybody who could still do something counts:
-timers, foreign calls, promises that others settle, other native threads, signal handlers; but for
-the tools around a program that are known to have nothing to do with it, a test runner's time limit
-or an executor without work. A thread that a C library has started is not seen before it calls into
-Python: who waits for such a one awaits a `Promise`, which counts as from outside."""
+A deadlock is reported only if it is certain, so anything that could still wake a thread counts:
+timers, foreign calls, promises that others settle, other native threads and signal handlers.
+Excepted are tools that are known to have no effect on the program: the time limit of a test runner,
+or an idle executor. A thread that a C library has started is invisible until it calls into Python.
+To wait for such a thread, code awaits a `Promise`, which counts as from outside.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from .watchdog import watchdog
 
 __all__ = ["ThreadInfo", "threads", "timeline"]
 
-SHOWN = 20  # green threads that a Deadlock lists
+SHOWN = 20  # green threads that a `Deadlock` lists
 
 OWN = __name__.rpartition(".")[0]
 IDLE_MACHINERY = ("threading", "queue", "concurrent.futures.thread", "execnet")
@@ -37,11 +38,22 @@ TIME_LIMITS = ("pytest_timeout",)
 
 
 class ThreadInfo(NamedTuple):
-    """A green thread as it was when asked for.
+    """The state of one green thread at the time of a call of `green.threads`.
 
-    ``state`` is ``"running"``, ``"ready"``, ``"parked"``, ``"calling"`` (in a foreign call) or
-    ``"native"`` (a plain function). ``file`` and ``line`` are where its own code is; ``doing``
-    names what it does there."""
+    Attributes
+    ----------
+    name
+        The name of the thread.
+    state
+        ``"running"``, ``"ready"``, ``"parked"``, ``"calling"`` (in a foreign call) or ``"native"``
+        (a plain function).
+    file
+        The file of the thread's own code.
+    line
+        The line there.
+    doing
+        The name of the function or operation that runs or waits there.
+    """
 
     name: str
     state: str
@@ -54,8 +66,15 @@ class ThreadInfo(NamedTuple):
 
 
 def threads() -> list[ThreadInfo]:
-    """Every live green thread of this image, in no order. From anywhere.
+    """Return the states of the live green threads of this process. Any thread may call this.
 
+    Returns
+    -------
+    list of ThreadInfo
+        In no particular order.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     return [each.name for each in green.threads()]
@@ -67,18 +86,26 @@ def threads() -> list[ThreadInfo]:
 
 
 def info_of(thread: object) -> ThreadInfo | None:
-    """Of one live green thread, from anywhere; None for what is none."""
+    """Return the state of one green thread; None for any other object. Thread-safe."""
     return _info(thread, sys._current_frames()) if isinstance(thread, GreenThread) else None
 
 
 def timeline() -> Timeline:
-    """What the green threads of this image have done: their lives, foreign calls, the items of
-    `map`. From anywhere.
+    """Return a timeline of the green threads of this process. Any thread may call this.
 
-    The last 4,000 of these; what took less than 50 µs is left out, and so are the lives of threads
-    beyond 256 that live at once. In a drone it is what has not gone home yet with its results: see
+    Returns
+    -------
+    Timeline
+        The last 4,000 events: lives of green threads, foreign calls, items of `map`.
+
+    Notes
+    -----
+    Events shorter than 50 µs are left out, and so are the lives of threads spawned beside 256
+    others. In a drone, events already sent to the controller with results are missing: see
     `Drone.timeline`.
 
+    Examples
+    --------
     >>> import time
     >>> from polycephaly import green
     >>> green.map(time.sleep, [0.01, 0.02], width=2)
@@ -131,8 +158,10 @@ def _describe(
 
 
 def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
-    """The frames of a coroutine and what it awaits, outermost first; last what it is parked in, if
-    without a frame."""
+    """Yield the frames of a coroutine and of all that it awaits, outermost first.
+
+    If the coroutine is parked in an operation without a frame, that operation comes last.
+    """
     while coro is not None:
         if isinstance(coro, CoroutineType):
             frame, coro = coro.cr_frame, coro.cr_await
@@ -163,7 +192,10 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _look_for_deadlock() -> None:
-    """By an owner that has had nothing to do for a while."""
+    """Raise `Deadlock` in threads that wait for ever.
+
+    Called by an owner that has had nothing to do for a while.
+    """
     waiting = dict(promise.waiting)
     if (
         not waiting
@@ -209,7 +241,7 @@ def somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> boo
 def _is_idle(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
     if module == "concurrent.futures.thread" and frame.f_code.co_name == "run":
-        return False  # there an executor runs what it was given
+        return False  # in this function an executor runs a call
     return module.startswith(IDLE_MACHINERY)
 
 

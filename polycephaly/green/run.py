@@ -1,4 +1,4 @@
-"""From plain code into green code: start a green thread, and wait for it."""
+"""`run`: start a green thread from plain code, and wait for its end."""
 
 from __future__ import annotations
 
@@ -26,15 +26,36 @@ def run(main: Callable[..., T], /, *args: Any) -> T: ...
 
 
 def run(main: Any, /, *args: Any) -> Any:
-    """Runs ``main(*args)`` as a green thread, and waits for it: its value or error.
+    """Run ``main(*args)`` as a green thread, and wait for its end.
 
-    The calling thread only waits, so signals and Ctrl-C arrive; Ctrl-C cancels the green thread,
-    waits for its end, and raises `KeyboardInterrupt`. Other green threads go on when `main` has
-    ended.
+    Parameters
+    ----------
+    main
+        A coroutine function, coroutine object or plain function, as for `spawn`.
+    *args
+        Arguments for `main`.
 
-    Raises `Deadlock` when everybody waits and nothing can wake anybody, and `RuntimeError` inside a
-    coroutine.
+    Returns
+    -------
+    object
+        The value of `main`. An error of `main` is raised here.
 
+    Raises
+    ------
+    Deadlock
+        If all green threads wait and nothing can wake any of them.
+    RuntimeError
+        If called inside a coroutine.
+    KeyboardInterrupt
+        On Ctrl-C, after the green thread has been cancelled and has ended.
+
+    Notes
+    -----
+    The calling thread only waits, so signal handlers and Ctrl-C work. Other green threads continue
+    after `main` has ended.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main(name):
     ...     await green.sleep(0.01)
@@ -55,14 +76,15 @@ def run(main: Any, /, *args: Any) -> Any:
         )
     thread = None
     try:
-        with DeferredSigint():  # a Ctrl-C comes before it is started, or when it can be cancelled
+        # Ctrl-C arrives before the thread is started, or when it can be cancelled.
+        with DeferredSigint():
             thread = start(main, args)
         return thread.result()
     except KeyboardInterrupt:
         if thread is not None:
             thread.cancel()
             with suppress(Exception):
-                thread.exception()  # waits; and what it says is not worth a report any more
+                thread.exception()  # waits, and marks the error as seen, so none is printed
         raise
     finally:
         del thread  # no cycle through the traceback of its error, which would keep the arguments

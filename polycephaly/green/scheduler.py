@@ -1,40 +1,22 @@
-"""The scheduler: one queue of green threads that can go on, and one native thread at a time that
-runs them.
+"""The scheduler of green threads: one FIFO queue, and one native thread at a time that runs it.
 
-    spawn, wake-ups, post() ──> ready (FIFO) ──owner: thread._coro.send(value)──> parked, ready again, or finished
+    spawn, wake-ups, post() ──> ready (FIFO) ──owner: coro.send(value)──> parked, ready or finished
              │                                     │
-             └── ring the bell                     └── green.call: another native thread may become the owner
+             └── ring the bell                     └── green.call: ownership may move to another
+                                                       native thread
 
-Whoever drives the queue is the *owner*. What green threads do between two awaits, they do on the
-owner, one at a time, so channels, locks and timers need no locks: they are touched by the owner
-only. Everybody else posts what is to be done (`post`), or spawns.
+The native thread that runs the queue is the *owner*. Between two awaits, green threads run on the
+owner, one at a time. Channels, locks and timers therefore need no locks: only the owner touches
+them. Any other thread posts a callback (`post`) or spawns a green thread.
 
-A green thread is parked when its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before
-it yields it has left word where it waits. Who wakes it puts the value that the await is to give
-into `_value`, and the thread into `ready`: only the owner does, and the fast paths of channels (see
-channel.py), and only when `_value` is `PARKED`.
+A green thread is parked if its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before
+the yield, the thread registers where it waits. A wake-up stores the value of the await in `_value`
+and appends the thread to `ready`. Only the owner and the fast paths of channels (channel.py) wake
+threads, and only if `_value` is `PARKED`.
 
-The bell. `bell` holds at most one waker: the sleeping owner's, or, when nobody drives, one that
-starts an owner; it is empty while the owner runs. Who has put something into `ready` and finds a
-waker pops it (atomic, so one does) and calls it. An owner about to sleep hangs up its waker
-*before* it looks at `ready` again: what came before is seen by that look, and who comes later finds
-the waker. Where the look finds something, the owner takes its waker down, and if it is gone
-already, waits for the call that is on its way. So no wake-up is lost or doubled. An owner that
-gives up hangs up the waker that starts an owner, and looks at `ready` once more; if it finds
-something, and that waker, it goes on; if it finds another's waker, that one has begun in the
-meantime, and is woken.
-
-Ownership. It passes on only inside a *region* (`green.call`): while foreign code runs, the owner's
-`Driver.token` is the number of the call. The watchdog, or the foreign code itself when it is about
-to wait, takes the ownership by putting `TAKEN` in its place; when the call is over and finds its
-number, it puts `NO_CALL`. Each looks and puts in one run of straight-line code without a call, and
-CPython gives the interpreter to another thread only at calls, loop ends and function entries: so
-exactly one of them gets it. A call that does not find its number yields `LOST`, and touches nothing
-of the scheduler's in between.
-
-A forked child has no scheduler: `_forget` makes everything as it was before the first spawn. A step
-that has forked cannot wait there, as every await raises, and the child ends with that step
-(runtime/forked.py)."""
+See docs/decisions/0009-one-owner-runs-green-threads.md for the bell, the hand-over of ownership,
+and why no wake-up is lost.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +56,8 @@ __all__ = [
     "scheduler",
 ]
 
-GRACE = 0.02  # seconds of silence before the owner asks whether everybody waits for ever
-CEILING = 16384  # native threads; the kernel's usual limits are 2 to 6 times as many
+GRACE = 0.02  # seconds without a runnable thread before the owner checks for a deadlock
+CEILING = 16384  # native threads; the usual limits of the kernel are 2 to 6 times as many
 STAND_STILL = 0.25  # seconds that a fork waits for the running step to end
 
 NO_CALL = 0
@@ -96,16 +78,15 @@ class _Word:
         return f"<{self._name}>"
 
 
-PARK: Any = _Word("PARK")  # yielded: this thread has parked, or is in `ready` already
-LOST: Any = _Word("LOST")  # yielded: this thread's native thread is not the owner any more
+PARK: Any = _Word("PARK")  # yielded: this green thread has parked, or is in `ready` already
+LOST: Any = _Word("LOST")  # yielded: the native thread of this step is no longer the owner
 AWAY: Any = _Word("AWAY")  # the `_value` of a thread that is in a foreign call
 YIELDED: Any = _Word("YIELDED")  # the `_value` of a thread that only let others go first
 PARKED: Any = _Word("PARKED")  # the `_value` of a thread that is not in `ready`
 
 
 class _Note:
-    """Something for the owner to do, in its turn. It stands in `ready` like a thread, and is its
-    own coroutine."""
+    """A callback for the owner. Stands in `ready` like a thread, and is its own coroutine."""
 
     __slots__ = ("_do", "_value")
 
@@ -130,35 +111,39 @@ class _Note:
 
 
 class Driver:
-    """A native thread that drives, or is in a foreign call that it began when it drove."""
+    """A native thread that runs green threads, or is in a foreign call that began while it did."""
 
     __slots__ = ("began", "clock", "fn", "ident", "lock", "returned", "thread", "token")
 
     def __init__(self) -> None:
         self.ident = get_ident()
-        self.clock = pthread_getcpuclockid(
-            self.ident
-        )  # asked for here: of an ended thread it would be a crash
-        self.token = NO_CALL  # or the number of the foreign call it is in, or TAKEN
+        # Asked for by the thread itself: asking for the clock of an ended thread crashes.
+        self.clock = pthread_getcpuclockid(self.ident)
+        self.token = NO_CALL  # or the number of the foreign call in progress, or TAKEN
         self.began = 0.0  # when the foreign call that was taken over was first seen
-        self.fn: Any = None  # what it calls, and whose call it is
+        self.fn: Any = None  # the function of the foreign call, and the green thread that calls
         self.thread: GreenThread[Any] | None = None
-        self.returned: GreenThread[Any] | None = None  # with LOST: whose step that was
+        self.returned: GreenThread[Any] | None = None  # after LOST: the thread whose step it was
         self.lock = allocate_lock()
         self.lock.acquire()
 
     def take(self) -> bool:
-        """Takes the ownership from the foreign call it is in; False where it has no ownership to
-        give."""
+        """Take the ownership from the foreign call in progress. Return False if there is none to
+        take."""
         if self.token > NO_CALL:
-            self.token = TAKEN  # no call since the look
+            # Atomic: CPython switches threads only at calls, loop ends and function entries, and
+            # none of these is between the look and this store. The same holds at the end of the
+            # call (call.py), so exactly one side gets the ownership.
+            self.token = TAKEN
             return True
         return False
 
 
 class Scheduler:
-    """There is one, `scheduler`. Methods that are not said to be for everybody are for the
-    owner."""
+    """The scheduler of one process; the only instance is `scheduler`.
+
+    Any thread may call the methods of the first section. All others are for the owner.
+    """
 
     def __init__(self) -> None:
         self.ready: deque[GreenThread[Any] | _Note] = deque()
@@ -166,38 +151,36 @@ class Scheduler:
         self.workers = NativeThreadPool(CEILING)
         self.bell: list[Callable[[], object]] = [self._begin]
         self.live: set[GreenThread[Any]] = set()
-        self.current: Any = None  # the thread whose step runs
-        self.owner = (
-            0  # the ident of the native thread that runs steps; 0: none, or it is in a foreign call
-        )
+        self.current: Any = None  # the green thread whose step runs
+        # The ident of the native thread that runs steps; 0 if none, or in a foreign call.
+        self.owner = 0
         self.driver: Driver | None = None
         self.drivers: dict[int, Driver] = {}
-        self.calls = 0  # foreign calls made, all told: the numbers for regions
-        self.bouts = 0  # how often the owner has gone to sleep after it had run something
+        self.calls = 0  # foreign calls begun in place so far; each takes the count for its token
+        self.bouts = 0  # how often the owner has gone to sleep after running something
         self.away = 0  # plain functions and foreign calls that run on other native threads
-        self.outside = 0  # green threads that wait for something from outside
-        self.mail: ChannelTransport | None = (
-            None  # once channels go to other images: the owner sleeps there, and looks into it
-        )
-        self.when_busy: Callable[[], object] = (
-            _nothing  # called by an owner that begins, or has slept
-        )
-        self.when_silent: Callable[[], object] = (
-            _nothing  # called by an owner that has had nothing to do for GRACE
-        )
+        self.outside = 0  # green threads that wait for something from outside the scheduler
+        # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
+        self.mail: ChannelTransport | None = None
+        # Called by an owner that begins, or has slept.
+        self.when_busy: Callable[[], object] = _nothing
+        # Called by an owner that has had nothing to do for GRACE.
+        self.when_silent: Callable[[], object] = _nothing
         self._luck = 1
 
-    # -- for everybody -----------------------------------------------------------------------------
+    # -- for any thread ----------------------------------------------------------------------------
 
     def post(self, do: Callable[[], object]) -> None:
-        """Has the owner do something soon. It must not raise, and must not wait."""
+        """Have the owner call `do` soon. `do` must neither raise nor wait."""
         self.ready.append(_Note(do))
         if self.bell:
             self.ring()
 
     def ring(self) -> None:
-        """There is something in `ready`: whoever sleeps on it wakes up."""
-        with DeferredSigint():  # a Ctrl-C between the two would leave nobody to wake
+        """Wake the sleeping owner, or start one, because `ready` has a new entry."""
+        # `pop` is atomic, so only one caller gets the waker. Ctrl-C is deferred: between the pop
+        # and the call it would leave an owner that no thread can wake.
+        with DeferredSigint():
             try:
                 waker = self.bell.pop()
             except IndexError:
@@ -205,13 +188,15 @@ class Scheduler:
             waker()
 
     def in_step(self) -> bool:
-        """Whether the caller is code of a green thread between two awaits."""
+        """Return True if the caller is code of a green thread between two awaits."""
         driver = self.drivers.get(get_ident())
         return driver is not None and driver.token == NO_CALL
 
     def step_aside(self) -> None:
-        """To be called by plain code that is about to wait: in a foreign call, somebody else drives
-        meanwhile."""
+        """Give up the ownership if the caller is in a foreign call.
+
+        Plain code calls this before waiting, so that another native thread runs the others.
+        """
         driver = self.drivers.get(get_ident())
         if driver is not None and driver.take():
             driver.began = monotonic()
@@ -220,12 +205,12 @@ class Scheduler:
     # -- ownership ---------------------------------------------------------------------------------
 
     def hand_over(self) -> None:
-        """The ownership was taken from a region: another native thread drives from now on."""
+        """Start another owner, because the ownership was taken from a foreign call."""
         self.owner, self.driver = 0, None
         self.away += 1
         if not self.workers.start_urgently(self._drive):
-            self.bell.append(self._begin)  # the call that comes back next will drive
-            if not self.away:  # it has come back
+            self.bell.append(self._begin)  # the next call that returns becomes the owner
+            if not self.away:  # the call has returned in the meantime
                 self.ring()
 
     def _begin(self) -> None:
@@ -236,7 +221,8 @@ class Scheduler:
             )
 
     def _drive(self) -> None:
-        """A worker's job: drives until there is nothing to do, or the ownership is lost."""
+        """Run green threads until there is nothing to do or the ownership is lost. The job of a
+        worker."""
         driver = Driver()
         self.drivers[driver.ident] = driver
         while True:
@@ -245,9 +231,8 @@ class Scheduler:
             base = Context()
             try:
                 told = base.run(self._loop, driver, base)
-            except (
-                BaseException
-            ) as error:  # of a callback that was to be called at a thread's end, as sys.exit raises
+            # Raised by a callback at the end of a green thread, for instance by `sys.exit`.
+            except BaseException as error:
                 promise.callbacks.error("a callback of a green thread failed", exc_info=error)
                 continue
             if told is None:
@@ -260,6 +245,8 @@ class Scheduler:
             assert thread is not None
             if base:
                 _give_context(thread, base)
+            # A foreign call that lost the ownership has returned. Its green thread joins the queue.
+            # This native thread becomes the owner again only if there is none.
             self.away -= 1
             thread._value = None
             self.ready.append(thread)
@@ -273,11 +260,12 @@ class Scheduler:
         del self.drivers[driver.ident]
 
     def _loop(self, driver: Driver, base: Context) -> Any:
-        """Runs green threads. None: given up. LOST: taken away. A thread: it has set a context
-        variable.
+        """Run green threads. Return why the loop ended.
 
-        `base` is the context this runs in, and it is empty. Threads that never set a variable share
-        it."""
+        None: there was nothing left to do. `LOST`: the ownership was taken. A green thread: that
+        thread has set a context variable. The loop runs in `base`, an empty context, which all
+        threads that never set a variable share.
+        """
         take, heap, parked, park = self.ready.popleft, self.timers.heap, PARKED, PARK
         generation = forked.generation
         thread: Any = None
@@ -309,16 +297,15 @@ class Scheduler:
                     return thread if self.current is None else self.current
             else:
                 continue
-            if (
-                thread is not None or self.current is not None
-            ):  # the latter: what mail has let go on, out of turn
+            # `current` is set without `thread` if a message has let a thread run out of turn.
+            if thread is not None or self.current is not None:
                 self.bouts += 1
-            self.current = thread = value = None  # keep nothing while asleep
+            self.current = thread = value = None  # keep nothing alive while asleep
             if not self._sleep(driver):
                 return None
 
     def _strange(self, thread: Any, told: Any) -> Any:
-        """A step ended by something else than PARK."""
+        """Handle a step that ended by something else than `PARK`. Return PARK or LOST."""
         while told is not PARK and told is not LOST:
             try:
                 told = thread._coro.throw(foreign(told))
@@ -331,7 +318,7 @@ class Scheduler:
         return told
 
     def run_step(self, thread: Any, step: Callable[[Any], Any], arg: Any) -> Any:
-        """One step of a parked thread, out of turn; PARK or LOST."""
+        """Run one step of a parked thread out of turn. Return PARK or LOST."""
         self.current = thread
         generation = forked.generation
         try:
@@ -347,16 +334,20 @@ class Scheduler:
         return self._strange(thread, told)
 
     def _sleep(self, driver: Driver) -> bool:
-        """Until there is something to do. False: there was nothing for LINGER seconds, and it was
-        given up."""
+        """Sleep until there is something to do.
+
+        Return False if there was nothing for GRACE and then LINGER seconds, so that the ownership
+        was given up. With a channel transport the ownership is never given up.
+        """
         bell, ready = self.bell, self.ready
         mail = self.mail
-        lock: Any = (
-            driver.lock if mail is None else mail
-        )  # with mail, what other images send wakes as the bell does
-        driver.fn = driver.thread = None  # of the last foreign call
+        # With a transport, messages of other processes wake the owner just as the bell does.
+        lock: Any = driver.lock if mail is None else mail
+        driver.fn = driver.thread = None  # left by the last foreign call
         asked = False
         while True:
+            # The waker goes into the bell before the look at `ready`: the look sees all that came
+            # before, and any thread that comes later finds the waker.
             bell.append(lock.release)
             left = self.timers.left()
             patience = GRACE if not asked else LINGER if mail is None else 1e6
@@ -367,10 +358,11 @@ class Scheduler:
             ):
                 try:
                     bell.pop()
-                except IndexError:
+                except IndexError:  # another thread has popped the waker, and is about to call it
                     lock.acquire()
                 if mail is not None:
-                    mail.look()  # only now: a fork takes an owner whose waker is in the bell for asleep
+                    # Not before the pop: a fork takes an owner with a waker in the bell for asleep.
+                    mail.look()
                 if ready or left is not None:
                     break
                 if not asked:
@@ -385,7 +377,7 @@ class Scheduler:
                     return False
                 try:
                     waker = bell.pop()
-                except IndexError:  # somebody begins another owner right now
+                except IndexError:  # another thread is starting an owner right now
                     return False
                 if waker != self._begin:  # another owner has begun, and sleeps already
                     waker()
@@ -395,19 +387,22 @@ class Scheduler:
         self.when_busy()
         return True
 
-    # -- odds and ends -----------------------------------------------------------------------------
+    # -- random numbers, and forks -----------------------------------------------------------------
 
     def draw(self, n: int) -> int:
-        """A number below `n`: the same ones in each run, and fair."""
+        """Return a fair pseudo-random number below `n`; the sequence is the same in each run."""
         self._luck = (self._luck * 1103515245 + 12345) & 0x7FFFFFFF
         return (self._luck >> 16) % n
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """For a fork: no green thread is between two awaits, unless one is for longer than
-        STAND_STILL."""
+        """Hold the owner between two steps during a fork.
+
+        If the running step takes longer than STAND_STILL, the fork goes ahead regardless.
+        """
         driver = self.drivers.get(get_ident())
-        if self.bell or (driver is not None and driver.token != TAKEN):  # asleep; or: it is us
+        # No step runs if the owner is asleep. If the caller is the owner, nothing has to stop.
+        if self.bell or (driver is not None and driver.token != TAKEN):
             yield
             return
         reached, over = allocate_lock(), allocate_lock()
@@ -426,8 +421,12 @@ class Scheduler:
             over.release()
 
     def _forget(self) -> None:
-        """In a forked child. The parent's green threads are its own: here they are only kept from
-        being destroyed, which would run their `finally` clauses."""
+        """Reset everything in a forked child to the state before the first spawn.
+
+        A step that has forked cannot wait in the child, because every await raises there. The child
+        ends with that step (runtime/forked.py).
+        """
+        # Keep the parent's green threads alive: destroying them would run their `finally` clauses.
         _of_parents.append((self.live, list(self.ready), list(self.timers.heap)))
         self.ready.clear()
         self.timers.forget()
@@ -449,8 +448,7 @@ _of_parents: list[Any] = []
 
 
 class StandIn:
-    """Stands in a thread's `_coro` for the coroutine proper (`coro`), and does something more at
-    each step."""
+    """A wrapper in a thread's `_coro` that adds something to each step of the coroutine `coro`."""
 
     __slots__ = ("coro",)
     coro: Any
@@ -463,7 +461,7 @@ class StandIn:
 
 
 class InContext(StandIn):
-    """For a thread that has a context of its own."""
+    """Runs each step of a green thread in the thread's own context."""
 
     __slots__ = ("context",)
 
@@ -479,10 +477,11 @@ class InContext(StandIn):
 
 
 class Interrupted(StandIn):
-    """For a thread that could not be interrupted at once, as it was not parked, until it has been.
+    """Raises pending errors in a thread that was not parked when it was interrupted.
 
-    A thread that is ready may hold what it was given, an item from a channel say. It gets that
-    first, and the error at its next await, so that nothing is lost."""
+    A thread that is ready may already have been given a value, such as an item from a channel. The
+    thread gets that value first and the error at its next await, so that nothing is lost.
+    """
 
     __slots__ = ("errors", "thread")
 
@@ -500,7 +499,7 @@ class Interrupted(StandIn):
         if value is not YIELDED and not not_begun(self.coro):
             told = self.coro.send(value)
             if told is not PARK or self.thread._value is not PARKED:
-                return told  # it is away, or ready again: the next time
+                return told  # the thread is away, or ready again: raise at the next step
             value = PARKED
         thread = self.thread
         thread._coro = self.coro
@@ -514,7 +513,7 @@ class Interrupted(StandIn):
 
 
 def bare(coro: Any) -> Any:
-    """The coroutine itself, without what stands for it."""
+    """Return the coroutine itself, without its wrappers."""
     while isinstance(coro, StandIn):
         coro = coro.coro
     return coro
@@ -534,7 +533,7 @@ def not_begun(coro: Any) -> bool:
 def _give_context(thread: Any, base: Context) -> None:
     if isinstance(thread, _Note) or thread._coro is None:
         return
-    # The very object, not a copy: a token of `ContextVar.set` is good for no other.
+    # The context itself and not a copy: a token of `ContextVar.set` is valid for that object only.
     if type(thread._coro) is Interrupted:
         thread._coro.coro = InContext(thread._coro.coro, base)
     else:
@@ -542,8 +541,10 @@ def _give_context(thread: Any, base: Context) -> None:
 
 
 def foreign(told: Any) -> TypeError:
-    """The error of who awaited something that is not of ours; `told` is what it yielded, or
-    raised."""
+    """Return the error for an await that green threads do not support.
+
+    `told` is the value that the awaited object yielded, or the error that it raised.
+    """
     if isinstance(told, BaseException) or hasattr(told, "_asyncio_future_blocking"):
         what = "something of asyncio's"
     elif told is None:

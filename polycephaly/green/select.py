@@ -1,18 +1,18 @@
-"""`select`: waits for several things, and exactly one of them happens.
+"""`select`, which waits for several operations and performs exactly one of them.
 
     guards ──can one be done at once?──> done: its index and value
-          └─no──> an Offer of each is left where somebody may take it up ──> the first that is, wins; the rest go
+          └─no──> leave an Offer of each ──> the first one accepted wins; the others are withdrawn
 
-All of this is done by the scheduler's owner, so choosing, and taking the other offers back, is one
-step: no second offer can be taken up in between, also where both sides of a channel are in a
+The scheduler's owner thread does all of this. So choosing one offer and withdrawing the others is a
+single step: no second offer can be accepted in between, even if both sides of a channel are in a
 `select`.
 
-Where the channel is known to other images, that one step may have to span several. Then who would
-bring the two sides together first has each `select` *held* (distributed/transaction.py): it cannot
-choose anything else until it is told that it has happened, or that it has not. Its offers to this
-image's own channels are taken back meanwhile.
+If other processes know the channel, that step may have to span several processes. The transaction
+that brings the two sides together then first *holds* each `select` (distributed/transaction.py). A
+held `select` cannot choose anything else until a commit or a release arrives. Its offers to
+channels of this process are withdrawn meanwhile.
 
-The names are occam's and ProcessJ's: a guarded alternative, with preconditions (`when`).
+The names are those of occam and ProcessJ: a guarded alternative, with preconditions (`when`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,22 @@ D = TypeVar("D")
 
 
 class Chosen(NamedTuple, Generic[T]):
-    """What `select` gives: the place of the guard among the arguments, and its value.
+    """The result of `select`.
 
-    The value is the item received, the promise's value, or None.
+    Attributes
+    ----------
+    index : int
+        Position of the chosen guard among the arguments.
+    value : object
+        The received item, the promise's value, or None.
     """
 
-    index: int  # type: ignore[assignment]  # a tuple's method `index` is of no use here
+    index: int  # type: ignore[assignment]  # the tuple method `index` is of no use here
     value: T
 
 
 class Offer(Waiter):
-    """One guard of a `select` that waits, left with a channel, a timer or a promise."""
+    """One guard of a waiting `select`, left with a channel, a timer or a promise."""
 
     __slots__ = ("at", "index", "select")
 
@@ -59,7 +64,9 @@ class Offer(Waiter):
         super().__init__(select.thread, item)
         self.select = select
         self.index = index
-        self.at: Any = None  # the timer or the hook by which it was left: a guard may be in several selects at a time
+        # The timer or hook of this offer. Kept here because a guard may be in several selects at a
+        # time.
+        self.at: Any = None
 
     def serve(self, value: Any) -> None:
         self.select.commit(self, Chosen(self.index, value))
@@ -67,7 +74,7 @@ class Offer(Waiter):
     def refuse(self, error: BaseException) -> None:
         self.select.commit(self, Refused(error))
 
-    # -- for deals with other images, which have it held first (distributed/transaction.py) --------
+    # -- for transactions with other processes, which first hold the select ------------------------
 
     def happen(self, value: Any) -> None:
         self.select.happen(Chosen(self.index, value))
@@ -83,13 +90,15 @@ class Offer(Waiter):
 
     @property
     def stands(self) -> bool:
-        """May it still be taken up?"""
+        """True if the offer can still be accepted."""
         return self.select.waits and self.select.offers.get(self.index) is self
 
 
 class Guard(Generic[T]):
-    """One of the things `select` may wait for: made by `sending`, `receiving`, `after`, `settled`
-    and `skip`."""
+    """An operation that `select` may wait for.
+
+    Made by `Channel.sending`, `Channel.receiving`, `after`, `settled` and `skip`.
+    """
 
     __slots__ = ("channel", "end", "item", "when")
 
@@ -100,7 +109,8 @@ class Guard(Generic[T]):
         self.item = item
 
     def attempt(self, thread: Any) -> Any:
-        """Does it, if that is possible at once; its value, or NOTHING."""
+        """Perform the operation and return its value, or NOTHING if that is not possible at
+        once."""
         if self.end == "send":
             return None if self.channel._try_send(thread, self.item) else NOTHING
         return self.channel._try_receive(thread)
@@ -112,12 +122,13 @@ class Guard(Generic[T]):
         self.channel._strike(self.end, offer)
 
     def is_here(self) -> bool:
-        """Is its offer left with a channel of this image?"""
+        """Return True if the offer is left with a channel of this process."""
         return not self.channel.is_remote
 
 
 class _Alarm:
-    """That of an `after`. Called off it lies in the heap for a while, and holds nothing there."""
+    """The timer of an `after`. If cancelled, it stays in the heap for a while, but keeps nothing
+    alive."""
 
     __slots__ = ("off", "offer")
 
@@ -196,26 +207,52 @@ class _Skip(Guard[None]):
 
 
 def after(seconds: float, *, when: bool | Callable[[], object] = True) -> Guard[None]:
-    """A guard for `select`: chosen after so many seconds."""
+    """Return a guard for `select` that is chosen after some time.
+
+    Parameters
+    ----------
+    seconds : float
+        The time to wait.
+    when : bool or callable
+        Precondition, as for `Channel.sending`.
+
+    Raises
+    ------
+    ValueError
+        If `seconds` is negative.
+    """
     if not seconds >= 0:
         raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
     return _After(seconds, when)
 
 
 def settled(promise: Promise[T], *, when: bool | Callable[[], object] = True) -> Guard[T]:
-    """A guard for `select`: chosen when `promise` has settled. A bare promise does as well, without
-    `when`.
+    """Return a guard for `select` that is chosen when `promise` has settled.
 
-    The value is the promise's; its error is raised from `select`. The promise is not cancelled if
-    another is chosen."""
+    The guard's value is the promise's value; `select` raises the promise's error. The promise is
+    not cancelled if another guard is chosen. Without `when`, `select` also takes the promise
+    itself.
+
+    Parameters
+    ----------
+    promise : Promise
+        The promise to wait for.
+    when : bool or callable
+        Precondition, as for `Channel.sending`.
+    """
     return _Settled(promise, when)
 
 
 def skip(*, when: bool | Callable[[], object] = True) -> Guard[None]:
-    """A guard for `select` that can always be chosen: with ``priority=True`` the last one, for
-    "else".
+    """Return a guard for `select` that can always be chosen.
 
-    Not beside channels that live in another image: that is a `ValueError`, as a default is.
+    As the last guard, with ``priority=True``, this is the "else". Beside channels that live in
+    another process, `select` raises `ValueError`, as for a default.
+
+    Parameters
+    ----------
+    when : bool or callable
+        Precondition, as for `Channel.sending`.
     """
     return _Skip(when)
 
@@ -229,20 +266,19 @@ class _Select:
         self.offers: dict[int, Offer] = {}
         self.waits = True
         self.hold: Hold | None = None
-        self.number = 0  # by which all images can tell it from others; given when it is needed
+        self.number = 0  # identifies this select in all processes; assigned when needed
 
     def leave(self) -> None:
         for index, guard in list(self.guards.items()):
             if index not in self.offers:
                 self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
                 guard.leave(offer)
-                if (
-                    not self.waits or self.hold is not None
-                ):  # another image had been waiting for that
+                if not self.waits or self.hold is not None:
+                    # An operation of another process was waiting for this offer.
                     return
 
     def commit(self, offer: Offer, outcome: Any) -> None:
-        if self.waits:  # timers and promises may come after another was chosen
+        if self.waits:  # a timer or promise may come after the choice
             if self.hold is not None:
                 self.hold.overdue.append((offer, outcome))
                 return
@@ -257,16 +293,17 @@ class _Select:
             for index, offer in self.offers.items():
                 self.guards[index].strike(offer)
                 offer.at = None
-            self.offers.clear()  # no cycles are left to the garbage collector, and no items in a line
+            # Leave no cycles to the garbage collector, and no items in a queue.
+            self.offers.clear()
             self.guards.clear()
             while hold is not None and hold.others:
                 hold.others.popleft()(False)
 
-    # -- for who would bring together two sides in different images --------------------------------
+    # -- for transactions that bring together two sides in different processes ---------------------
 
     def ask(self, answer: Callable[[bool], object]) -> None:
-        """Has it held: `answer` is called with True once it is, or with False if it has chosen, or
-        was broken off."""
+        """Hold this `select` and then call ``answer(True)``. Call ``answer(False)`` if a guard has
+        been chosen or the wait was broken off."""
         if not self.waits:
             answer(False)
         elif self.hold is not None:
@@ -278,7 +315,7 @@ class _Select:
             answer(True)
 
     def happen(self, outcome: Any) -> None:
-        """It was held for this."""
+        """End the held `select` with `outcome`, which it was held for."""
         hold = self.hold
         assert hold is not None
         self.end_held(hold)
@@ -294,7 +331,7 @@ class _Select:
             hold.others.popleft()(False)
 
     def release(self) -> None:
-        """It was held, and that for which it was has not happened."""
+        """Release the held `select`: the operation that it was held for has not happened."""
         hold = self.hold
         if hold is None:
             return
@@ -314,8 +351,8 @@ class _Select:
             hold.others.popleft()(False)
 
     def _look_again(self, hold: Hold) -> None:
-        """What came to this image's own channels meanwhile has not found its offers there. Still
-        held, so that nobody else can choose for it in between."""
+        """Try the channels of this process, which found no offers meanwhile. The `select` is still
+        held, so that nothing else can be chosen in between."""
         for index, guard in list(self.guards.items()):
             if index in self.offers:
                 continue
@@ -332,18 +369,18 @@ class _Select:
 
 
 class Hold:
-    """A `select` is held."""
+    """The state of a held `select`."""
 
     __slots__ = ("errors", "others", "overdue")
 
     def __init__(self, others: deque[Callable[[bool], object]] | None = None) -> None:
         self.others: deque[Callable[[bool], object]] = deque() if others is None else others
-        """Who would hold it next."""
+        """Callbacks of the transactions that want to hold the `select` next."""
         self.overdue: list[tuple[Offer, Any]] = []
-        """What has come meanwhile: timers, promises, and at its end what this image's own channels
-        have."""
+        """Outcomes that came meanwhile: of timers, of promises and, at the release, of this
+        process's own channels."""
         self.errors: list[BaseException] = []
-        """Raised in its thread meanwhile."""
+        """Errors raised in the thread meanwhile."""
 
 
 @overload
@@ -371,19 +408,41 @@ def select(
 def select(
     *guards: Guard[Any] | Promise[Any], priority: bool = False, default: Any = ...
 ) -> Generator[Any, Any, Any]:
-    """Waits until one of the guards can happen; exactly one does. Gives `Chosen`: its index, and
-    its value.
+    """Wait until one of the guards can happen; exactly one does.
 
-    Guards: ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, a promise,
-    ``skip()``. Those whose ``when`` is false, or a function that now gives something false, are
-    left out. Where several can happen at once, one is chosen fairly, or, with ``priority=True``,
-    the first. With a `default`, nothing is waited for: where no guard can happen at once, it is
-    what `select` gives. (In asyncio: ``await green.spawn(green.select(...))``.)
+    If several guards can happen at once, the choice is fair.
+    In asyncio code, use ``await green.spawn(green.select(...))``.
 
-    Raises `ValueError` without guards, or where all preconditions are false and there is no default
-    (nothing could ever happen); `ChannelClosed` where the chosen guard is of a closed channel; the
-    error of a rejected promise.
+    Parameters
+    ----------
+    *guards : Guard or Promise
+        ``channel.receiving()``, ``channel.sending(item)``, ``after(seconds)``, ``skip()``, a
+        promise. A guard is left out if its `when` is false, or is a function that now returns a
+        false value.
+    priority : bool
+        If true, choose the first of the guards that can happen at once.
+    default : object, optional
+        Returned without waiting if no guard can happen at once.
 
+    Returns
+    -------
+    Chosen
+        The index and the value of the chosen guard, or `default`.
+
+    Raises
+    ------
+    ValueError
+        If no guards are given, or all preconditions are false and there is no default, because
+        nothing could ever happen. Also for a default beside channels that live in another process.
+    RuntimeError
+        Outside of green threads.
+    ChannelClosed
+        If the chosen guard's channel is closed.
+    Exception
+        The error of a promise that was rejected.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     numbers, words = green.Channel(1), green.Channel(1)
@@ -423,7 +482,7 @@ def select(
             if chosen[1].__class__ is _Skip:
                 _check_all_are_here(open_)
             return Chosen(chosen[0], value)
-        open_.append(chosen)  # behind those that were not tried yet
+        open_.append(chosen)  # behind the guards that were not tried yet
         left -= 1
     if not isinstance(default, EllipsisType):
         _check_all_are_here(open_)
@@ -448,7 +507,8 @@ def select(
 
 
 def _check_all_are_here(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
-    """What waits for nothing is chosen: those of other images never would be."""
+    """Raise `ValueError` if a guard's channel lives in another process. Beside a choice that never
+    waits, such a guard would never be chosen."""
     if any(
         getattr(guard, "channel", None) is not None and guard.channel.is_remote
         for _, guard in guards

@@ -1,4 +1,4 @@
-"""Letting time pass, and limiting how much of it something takes."""
+"""`sleep`, time limits (`timeout`), and `current`, the calling green thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["current", "sleep", "timeout"]
 
 
 class _Sleep(Parking):
-    """Its own alarm."""
+    """The awaitable of `sleep`, which is also the alarm in the heap of timers."""
 
     __slots__ = ("off", "seconds")
 
@@ -32,7 +32,7 @@ class _Sleep(Parking):
         if self.seconds > 0:
             scheduler.timers.add(scheduler.timers.now() + self.seconds, self)
         else:
-            scheduler.timers.fire()  # a time limit that is over counts now
+            scheduler.timers.fire()  # a time limit that has expired takes effect now
             self.off = True
             thread._value = YIELDED
             scheduler.ready.append(thread)
@@ -50,8 +50,22 @@ class _Sleep(Parking):
 
 @parks
 def sleep(seconds: float) -> Awaitable[None]:
-    """Parks this green thread for so many seconds; 0 lets the others that are ready go first.
+    """Park the calling green thread for `seconds`.
 
+    Parameters
+    ----------
+    seconds
+        The duration; with 0, the threads that are ready run first.
+
+    Raises
+    ------
+    ValueError
+        If `seconds` is negative or NaN.
+    RuntimeError
+        If awaited outside of a green thread.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> green.run(green.sleep, 0.01)
     """
@@ -61,8 +75,18 @@ def sleep(seconds: float) -> Awaitable[None]:
 
 
 def current() -> GreenThread[Any]:
-    """The green thread that runs here, be it a plain function. Raises `RuntimeError` outside of
-    one."""
+    """Return the calling green thread, which may be a plain function.
+
+    Returns
+    -------
+    GreenThread
+        The green thread whose code calls.
+
+    Raises
+    ------
+    RuntimeError
+        If the caller is not a green thread.
+    """
     thread = here()
     if thread is None:
         raise RuntimeError("no green thread runs here")
@@ -70,13 +94,30 @@ def current() -> GreenThread[Any]:
 
 
 class timeout:
-    """``async with green.timeout(seconds):`` ends what is in the block when its time is over, with
-    `TimeoutError`.
+    """A time limit for a block: ``async with green.timeout(seconds):``.
 
-    The await that the block is at then raises `Cancelled`, which becomes `TimeoutError` at the end
-    of the block. A foreign call cannot be broken off; the block ends when it has returned. Blocks
-    may be nested. `None`: no limit.
+    Parameters
+    ----------
+    seconds
+        The limit; None for no limit.
 
+    Raises
+    ------
+    TimeoutError
+        At the end of the block, if the limit has interrupted the block.
+    ValueError
+        If `seconds` is negative or NaN.
+    RuntimeError
+        If used outside of a green thread, or for a second block.
+
+    Notes
+    -----
+    When the limit expires, the await in progress raises `Cancelled`. The end of the block turns
+    that into `TimeoutError`. A foreign call cannot be interrupted, so the block then ends after the
+    call has returned. Blocks may be nested.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def main():
     ...     try:
@@ -113,7 +154,7 @@ class timeout:
     def _expire(self) -> None:
         self.expired = True
         if self._thread._cancels != self._cancels:
-            return  # it is being cancelled
+            return  # the thread is being cancelled
         self._error = Cancelled(f"{self.seconds} s are over")
         self._thread._interrupt(self._error)
 
@@ -127,13 +168,12 @@ class timeout:
             scheduler.timers.call_off(self._timer)
         if self._error is None:
             return
-        self._error.called_off = (
-            True  # if it has not been raised yet, it must not hit what comes after the block
-        )
-        # Whoever ended without it was in time but for being told so: it may have been given
-        # something, which must not get lost. A foreign call that came back too late is the block's
-        # own delay.
+        # If not raised yet, the error must not be raised in code after the block.
+        self._error.called_off = True
+        # A block that ended without the error has completed just in time, and may have been given
+        # a value, which must not be lost. A foreign call that returned too late is different: the
+        # block itself caused that delay.
         if error is self._error and self._thread._cancels != self._cancels:
-            return  # cancelled on top of that: it passes for that
+            return  # the thread was also cancelled, and the error counts as that
         if error is self._error or (error is None and self._error.in_call):
             raise TimeoutError(f"not done within {self.seconds} s") from error

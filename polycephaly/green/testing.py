@@ -1,10 +1,11 @@
-"""A test's own time for green threads: an hour of `sleep` takes none.
+"""Virtual time for tests of green threads, in which an hour of `sleep` takes no time.
 
-    with testing.virtual_time() as clock:      the time stands still while anybody runs,
+    with testing.virtual_time() as clock:      the time stands still while a green thread runs,
         green.run(main)                        and jumps to the next timer when all wait
 
-As trio's `MockClock` with `autojump_threshold=0`, but that nothing has to be guessed: the scheduler
-knows who waits."""
+Like trio's `MockClock` with `autojump_threshold=0`, except that the scheduler knows which threads
+wait, so that nothing has to be guessed.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +24,33 @@ __all__ = ["Clock", "all_waiting", "virtual_time"]
 
 
 class Clock:
-    """The time of the green threads of this process, within `virtual_time`. For any thread."""
+    """The time of the green threads of this process, within `virtual_time`.
+
+    Any thread may call the methods.
+    """
 
     def __init__(self, jumps: bool) -> None:
         self._jumps = jumps
         self._now = 0.0
 
     def time(self) -> float:
-        """Return the seconds that have passed since the beginning of the block."""
+        """Return the virtual seconds since the beginning of the block."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let so many seconds pass at once. What is due by then happens afterwards, in its order.
+        """Let `seconds` pass at once.
 
-        Raises `ValueError` for a negative number, and for what is none.
+        Timers that are due by then go off afterwards, in order.
+
+        Parameters
+        ----------
+        seconds
+            The virtual seconds to add.
+
+        Raises
+        ------
+        ValueError
+            If `seconds` is negative or NaN.
         """
         if not seconds >= 0:
             raise ValueError(f"advance takes a number of seconds from 0 on, not {seconds!r}")
@@ -46,7 +60,7 @@ class Clock:
         self._now = max(self._now, when)
 
     def _jump(self, when: float) -> bool:
-        """For `Timers`."""
+        """Jump to `when` and return True, if all green threads wait. Called by `Timers`."""
         waits_for_others = scheduler.outside or scheduler.mail is not None
         if not self._jumps or scheduler.ready or waits_for_others:
             return False
@@ -58,17 +72,34 @@ class Clock:
 
 @contextmanager
 def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
-    """Give the green threads of this process a time of their own, for a test, and return its
-    `Clock`.
+    """Give the green threads of this process a virtual time, for a test.
 
-    `green.sleep`, `green.timeout`, `green.after` and whatever has a time limit within green threads
-    keep to it. The time stands still while a green thread runs, or a plain function that one has
-    called, or while one waits for a promise that others settle (a drone, say). When all wait, it
-    jumps to the next of these times; with ``jumps=False`` it moves by `Clock.advance` alone. Limits
-    in plain threads (``promise.result(1)``, ``channel.get(1)``) are of real time. Raises
-    `RuntimeError` within another `virtual_time`, and where channels go to other processes, which
-    have their own time.
+    Parameters
+    ----------
+    jumps
+        Jump to the next timer when all green threads wait. If False, only `Clock.advance` moves
+        the time.
 
+    Yields
+    ------
+    Clock
+        The virtual time of the ``with`` block.
+
+    Raises
+    ------
+    RuntimeError
+        Within another `virtual_time`, or if channels connect to other processes, which have their
+        own time.
+
+    Notes
+    -----
+    `green.sleep`, `green.timeout`, `green.after` and all time limits within green threads use the
+    virtual time. The time stands still while a green thread runs, or a plain function that one has
+    called, or while one waits for a promise that others, such as a drone, settle. Limits in plain
+    threads (``promise.result(1)``, ``channel.get(1)``) use real time.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> from polycephaly.green import testing
     >>> with testing.virtual_time() as clock:
@@ -110,9 +141,11 @@ def _in_the_scheduler(act: Callable[[], None]) -> None:
 
 
 async def all_waiting() -> None:
-    """Park until all other green threads wait: for each other, for a time, or for a plain
-    function's end.
+    """Park until all other green threads wait: for each other, for a timer, or for the end of a
+    plain function.
 
+    Examples
+    --------
     >>> from polycephaly import green
     >>> from polycephaly.green import testing
     >>> async def main():

@@ -1,13 +1,14 @@
-"""Green threads: a coroutine, or a plain function, that runs beside the others, and is the promise
-of its value.
+"""Green threads: coroutines and plain functions that run concurrently, each the promise of its
+value.
 
     spawn(async def) ──> GreenThread ──> scheduler.ready ──> steps on the owner ──> value or error
-    spawn(plain def) ──> NativeThread ──> a native thread of the cache ───────────> value or error
+    spawn(plain def) ──> NativeThread ──> a native thread of the pool ────────────> value or error
 
-Cancelling asks: `Cancelled` is raised at the await where the thread is parked, or at its next one,
-and the promise is settled when the thread has ended, its `finally` clauses included. A plain
-function cannot be broken off in the middle of foreign code; where it waits for a channel, a green
-thread or a drone's work, it is, and cancels that."""
+Cancelling is a request: `Cancelled` is raised at the await where the thread is parked, or at its
+next await. The promise is settled after the thread has ended, including its `finally` clauses.
+Foreign code in a plain function cannot be interrupted. If the function waits for a channel, a green
+thread or a drone's task, the wait is interrupted, and the promise it waits for is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -51,41 +52,43 @@ __all__ = [
 
 T = TypeVar("T")
 
-SHORT = 0.0005  # seconds: a call that was sent away for nothing
+SHORT = 0.0005  # seconds; a call shorter than this need not have been moved to another thread
 
 
 class Cancelled(AsyncioCancelled):
-    """Raised at the await of a green thread that is cancelled. Let it pass: it ends the thread.
+    """Raised at an await of a cancelled green thread. Let this error pass: it ends the thread.
 
-    Like `asyncio.CancelledError`, of which it is one, it is not an `Exception`.
+    Like its base class `asyncio.CancelledError`, this is not an `Exception`.
     """
 
     is_cancel = False
-    """It is that of `cancel()`, and not of a time limit or a group."""
+    """True if requested by `cancel()`, and not by a time limit or a group."""
 
     in_call = False
-    """It came while the thread was in a foreign call, which cannot be broken off."""
+    """True if requested during a foreign call, which cannot be interrupted."""
 
     called_off = False
-    """Whoever asked for it does not want it any more: it is dropped, if it has not been raised
-    yet."""
+    """True if the error is no longer wanted. The error is dropped unless already raised."""
 
 
 class GreenThread(Promise[T]):
-    """A green thread is the promise of its value. `name` tells it from others in reports."""
+    """A green thread, which is also the promise of its value.
+
+    Made by `green.spawn`. Any thread may call the methods.
+    """
 
     __slots__ = ("_coro", "_group", "_open", "_value")
 
     _group: Group | None
     _name: str | None = None
-    _qualname: str | None = None  # once there is no coroutine to ask
+    _qualname: str | None = None  # set when there is no coroutine left to ask
     _unseen: Unseen | None = None
     _owned: WeakSet[Any] | None = None
-    _since: float | None = None  # when it was spawned, if that is told
-    _number = 0  # in the trail
+    _since: float | None = None  # when the thread was spawned, if its life is logged
+    _number = 0  # in the event log
     _cancels = 0
-    """How often a `cancel()` has reached it: a time limit on top of that must not make a
-    `TimeoutError` of it."""
+    """How many `cancel()` requests have reached the thread. A time limit that ends later must not
+    turn such a cancellation into a `TimeoutError`."""
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
         self._open = None
@@ -95,20 +98,19 @@ class GreenThread(Promise[T]):
 
     @property
     def name(self) -> str:
-        """As given to `spawn`, or else the function's qualified name."""
+        """The name given to `spawn`, or else the qualified name of the function."""
         return self._name or self._qualname or _qualname(self._coro)
 
-    # -- its end: the owner calls these ------------------------------------------------------------
+    # -- the end of the thread, called by the owner ------------------------------------------------
 
     def _finish(self, value: T) -> None:
         self._end(FINISHED, value, None)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(
-            error
-        ):  # it has looked for its loop
+        # Code of asyncio raises one of these if it finds no running loop.
+        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(error):
             error = foreign(error)
-        if error.__traceback__ is not None:  # the scheduler's own frame tells nobody anything
+        if error.__traceback__ is not None:  # leave out the scheduler's own frame
             error.__traceback__ = error.__traceback__.tb_next
         if isinstance(error, AsyncioCancelled):
             self._end(CANCELLED, None, None)
@@ -131,21 +133,27 @@ class GreenThread(Promise[T]):
             each.kill()
         try:
             self._settle(state, value, error)
-        finally:  # a callback may raise what is no `Exception`
+        finally:  # a callback may raise an error that is not an `Exception`
             if group is not None:
                 group._ended(self, error)
 
-    # -- acting on it ------------------------------------------------------------------------------
+    # -- cancelling and interrupting ---------------------------------------------------------------
 
     _can_be_interrupted = True
     from_outside = False
 
     def cancel(self, running: bool = True) -> bool:
-        """Asks it to end: `Cancelled` is raised at the await where it is, or at its next one. From
-        any thread.
+        """Ask the green thread to end.
 
-        Returns whether it was still going. The promise is settled when it has ended: as cancelled,
-        unless it caught `Cancelled` and returned something all the same."""
+        `Cancelled` is raised at the await where the thread is parked, or at its next await. The
+        promise is settled when the thread has ended: as cancelled, unless the thread caught
+        `Cancelled` and returned a value. `running` has no effect. Any thread may call this.
+
+        Returns
+        -------
+        bool
+            True if the thread had not ended, or was cancelled before.
+        """
         if self.done():
             return self._state == CANCELLED
         error = Cancelled()
@@ -154,18 +162,21 @@ class GreenThread(Promise[T]):
         return True
 
     def _interrupt(self, error: BaseException) -> None:
-        """Has `error` raised at an await of it, once. From any thread."""
+        """Raise `error` once, at an await of this green thread. Any thread may call this."""
         if (
             get_ident() == scheduler.owner
             and self._value is not PARKED
             and self is not scheduler.current
         ):
-            self._throw(error)  # it has not begun yet, say: then it never will
+            self._throw(error)  # at once, so that a thread that has not begun never begins
         else:
             scheduler.post(lambda: self._throw(error))
 
     def _throw(self, error: BaseException) -> Any:
-        """The owner, in a note: now, where it is parked. See `Interrupted` for where it is not."""
+        """Raise `error` now if the thread is parked, else by way of `Interrupted`.
+
+        For the owner only: in a posted callback, or for a thread that is not parked.
+        """
         if self._coro is not None and self._value is not PARKED:
             if isinstance(error, Cancelled):
                 error.in_call = self._value is AWAY
@@ -183,8 +194,7 @@ class GreenThread(Promise[T]):
         return not self.done()
 
     def own(self, killable: Any) -> None:
-        """Something that ends with this green thread: its `kill` is called then, if it is still
-        there."""
+        """Call `killable.kill()` when this green thread ends, if `killable` still exists then."""
         if self._owned is None:
             self._owned = WeakSet()
         self._owned.add(killable)
@@ -193,7 +203,7 @@ class GreenThread(Promise[T]):
     def _call_elsewhere(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
-        """Its foreign call, on another native thread."""
+        """Make a foreign call of this green thread on another native thread."""
         before = copy_context()
         context = before.copy()
         wake = Wake()
@@ -216,10 +226,10 @@ class GreenThread(Promise[T]):
             wake()
 
         scheduler.away += 1
-        self._value = AWAY  # a foreign call cannot be broken off: interrupted is the await after it
+        self._value = AWAY  # a foreign call cannot be interrupted: the error is raised after it
         try:
             self._send_away(job)
-        except RuntimeError:  # no native thread is to be had
+        except RuntimeError:  # no native thread can be started
             scheduler.away -= 1
             self._value = PARKED
             raise
@@ -237,7 +247,7 @@ class GreenThread(Promise[T]):
     def _send_away(self, job: Callable[[], None]) -> None:
         scheduler.workers.start(job)
 
-    # -- being looked at ---------------------------------------------------------------------------
+    # -- result and error --------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
         if not self.done():
@@ -253,7 +263,7 @@ class GreenThread(Promise[T]):
             self._may_wait()
         try:
             return super().exception(timeout)
-        finally:  # it may have ended only now
+        finally:  # also if the thread has ended only during the wait
             self._look()
 
     def _look(self) -> None:
@@ -262,8 +272,9 @@ class GreenThread(Promise[T]):
             self._unseen = None
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        # See promises/promise.py. At birth, a `__dict__` would be 64 bytes for each that waits;
-        # made in the place of one that has just been freed, it comes without a collection.
+        # A collection while a `__dict__` is made can crash CPython 3.11 (promises/promise.py). One
+        # made in `__init__` would cost 64 bytes for each waiting thread. One made in the place of a
+        # dict just freed triggers no collection.
         room: dict[str, Any] = {}
         del room
         self.__dict__  # noqa: B018
@@ -283,8 +294,7 @@ class GreenThread(Promise[T]):
             self._look_up()
 
     def _look_up(self) -> None:
-        # Who waits here, or has just ended, may have been the last who could wake the others: the
-        # scheduler is to look.
+        # This thread may have been the last that could wake the others: check for a deadlock.
         if scheduler.bell:
             scheduler.ring()
 
@@ -293,8 +303,11 @@ class GreenThread(Promise[T]):
 
 
 Own: type[GreenThread[Any]] = GreenThread
-"""The class of this image's. A forked child has another one: its parent's, in a channel's slot, are
-known by that."""
+"""The class of the green threads of this process.
+
+A forked child makes another one, so that threads of its parent in a channel's slot can be told
+apart.
+"""
 
 
 def _another_image() -> None:
@@ -308,7 +321,7 @@ def _another_image() -> None:
 
 
 class NativeThread(GreenThread[T]):
-    """A plain function as a green thread: one foreign call on a native thread."""
+    """A green thread that runs a plain function, as one foreign call on a native thread."""
 
     __slots__ = ("_asked_to_end", "_ident", "_told")
 
@@ -316,7 +329,7 @@ class NativeThread(GreenThread[T]):
         self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None
     ) -> None:
         super().__init__(None, group)
-        self._ident = 0  # of the native thread that runs it
+        self._ident = 0  # of the native thread that runs the function
         self._asked_to_end = self._told = False
         self._qualname = _qualname(fn)
 
@@ -327,7 +340,7 @@ class NativeThread(GreenThread[T]):
             scheduler.away += 1
             try:
                 scheduler.workers.start(lambda: context.run(self._run, fn, args))
-            except RuntimeError:  # no native thread is to be had
+            except RuntimeError:  # no native thread can be started
                 scheduler.live.discard(self)
                 scheduler.away -= 1
                 raise
@@ -356,7 +369,7 @@ class NativeThread(GreenThread[T]):
         self._ident = 0
         del natives[ident]
         scheduler.away -= 1
-        if is_awaitable(value):  # of a lambda around a coroutine function, say
+        if is_awaitable(value):  # for instance from a lambda around a coroutine function
             self._coro = InContext(as_coroutine(value, self.name), copy_context())
             if self._asked_to_end and not self._told:
                 Interrupted(self, Cancelled())
@@ -364,29 +377,29 @@ class NativeThread(GreenThread[T]):
             if scheduler.bell:
                 scheduler.ring()
         elif self._group is not None:
-            scheduler.post(lambda: self._end(state, value, told))  # groups are the owner's
+            # Only the owner may touch a group.
+            scheduler.post(lambda: self._end(state, value, told))
         else:
             self._end(state, value, told)
-            if (
-                scheduler.bell and promises.waiting
-            ):  # it may have been the last who could wake the others
+            # As in `_look_up`.
+            if scheduler.bell and promises.waiting:
                 scheduler.ring()
 
     def cancel(self, running: bool = True) -> bool:
-        """As for any green thread; a plain function that is in foreign code goes on: False."""
+        """Ask the green thread to end. Return False if its function continues in foreign code."""
         if self._coro is not None:
             return super().cancel(running)
         if self.done():
             return self._state == CANCELLED
         self._asked_to_end, self._told = True, False
-        if self._coro is not None:  # it has just become one that is run by the scheduler
+        if self._coro is not None:  # the function has just returned a coroutine, which now runs
             return super().cancel(running)
         ident = self._ident
         if not ident:
             return True
-        # Who begins to wait says so (`waiting`), then looks whether it was asked to end; this asks,
-        # then looks whether it waits: one sees the other. Another job may have begun on that native
-        # thread since: `natives` tells.
+        # A native thread about to wait registers in `waiting`, then looks if it was asked to end.
+        # This method asks, then looks into `waiting`. So one sees the other. `natives` tells if
+        # another job has begun on that native thread since.
         waits = promises.waiting.get(ident)
         if waits is None or natives.get(ident) is not self or not waits[0]._cancels_with_waiter:
             return self.done() and self._state == CANCELLED
@@ -394,7 +407,7 @@ class NativeThread(GreenThread[T]):
 
     @property
     def in_foreign_code(self) -> int:
-        """The native thread it runs on, 0 where it runs on none."""
+        """The ident of the native thread that runs the function; 0 if none does."""
         return self._ident
 
 
@@ -413,18 +426,39 @@ def spawn(
 
 
 def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
-    """Starts a green thread that runs ``fn(*args)`` beside this one; a promise of its value. From
-    anywhere.
+    """Start a green thread that runs ``fn(*args)``, and return the promise of its value.
 
-    A coroutine function is run by the scheduler: atomically between two awaits, one at a time with
-    all others. A plain function is run on a native thread of its own meanwhile; if what it gives
-    can be awaited, it is. With ``bound=True`` all steps of a coroutine function, and the foreign
-    calls it makes, are run on one native thread, for objects that belong to the thread that made
-    them (`sqlite3`, GUIs). A coroutine object is taken as well.
+    Parameters
+    ----------
+    fn
+        A coroutine function or coroutine object runs on the scheduler: atomically between two
+        awaits, one at a time with all others. A plain function runs on a native thread of its own;
+        if its value can be awaited, the green thread awaits it.
+    *args
+        Arguments for `fn`.
+    name
+        The name in reports; by default the qualified name of `fn`.
+    bound
+        Run all steps of the coroutine, and its foreign calls, on one native thread. For objects
+        that belong to the thread that made them (`sqlite3`, GUIs).
 
-    Raises `TypeError` where `fn` cannot be called so. An error nobody looks at is printed, with
-    `name`; who passes the promise on (`then`, `gather`) has looked.
+    Returns
+    -------
+    GreenThread
+        The promise of the value.
 
+    Raises
+    ------
+    TypeError
+        If `fn` cannot be called this way.
+
+    Notes
+    -----
+    Any thread may call this. An error that no code looks at is printed, with `name`. Passing the
+    promise on (`then`, `gather`) counts as looking.
+
+    Examples
+    --------
     >>> from polycephaly import green
     >>> async def double(x):
     ...     return 2 * x
@@ -466,10 +500,10 @@ def start(
     else:
         raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
     context = copy_context()
-    if context:  # most often it is empty, and then nothing is copied
+    if context:  # an empty context, the usual case, needs no wrapper
         coro = InContext(coro, context)
     if bound:
-        from .bound import BoundThread  # it is one of these itself
+        from .bound import BoundThread  # here, because bound.py imports this module
 
         thread = BoundThread(coro, group)
     else:
@@ -480,7 +514,7 @@ def start(
         thread._since = monotonic()
     scheduler.live.add(thread)
     if group is not None:
-        group.children.add(thread)  # before it can end
+        group.children.add(thread)  # before the thread can end
     scheduler.ready.append(thread)
     if scheduler.bell:
         scheduler.ring()
@@ -502,12 +536,12 @@ def _qualname(it: Any) -> str:
 
 
 natives: dict[int, GreenThread[Any]] = {}
-"""The native threads on which foreign code of green threads runs, and whose it is."""
+"""By native thread ident, the green thread whose foreign code runs there."""
 
 
 def here() -> GreenThread[Any] | None:
-    """The green thread whose code this is: between two awaits, in a foreign call, or a plain
-    function."""
+    """Return the green thread whose code calls (a step, foreign call or plain function), or
+    None."""
     ident = get_ident()
     driver = scheduler.drivers.get(ident)
     if driver is not None:
@@ -537,12 +571,11 @@ def outside(what: str, instead: str = AROUND) -> RuntimeError:
     return RuntimeError(f"{what} is for green threads, and was used outside of one: use {instead}")
 
 
-# -- waiting for what is not of the scheduler's making ---------------------------------------------
+# -- waiting for events from outside the scheduler -------------------------------------------------
 
 
 class Wake:
-    """Wakes the green thread that made it, once, if it still waits there. To be called from
-    anywhere."""
+    """Wakes the green thread that made this object, once, if still waiting. Any thread may call."""
 
     __slots__ = ("thread",)
 
@@ -553,7 +586,7 @@ class Wake:
         scheduler.post(self.now)
 
     def now(self) -> None:
-        """The same, by the owner."""
+        """Wake the thread at once. For the owner only."""
         thread, self.thread = self.thread, None
         if thread is not None:
             thread._value = None
@@ -562,7 +595,7 @@ class Wake:
 
 @coroutine
 def pause(wake: Wake) -> Generator[Any, Any, Any]:
-    """Parks until `wake` is called."""
+    """Park until `wake` is called."""
     try:
         yield PARK
     finally:
@@ -593,7 +626,11 @@ os.register_at_fork(after_in_child=_another_image)
 
 
 def _asked_to_end(ident: int, told: bool) -> bool:
-    """Until it was told, by the end of a wait: its clean-up may wait for something."""
+    """Return True if the plain function on native thread `ident` was asked to end and does not
+    know yet.
+
+    With `told`, the function learns so now, from a wait that ends. Its clean-up may then wait.
+    """
     thread = natives.get(ident)
     if not isinstance(thread, NativeThread) or not thread._asked_to_end or thread._told:
         return False
@@ -605,12 +642,14 @@ promises.asked_to_end = _asked_to_end
 promises.green = (scheduler.in_step, _await_promise)
 
 
-# -- errors nobody looked at -----------------------------------------------------------------------
+# -- errors that no code has looked at -------------------------------------------------------------
 
 
 class Unseen:
-    """An error that nobody has looked at. If it goes, or the program ends, before anybody did, it
-    is printed."""
+    """An error that no code has looked at.
+
+    If still unseen, the error is printed when this object is destroyed or the program ends.
+    """
 
     __slots__ = ("__weakref__", "error", "name")
 
@@ -645,9 +684,10 @@ class Unseen:
 
 
 TOLD_IN_FULL = 3
-"""Of errors of one type from one line; of the others only their number is told, at 10, 100, ... and at the end."""
+"""Errors of one type and line printed in full. After these, only their count is printed, at 10,
+100, ... and at the end."""
 ALIKE_KNOWN = 1000
-"""Types and lines; then all are counted anew."""
+"""Pairs of type and line. With more, counting starts anew."""
 
 _unseen: WeakSet[Unseen] = WeakSet()
 _told: dict[str, int] = {}
@@ -668,8 +708,7 @@ def _tell_count(alike: str, count: int) -> None:
 def _tell_all() -> None:
     for each in list(_unseen):
         each.tell()
-    for alike, count in list(
-        _told.items()
-    ):  # writing may collect garbage, which reports errors too
+    # A copy, because writing may collect garbage, and that reports errors too.
+    for alike, count in list(_told.items()):
         if count > TOLD_IN_FULL and sys.stderr is not None:
             _tell_count(alike, count)

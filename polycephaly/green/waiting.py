@@ -1,4 +1,4 @@
-"""Who waits for something that somebody else will do, and how it is told."""
+"""Wait queues of channels and locks, and the waiters in them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["NOTHING", "QueuedOperation", "Refused", "WaitQueue", "Waiter"]
 T = TypeVar("T")
 
 NOTHING: Any = object()
-"""No item is to be had."""
+"""Returned in place of an item if there is none."""
 
-_FEW = 32  # so many that have left are not worth a sweep
+_FEW = 32  # no sweep below that many departures
 
 
 class WaitQueue(Generic[T]):
-    """Those who wait, in the order of coming. Leaving from the middle takes no longer where there
-    are many.
+    """A FIFO queue that a waiter in the middle can leave in constant time.
 
-    Who leaves is only counted in `_gone`, and passed over when its turn comes, or swept out when
-    those are the majority. Who comes again stands behind its former place, so the first of its
-    places are those that count as gone."""
+    A waiter that leaves is only counted in `_gone`. Its place is skipped at the head of the queue,
+    or swept out when such places are the majority. A waiter that comes again stands behind its
+    former place, so the first of its places are those that count as gone.
+    """
 
     __slots__ = ("_gone", "_left", "_places")
 
@@ -52,7 +52,7 @@ class WaitQueue(Generic[T]):
         self._places.append(one)
 
     def appendleft(self, one: T) -> None:
-        """For who has just been its first."""
+        """Put back a waiter that has just been the first."""
         self._places.appendleft(one)
 
     def popleft(self) -> T:
@@ -69,7 +69,7 @@ class WaitQueue(Generic[T]):
         return times > 0
 
     def remove(self, one: T) -> None:
-        """It must be there."""
+        """Remove `one`, which must be in the queue."""
         places = self._places
         if places[0] is one:
             places.popleft()
@@ -85,34 +85,34 @@ class WaitQueue(Generic[T]):
 
 
 class Waiter:
-    """Waits in a queue for its turn at one end. `Offer` (select.py) is one that may have turned
-    elsewhere."""
+    """A waiter in the queue at one end of a channel. An `Offer` (select.py) is a waiter whose
+    `select` may have chosen another guard."""
 
     __slots__ = ("item", "line", "thread")
 
     is_far = False
-    """It waits in another image: `PendingOperation` (distributed/owner.py)."""
+    """True if the waiter is in another process: `PendingOperation` (distributed/owner.py)."""
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
-        self.line: Any = (
-            None  # the Line where it stands; or a Deal (distributed/transaction.py) that has it
-        )
+        # The WaitQueue that the waiter stands in, or the Transaction (distributed/transaction.py)
+        # that has taken it out.
+        self.line: Any = None
 
     def serve(self, value: Any) -> None:
-        """It has its turn: `value` is what its await gives."""
+        """Wake the thread; its await returns `value`."""
         self.thread._value = value
         scheduler.ready.append(self.thread)
 
     def refuse(self, error: BaseException) -> None:
-        """The channel was closed."""
+        """Wake the thread with `error`, because the channel was closed."""
         self.thread._value = Refused(error)
         scheduler.ready.append(self.thread)
 
 
 class QueuedOperation(Waiter):
-    """A green thread's place in a channel's queue, and what it awaits there; as `Parking` it has no
+    """A green thread's place in a channel's queue, and its awaitable. Like `Parking`, it has no
     frame."""
 
     __slots__ = ("channel", "end", "parked")
@@ -130,7 +130,7 @@ class QueuedOperation(Waiter):
         return f"Channel.{self.end}"
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self  # type: ignore[return-value]  # it does what a generator does
+        return self  # type: ignore[return-value]  # it has a generator's methods
 
     def __iter__(self) -> QueuedOperation:
         return self
@@ -158,7 +158,7 @@ class QueuedOperation(Waiter):
 
 
 class Refused:
-    """Given in place of a value: the error to raise."""
+    """Given to a thread in place of a value: the error to raise."""
 
     __slots__ = ("error",)
 

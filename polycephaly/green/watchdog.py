@@ -1,22 +1,16 @@
-"""The watchdog: a native thread that looks after the one that drives.
+"""The watchdog: a native thread that watches the owner of the scheduler.
 
-    a foreign call lasts longer than the window, others could go on  ──> another native thread drives from now on
-    a green thread is between two awaits for longer than `HELD`      ──> says who, where and for how long
-    ... and has said something to another image by a channel          ──> sends it
+    a foreign call takes longer than the window,         ──> hand the scheduler over to
+    and other green threads could run                        another native thread
+    a green thread runs longer than `HELD` without await ──> log its name, place and duration
+    such a step has sent messages to other processes     ──> flush them
 
-It looks every `window` while foreign calls are being made, else every `SLOW`, and ends when nobody
-drives.
+The watchdog looks every `window` while foreign calls are made, else every `SLOW` seconds. The
+watchdog ends when there is no owner.
 
-When a hand-over would gain nothing. A call that computes and holds the interpreter's lock blocks
-the others whoever drives. It is told by two signs together: the driving thread has used the
-processor for most of the time since the last look, and the watchdog itself came late, as it had to
-wait for the lock. A call that computes without the lock (compressing, hashing, matrix products)
-lets the watchdog come in time, and is handed over.
-
-Which interleavings are possible. The ownership is taken by the watchdog or kept by the call, never
-both (see scheduler.py). It may be of a later call than the one that was looked at: then a short
-call is handed over for nothing, which costs a thread switch and is otherwise right. The thread
-whose clock is read may have ended: that is an `OSError`, and it was idle."""
+Either the watchdog takes the ownership or the call keeps it, never both: see
+docs/decisions/0009-one-owner-runs-green-threads.md.
+"""
 
 from __future__ import annotations
 
@@ -34,68 +28,67 @@ from .scheduler import NO_CALL, Driver, scheduler
 __all__ = ["Watchdog", "watchdog"]
 
 SLOW = 0.05  # seconds between looks while no foreign calls are made
-QUIET = 20  # looks without a foreign call until it looks slowly again
-HELD = 0.1  # seconds between two awaits that are worth a report; and again at each doubling
-LATE = 0.004  # seconds; later than that it had to wait for the interpreter
-ALONE = 10  # windows after which a call is handed over even if nobody could go on: then there is nothing to watch
+QUIET = 20  # looks without a foreign call before the watchdog looks slowly again
+HELD = 0.1  # seconds without an await that are reported; and again at each doubling
+LATE = 0.004  # seconds; if the watchdog wakes later than this, it had to wait for the interpreter
+# Windows after which a call is handed over even if no other thread could run. After that the
+# watchdog has nothing to watch.
+ALONE = 10
 
 log = logging.getLogger("polycephaly.green")
 
 
 class Watchdog:
-    """There is one, `watchdog`. It runs as a job of the scheduler's workers."""
+    """The watchdog of one process, a job of the native thread pool. The only instance is
+    `watchdog`."""
 
     def __init__(self) -> None:
         self.window = 0.001
-        self.slow = True  # a call that finds it so says that it is there
+        self.slow = True  # a foreign call that finds this True calls `look_closely`
         self.handovers = 0
-        self.ident = 0  # its native thread
+        self.ident = 0  # of the native thread of the watchdog
         self._running = False
         self._resting = False
         self._bell = allocate_lock()
         self._bell.acquire()
-        self._asked: float | None = (
-            None  # when the owner was asked for a sign of life that it has not given yet
-        )
+        # When the owner was asked for a sign of life that is still missing.
+        self._asked: float | None = None
         self._report_at = HELD
-        self._suspect: Any = (
-            None  # who ran then, and the processor time of the driving thread and of all
-        )
+        # The green thread that ran then, and the processor time of the owner and of the process.
+        self._suspect: Any = None
         self._used = self._used_by_all = 0.0
 
-    # -- for those it watches ----------------------------------------------------------------------
+    # -- for the threads that are watched ----------------------------------------------------------
 
     def look_closely(self) -> None:
-        """A foreign call begins, and nobody looks closely."""
+        """Look every `window` from now on, because a foreign call begins."""
         self.slow = False
         if self._resting:
-            self._resting = False  # no call since the look: one of those who wake it rings
+            # No call since the look, so only one thread rings.
+            self._resting = False
             self._bell.release()
 
     def when_busy(self) -> None:
-        """An owner begins, or has slept."""
+        """Start the watchdog if needed, because an owner begins or has slept."""
         if not self._running:
             self._running = True  # no call since the look
             if not scheduler.workers.start_urgently(self._watch):
-                self._running = False  # no thread to be had: who begins next tries again
+                self._running = False  # no thread can be started: the next owner tries again
 
     # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
             self._look()
-        except (
-            BaseException
-        ):  # a logging filter may raise: then the next owner that is busy begins another one
+        # A logging filter may raise. Then the next busy owner starts another watchdog.
+        except BaseException:
             self._running = False
             log.exception("the watchdog failed")
 
     def _look(self) -> None:
         self.ident = get_ident()
-        quiet, calls = (
-            QUIET,
-            scheduler.calls,
-        )  # slowly, until the next call: it may have been started for a message
+        # Look slowly until the next call: the watchdog may have been started only for a message.
+        quiet, calls = QUIET, scheduler.calls
         idle = seen = 0
         began = used_before = looked_before = 0.0
         while True:
@@ -130,6 +123,9 @@ class Watchdog:
             if token != seen:
                 seen, began = token, now
             else:
+                # If the call computes and holds the interpreter's lock, a hand-over gains nothing.
+                # Then its thread has used the processor for most of the time since the last look,
+                # and the watchdog has woken late because it had to wait for the lock.
                 computing = (
                     used - used_before > (now - looked_before) / 2 and now - due > self.window
                 )
@@ -141,11 +137,12 @@ class Watchdog:
             looked_before, used_before = now, used
 
     def _rest(self) -> None:
-        """Until it is time for a slow look, or somebody asks for a close one.
+        """Sleep until the next slow look, or until `look_closely` is called.
 
-        Who asks clears `slow`, then looks at `_resting`; this sets `_resting`, then looks at
-        `slow`: one sees the other. Who clears `_resting` first, in a line without a call, decides
-        whether a ring is on its way."""
+        `look_closely` clears `slow` and then looks at `_resting`. This method sets `_resting` and
+        then looks at `slow`. So one sees the other. The side that clears `_resting` first, in a
+        line without a call, decides whether a ring is on its way.
+        """
         self._resting = True
         if self.slow and self._bell.acquire(timeout=SLOW):
             return
@@ -155,9 +152,12 @@ class Watchdog:
             self._bell.acquire()
 
     def _may_end(self) -> bool:
-        """Nobody drives. An owner that begins takes its waker from the bell, then looks at
-        `_running`; this clears `_running`, then looks at the bell. So one of the two sees the
-        other, and who sets `_running` goes on."""
+        """Return True if the watchdog may end, because there is no owner.
+
+        An owner that begins takes its waker from the bell and then looks at `_running`. This method
+        clears `_running` and then looks at the bell. So one of the two sees the other, and the one
+        that sets `_running` goes on.
+        """
         self._running = False
         if scheduler.bell:
             return True
@@ -168,22 +168,21 @@ class Watchdog:
 
     def _take_over(self, driver: Driver, began: float) -> None:
         fn = driver.fn
-        driver.began = began  # before: the call may come back at once
+        driver.began = began  # before `take`, because the call may return at once
+        # Possibly a later call than the one looked at: a hand-over for nothing, but harmless.
         if driver.take():
-            self.handovers += (
-                1  # before: who drives from now on may see to everything before this thread goes on
-            )
+            # Before `hand_over`: the new owner may do everything else before this thread continues.
+            self.handovers += 1
             history.was_long(fn)
             scheduler.hand_over()
 
-    # -- who holds the scheduler -------------------------------------------------------------------
+    # -- steps that hold the scheduler -------------------------------------------------------------
 
     def _look_for_life(self, driver: Driver, now: float, late: bool) -> None:
         thread, used, used_by_all = scheduler.current, _processor_time(driver), process_time()
         asked = self._asked
-        if (
-            asked is None or thread is not self._suspect
-        ):  # another one runs now, and may hold up the sign of life
+        # If another thread runs now, that one may be delaying the sign of life: measure anew.
+        if asked is None or thread is not self._suspect:
             self._asked, self._report_at = now, HELD
             self._suspect, self._used, self._used_by_all = thread, used, used_by_all
             if asked is None:
@@ -192,8 +191,8 @@ class Watchdog:
         held = now - asked
         if held < self._report_at or thread is None:
             return
-        # It computes, be it with a small share of a busy machine; or it is blocked, while the
-        # interpreter is free. Else it only waits for the interpreter.
+        # Report a thread that computes, even if with a small share of a busy machine, and a thread
+        # that blocks while the interpreter is free. Any other only waits for the interpreter.
         used, used_by_all = used - self._used, used_by_all - self._used_by_all
         computes = used > held / 2 or used > max(held / 20, used_by_all / 2)
         if late and not computes:
@@ -211,7 +210,7 @@ class Watchdog:
         self._asked = self._suspect = None
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Reset the watchdog in a forked child."""
         window = self.window
         Watchdog.__init__(self)
         self.window = window
@@ -227,7 +226,7 @@ def _somebody_could_go_on(now: float) -> bool:
 def _processor_time(driver: Driver) -> float:
     try:
         return clock_gettime(driver.clock)
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended, so it was idle
         return 0.0
 
 

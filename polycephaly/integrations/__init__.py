@@ -1,1 +1,1 @@
-"""Polycephaly inside Jupyter and IPython."""
+"""Support for Jupyter and IPython."""

@@ -1,8 +1,8 @@
-"""How pools, drones and promises look in a notebook: small tables, with all that is the user's
-escaped.
+"""The HTML of pools, drones and promises in a notebook: small tables, with all user text escaped.
 
-From any thread, without the hub's turn: what is read here may change meanwhile, so it is a picture,
-not a snapshot."""
+Called in any thread without the reactor's lock. The state may change while it is read, so a table
+need not be consistent.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _state(handle: DroneHandle) -> str:
 
 
 def _runs(handle: DroneHandle) -> str:
-    """What it has begun and not answered."""
+    """Return the label of the task that the drone has begun and not answered."""
     if not handle.in_flight or not handle.alive:
         return ""
     if handle.overlapping:
@@ -73,13 +73,15 @@ def _runs(handle: DroneHandle) -> str:
 
 
 def _bar(spans: Spans, promise: Promise[Any]) -> str:
-    """Its life as a bar: waited, on its way, ran, on its way back. Of what is under way, as far as
-    it is."""
+    """Return the times of the task as a bar: waiting, on the way, running, on the way back.
+
+    If the task is not done, the bar ends at the present phase.
+    """
     times = [getattr(spans, name) for name, _, _ in _PHASES]
     if times[0] is None:
         return ""
     if promise.running():
-        times[2] = times[1]  # when it began its drone tells with the result
+        times[2] = times[1]  # because the drone sends the time of the start only with the result
     if not promise.done():
         times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
     reached = [each for each in times if each is not None]
@@ -93,7 +95,10 @@ def _bar(spans: Spans, promise: Promise[Any]) -> str:
         width = round(_BAR * (ended - began) / whole)
         parts.append(f'<div style="width:{width}px;background:{colour}"></div>')
         told.append(f"{what} {_seconds(ended - began)}")
-    return f'<div style="display:flex;height:10px">{"".join(parts)}</div><small>{", ".join(told)}</small>'
+    return (
+        f'<div style="display:flex;height:10px">{"".join(parts)}</div>'
+        f"<small>{', '.join(told)}</small>"
+    )
 
 
 def _seconds(seconds: float) -> str:

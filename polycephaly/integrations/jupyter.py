@@ -1,11 +1,13 @@
 """Magics for Jupyter and IPython: `%load_ext polycephaly`.
 
-    %%doit [POOL]  ── the cell, as a code string ──> a drone of the pool    ── value ──> Out, output ──> under the cell
-    %%everywhere [POOL] ─────────────────────────> each of its drones       ── values, one per drone
+    %%doit [POOL]        ── the cell, as a code string ──> one drone      ── value ──> Out
+                                                            └── output ──> under the cell
+    %%everywhere [POOL]  ───────────────────────────────> each drone     ── one value per drone
 
-A cell is what any code string is: statements in the drone's `__main__`; the value of a last
-expression is its own. So no `!commands` and no magics in it. An interrupt of the kernel cancels the
-work, and the pool goes on."""
+A cell is run as any code string: as statements in the drone's `__main__`, where the value of a last
+expression is the result. So `!commands` and magics do not work inside. An interrupt of the kernel
+cancels the task, and the pool continues.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _OPTIONS = {
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """What `%load_ext polycephaly` calls."""
+    """Register the magics. Called by `%load_ext polycephaly`."""
     shell.register_magics(Heads)
     shell.events.register("pre_run_cell", _note_cell)
     _note_cell()
@@ -56,35 +58,41 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def _note_cell(*_: object) -> None:
-    """From now on what drones print appears under this cell, whichever thread reads it: a kernel
-    finds the cell in the context of the code that prints. (ipykernel 6 would show it under the cell
-    that started the hub's thread.)"""
+    """Show the output of drones under the current cell from now on, whichever thread reads the
+    output.
+
+    A kernel finds the cell in the context of the code that prints. (ipykernel 6 would show the
+    output under the cell that started the reactor's thread.)
+    """
     output.told_in = contextvars.copy_context()
 
 
 @magics_class
 class Heads(Magics):
-    """`%doit`, `%everywhere`."""
+    """The magics `%doit` and `%everywhere`."""
 
     @line_cell_magic
     def doit(self, line: str, cell: str | None = None) -> Any:
-        """Runs the cell in a drone, and gives the value of its last expression.
+        """Run the cell in a drone and return the value of its last expression.
 
             %%doit [POOL] [--drone NAME] [--timeout SECONDS] [--async]
             %doit [--pool POOL] [...] CODE
 
-        POOL is a variable that holds a pool or a drone, or a pool's name; without it, the one that
-        was used last, or made last. `--drone`: by that one of its drones. `--timeout`: interrupted
-        after so long. `--async` (`-a`): does not wait, and gives the promise."""
-        __tracebackhide__ = True  # IPython leaves such frames out
+        POOL is a variable that holds a pool or a drone, or the name of a pool. Default: the pool
+        that was used last, or made last. `--drone` selects a drone of the pool. `--timeout`
+        interrupts the task after so many seconds. `--async` (`-a`) does not wait, and returns the
+        promise.
+        """
+        __tracebackhide__ = True  # IPython hides such frames
         call = _Call(line, cell)
         promise = call.doer(self._pools(), self).promise(call.code)
         return promise if call.no_wait else wait_for(promise)
 
     @line_cell_magic
     def everywhere(self, line: str, cell: str | None = None) -> Any:
-        """Runs the cell once in each drone of a pool, and gives the list of the values, or nothing
-        where all are None.
+        """Run the cell once in each drone of a pool and return the list of values.
+
+        Return None if all values are None.
 
             %%everywhere [POOL] [--timeout SECONDS] [--async]
             %everywhere [--pool POOL] [...] CODE
@@ -113,7 +121,7 @@ class Heads(Magics):
     last_used: Callable[[], TaskTarget | None] = staticmethod(lambda: None)
 
     def _pools(self) -> dict[str, TaskTarget]:
-        """What there is, by the names of the variables."""
+        """Return the open pools and drones by the names of their variables."""
         assert self.shell is not None
         return {
             name: each
@@ -125,7 +133,7 @@ class Heads(Magics):
 
 
 class _Call:
-    """What stands behind a magic: options, then (in a line) the code."""
+    """The arguments of a magic: options, and for a line magic the code after them."""
 
     def __init__(self, line: str, cell: str | None) -> None:
         self.pool = self.drone = ""
@@ -152,7 +160,8 @@ class _Call:
             self.code = rest.strip()
         elif rest.strip():
             _refuse(
-                f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS and --async"
+                f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS "
+                "and --async"
             )
         else:
             self.code = cell
@@ -169,9 +178,9 @@ class _Call:
             _refuse(f"--timeout takes seconds, not {value!r}")
 
     def doer(self, there: dict[str, TaskTarget], magics: Heads) -> TaskTarget:
-        """Who is to do it."""
+        """Return the pool or drone that runs the code."""
         chosen = self._choose(there, magics.last_used())
-        magics.last_used = weakref.ref(chosen)  # a pool that nobody has any more ends
+        magics.last_used = weakref.ref(chosen)  # weak, so that an unused pool can end
         if self.drone:
             drones = {each.name: each for each in getattr(chosen, "drones", ())}
             found = drones.get(self.drone)

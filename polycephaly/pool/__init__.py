@@ -1,1 +1,1 @@
-"""A pool, its drones, its tasks, and all that it decides."""
+"""Pools and drones: their tasks, and all decisions about which drone runs which task."""

@@ -1,9 +1,10 @@
-"""Rooms: callers who wait until a queue has room for their work.
+"""Back-pressure: lets callers wait until a queue has room for their task.
 
-A caller leaves its promise in `_waiting` and looks again at the queue; whoever shortens a queue
-does so in a turn, which ends with `tell`. So either the caller sees the shorter queue, or that turn
-sees the caller. As many are told as there is room for, in their order; each looks again, since
-others may have come first."""
+A caller appends a promise to `_waiting` and then checks the queue again. A queue is shortened only
+while holding the reactor's lock, and that critical section ends with `tell`. So either the caller
+sees the shorter queue, or `tell` sees the caller, and no wake-up is lost. `tell` wakes as many
+callers as there is room for, in order. Each checks the queue again, because others may have been
+faster."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ __all__ = ["BackPressure"]
 
 
 class BackPressure:
-    """For queues that may hold at most `limit` pieces of work each. Any thread may call it."""
+    """The limit for queues that may hold `limit` tasks each. Any thread may use this object."""
 
     def __init__(self, reactor: Reactor, limit: int) -> None:
         self._reactor = reactor
@@ -29,30 +30,32 @@ class BackPressure:
         self._waiting: deque[_Room] = deque()
 
     def __bool__(self) -> bool:
-        """Does anybody wait?"""
+        """Return whether any caller waits."""
         return bool(self._waiting)
 
     def has(self, queue: Sized) -> bool:
         return len(queue) < self._limit
 
     def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
-        """Until there is room in it, or it is `closed`. Not where this very thread would have to
-        make the room."""
+        """Wait until `queue` has room or `closed()` is true.
+
+        Returns at once if the calling thread would have to make the room itself."""
         while not (self.has(queue) or closed()) and self._reactor.can_be_waited_for():
             room = _Room(self._reactor, queue)
             self._waiting.append(room)
             try:
                 if not (self.has(queue) or closed()):
                     room.result()
-            finally:  # or it could be told in the place of one who waits
+            finally:  # otherwise `tell` could wake this caller in place of one that waits
                 room._settle(FINISHED, None, None)
 
     def tell(self, closed: bool) -> None:
-        """In a turn. All are told, if there will be no more room."""
+        """Wake the callers for which there is room, or all callers if the pool is closed. Called
+        while holding the reactor's lock."""
         told: dict[int, int] = {}
         for _ in range(len(self._waiting)):
             room = self._waiting.popleft()
-            if room.done():  # its caller has gone
+            if room.done():  # the caller no longer waits
                 continue
             key = id(room.queue)
             told[key] = told.get(key, 0) + 1
@@ -63,7 +66,7 @@ class BackPressure:
 
 
 class _Room(Signal[None]):
-    """There may be room in `queue`."""
+    """Settled when there may be room in `queue`."""
 
     def __init__(self, reactor: Reactor, queue: Sized) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`TaskTarget`: what can be given work, as a `Drone` and a `Pool` can."""
+"""The methods that `Drone` and `Pool` share: `TaskTarget` accepts tasks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 class TaskTarget:
     _dispatcher: Dispatcher
-    _handle: DroneHandle | None = None  # the only drone that may do it, if there is one
-    _task_options: TaskOptions | None = None  # if they are not its crew's own
-    _original: TaskTarget | None = None  # whose options these are: it lives as long
+    _handle: DroneHandle | None = None  # the only drone that may run the tasks, if set
+    _task_options: TaskOptions | None = None  # if they differ from the dispatcher's
+    # The target that `options` was called on, which has to live as long as this one.
+    _original: TaskTarget | None = None
 
     @overload
     def promise(self, work: str, /, *, keep: Literal[True]) -> Promise[Kept[Any]]: ...
@@ -69,18 +70,34 @@ class TaskTarget:
     def promise(
         self, work: str | Callable[..., Any], /, *args: Any, keep: bool = False, **kwargs: Any
     ) -> Promise[Any]:
-        """Has `work` done, after what was given before; a promise of its value.
+        """Run `work` on a drone, in submission order, and return a promise of its result.
 
-        `work` is a code string, run in the drone's `__main__` namespace (the value of a last
-        expression is the result), or a callable with arguments, or a coroutine function. Promises
-        among the arguments, also in lists, tuples and values of dicts there, are waited for first
-        and arrive as their values. With ``keep=True`` the value stays in its drone, and the promise
-        is of a handle of it: see `Kept`. (A function that has a parameter of that name gets it by
-        ``functools.partial``.)
+        Parameters
+        ----------
+        work
+            A callable, a coroutine function, or a code string. A code string runs in the drone's
+            `__main__` namespace, and the value of its last expression is the result.
+        *args, **kwargs
+            Arguments of the callable. The task waits for promises among them, also in lists, tuples
+            and values of dicts, and receives their values.
+        keep
+            If True, the value stays in its drone and the promise is of a handle: see `Kept`. If a
+            function has a parameter of this name, use ``functools.partial``.
 
-        Raises `TypeError` for anything else, `RuntimeError` after the release. What goes wrong with
-        the work itself, its pickling included, rejects the promise.
+        Returns
+        -------
+        Promise
+            Rejected by any error of the task itself, including errors of pickling.
 
+        Raises
+        ------
+        TypeError
+            If `work` is neither a string nor callable.
+        RuntimeError
+            If the drone was released, or the pool was shut down.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
         ...     six, seven = pool.promise("6"), pool.promise(lambda: 7)
@@ -99,7 +116,7 @@ class TaskTarget:
     def _give(
         self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Promise[Any]:
-        """`promise`, where all keywords are the work's own."""
+        """Do as `promise` does, but pass all keywords to the task."""
         check_work(work, args, kwargs)
         return self._dispatcher.submit(work, args, kwargs, self._handle, self._task_options)
 
@@ -113,17 +130,27 @@ class TaskTarget:
     def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
 
     def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+        """Run `work` on a drone and return its result.
+
+        The parameters and errors are those of `promise`, without `keep`. If the wait is interrupted
+        (Ctrl-C), the task is cancelled.
+        """
         return wait_for(self._give(work, args, kwargs))
 
     def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
-        """The same drone or pool on other terms, for single pieces of work; what is not named
-        stays.
+        """Return the same drone or pool with other options for its tasks.
 
-        Work that runs longer than `timeout` seconds is interrupted and rejected with
-        `TimeoutError`; it is run again up to `retries` times when its drone dies (a pool's work: a
-        lone drone has nobody else to run it).
+        Parameters
+        ----------
+        timeout
+            Seconds after which a running task is interrupted and rejected with `TimeoutError`.
+            None: as before.
+        retries
+            How often a task is run again if its drone dies. None: as before. Has no effect on a
+            lone drone, because no other drone can run its tasks.
 
+        Examples
+        --------
         >>> import polycephaly as poly, time
         >>> with poly.Pool(1) as pool:
         ...     type(pool.options(timeout=0.1).promise(time.sleep, 100).exception())
@@ -140,18 +167,25 @@ class TaskTarget:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, as it belongs to the process that made it; "
+            f"a {type(self).__name__} cannot be pickled, as it belongs to the process that made "
+            "it; "
             "work that needs drones can start its own"
         )
 
 
 class DroneBase(TaskTarget):
-    """One drone, with a namespace that stays."""
+    """One drone, with a namespace that persists between tasks."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a name in its namespace. A name that is not there: `KeyError` (that is a
-        `NameError` too).
+        """Return the value of a name in the drone's namespace.
 
+        Raises
+        ------
+        KeyError
+            If the namespace does not have the name. The error is a `NameError` too.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:
         ...     drone["x"] = 41
@@ -162,27 +196,43 @@ class DroneBase(TaskTarget):
         return self.doit(namespace.get, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Binds a name in its namespace; done when it returns."""
+        """Bind a name in the drone's namespace, and wait until that is done."""
         self.push({name: value})
 
     def __contains__(self, name: object) -> bool:
-        """Whether its namespace has that name: it is asked."""
+        """Return whether the drone's namespace has the name. Asks the drone."""
         return isinstance(name, str) and self.doit(namespace.has, name) is True
 
-    __iter__ = None  # or Python would ask for drone[0], drone[1] and so on
+    __iter__ = None  # without this, Python would iterate over drone[0], drone[1] and so on
 
     def push(self, names: Mapping[str, Any]) -> None:
-        """Binds names in the drone's namespace; done when it returns. Raises what the pickling of a
-        value raises."""
+        """Bind names in the drone's namespace, and wait until that is done.
+
+        Parameters
+        ----------
+        names
+            The values by name. Errors of pickling a value are raised.
+
+        Raises
+        ------
+        TypeError
+            If a name is not a string.
+        """
         wrong = [name for name in names if not isinstance(name, str)]
         if wrong:
             raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
         self.doit(namespace.push, dict(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
-        """The values of `names`, in that order. A name that is not there: `NameError` (that is a
-        `KeyError` too).
+        """Return the values of `names` in the drone's namespace, in that order.
 
+        Raises
+        ------
+        NameError
+            If the namespace does not have a name. The error is a `KeyError` too.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> with poly.Drone() as drone:
         ...     drone.push({"a": 1, "b": 2})
@@ -193,7 +243,7 @@ class DroneBase(TaskTarget):
 
 
 class ExecutorBase(TaskTarget, Executor):
-    """Several drones, which the standard library's code may use as an executor."""
+    """Several drones, which code for the standard library's executors can use too."""
 
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
@@ -212,11 +262,23 @@ class ExecutorBase(TaskTarget, Executor):
     def everywhere(
         self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Promise[Any]]:
-        """Has `work` done once by each drone: a list of promises, one per drone.
+        """Run `work` once on each drone.
 
-        A drone that replaces another later has not done it; for what every drone needs, see
-        `initializer`.
+        A drone that replaces another one later does not run `work`. For a task that every drone
+        needs, see `initializer`.
 
+        Parameters
+        ----------
+        work, *args, **kwargs
+            As for `promise`.
+
+        Returns
+        -------
+        list of Promise
+            One promise per drone.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
         ...     pids = [promise.value for promise in pool.everywhere("import os; os.getpid()")]
@@ -229,7 +291,7 @@ class ExecutorBase(TaskTarget, Executor):
         for drone in self._drones():
             try:
                 made.append(drone._give(work, args, kwargs))
-            except RuntimeError as error:  # it has died since it was listed
+            except RuntimeError as error:  # the drone has died since the drones were listed
                 lost: Promise[Any] = Promise()
                 lost.set_exception(error)
                 made.append(lost)
@@ -271,22 +333,46 @@ class ExecutorBase(TaskTarget, Executor):
         ordered: bool = True,
         progress: bool = False,
     ) -> Results[Any]:
-        """The results of ``fn(*items)`` for items of `iterables` in step, in their order.
+        """Return an iterator over the results of ``fn(*items)``, in the order of the inputs.
 
-        Lazy at both ends: inputs are taken only as far ahead as keeps the drones busy (or
-        `buffersize` calls; from a served pool, 2,048), so they may be endless, and a slow consumer
-        slows the drones down. ``ordered=False`` gives results as they come. `timeout` seconds from
-        this call, waiting raises `TimeoutError`. A call's error is raised in its place; then, or
-        when the iterator is closed, what is under way is cancelled. `chunksize` is accepted for the
-        standard library's sake: there is nothing to tune. With `progress` a bar on stderr shows how
-        many calls are done.
+        Both ends are lazy. Inputs are taken only as far ahead as keeps the drones busy, so they may
+        be endless, and a slow consumer slows the drones down.
 
-        In a coroutine, ``async for`` takes the results without holding up asyncio's loop or other
-        green threads.
+        Parameters
+        ----------
+        fn
+            A callable or a coroutine function.
+        *iterables
+            The arguments, taken in step.
+        timeout
+            Seconds from this call on, after which waiting for a result raises `TimeoutError`.
+        chunksize
+            Accepted for compatibility with the standard library. Has no effect.
+        buffersize
+            Maximum number of calls in flight. None: as many as keep the drones busy; 2,048 for a
+            served pool.
+        ordered
+            If False, results are given in the order in which they arrive.
+        progress
+            If True, a bar on stderr shows how many calls are done.
 
-        Raises `TypeError` for what is no callable, `ValueError` for numbers that make no sense, at
-        the call. The iterator is for one thread at a time.
+        Returns
+        -------
+        Results
+            An iterator for one thread at a time. In a coroutine, ``async for`` takes the results
+            without blocking asyncio's loop or other green threads. The error of a call is raised in
+            place of its result. After that, or after the iterator is closed, all calls in flight
+            are cancelled.
 
+        Raises
+        ------
+        TypeError
+            If `fn` is not callable.
+        ValueError
+            If a number is out of range.
+
+        Examples
+        --------
         >>> import itertools, polycephaly as poly
         >>> with poly.Pool(2) as pool:
         ...     squares = pool.map(lambda n: n * n, itertools.count())
@@ -313,8 +399,11 @@ class ExecutorBase(TaskTarget, Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
-        """The standard library's spelling of `promise`. As there, a program that ends without an
-        error finishes first what a pool has that was given work in this way."""
+        """Run ``fn(*args, **kwargs)`` on a drone: the standard library's name for `promise`.
+
+        As in the standard library, a program that ends without an error first finishes all tasks of
+        a pool on which `submit` was called.
+        """
         if not callable(fn):
             check_work(fn, args, kwargs)
         self._dispatcher.has_promised_to_finish = True
@@ -325,5 +414,5 @@ def wait_for(promised: Promise[T]) -> T:
     try:
         return promised.result()
     except BaseException:
-        promised.cancel()  # nothing, unless it was the wait that was broken off
+        promised.cancel()  # has no effect, unless the wait itself was interrupted
         raise

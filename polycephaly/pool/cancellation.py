@@ -1,18 +1,19 @@
-"""Halts: work that is to stop, since it was cancelled or takes too long.
+"""Cancellation and time limits: stops tasks that are cancelled or run for too long.
 
-    promise.cancel() ──> in a queue: passed over        in flight: CANCEL ──> KeyboardInterrupt in the drone
-    timeout= is over ──────────────────────────────────────────────┘              │ still there after `grace_seconds`
-                                                                                  └──> the drone is killed, and replaced
+    promise.cancel() ──> in a queue: skipped
+                     └─> in flight: CANCEL ──> KeyboardInterrupt in the drone
+    timeout= is over ─────────────────┘          │ still running after `grace_seconds`
+                                                 └──> the drone is killed and replaced
 
-One drone has one timer at most, for the first of its work that has a limit; that one sets the next.
-One for an earlier limit takes its place. All in turns.
+A drone has at most one timer, for the earliest deadline of its tasks; that timer sets the next one.
+An earlier deadline replaces the timer. All methods are called while holding the reactor's lock.
 
-When this process did not run for a while (Ctrl-Z, a machine that stood still), its timers are due
-before it has read what drones answered meanwhile: so that is read first, and what was answered in
-time is not halted.
+If this process did not run for a while (Ctrl-Z, a suspended machine), its timers are due before it
+has read the answers that came meanwhile. Therefore these are read first, and a task that was
+answered in time is not stopped.
 
-A drone that is killed takes along what it knows, so that time must not be over because the machine
-stood still: it passes in LOOKS steps, of which a pause takes one, however long it is."""
+A drone that is killed loses its state, so the grace period must not pass just because the machine
+stood still: it consists of LOOKS steps, and a pause counts as one step, however long."""
 
 from __future__ import annotations
 
@@ -31,21 +32,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Cancellation"]
 
-LOOKS = 10  # between an interrupt and a kill
+LOOKS = 10  # steps between an interrupt and a kill
 
 
 class Cancellation:
-    """A crew's."""
+    """The cancellation and the time limits of one pool's tasks."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def fail(self, error: Exception) -> None:
-        """In the hub's turn: what a timer of this has called has raised."""
+        """Handle an error that a timer of this object has raised in the reactor."""
         self._dispatcher.fail(error)
 
     def sent(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
-        """`link` was sent these. Alone, to an idle drone, what has a limit or is not overlapped."""
+        """Set the deadlines of tasks that were just sent to `handle`."""
+        # A task that has a limit and does not overlap is sent alone, to an idle drone, so all older
+        # deadlines are over.
         if not handle.overlapping:
             handle.deadlines.clear()
         for task in batch:
@@ -54,7 +57,7 @@ class Cancellation:
         self._set_timer(handle)
 
     def _set_timer(self, handle: DroneHandle) -> None:
-        """Unless one is set that comes before."""
+        """Set the timer for the earliest deadline, unless an earlier timer is set."""
         first = min(handle.deadlines.values(), default=inf)
         if first < handle.timer_at:
             self.call_off(handle)
@@ -64,8 +67,7 @@ class Cancellation:
             )
 
     def call_off(self, handle: DroneHandle) -> None:
-        """No look at its limits is due any more: an earlier one takes its place, or it has
-        ended."""
+        """Call off the timer, because an earlier one takes its place, or the drone has ended."""
         if handle.timer is not None:
             self._dispatcher.reactor.timers.call_off(handle.timer)
             handle.timer, handle.timer_at = None, inf
@@ -91,7 +93,7 @@ class Cancellation:
         self.interrupt(handle, task)
 
     def interrupt(self, handle: DroneHandle, task: Task) -> None:
-        """What is in flight there; and kills whom that does not reach."""
+        """Interrupt a task in flight, and kill the drone if the interrupt has no effect."""
         handle.send(pack_numbers(CANCEL, (task.number,)))
         self._look_again(handle, task, LOOKS)
 
@@ -107,9 +109,9 @@ class Cancellation:
         if looks > 0:
             self._look_again(handle, task, looks)
         elif not handle.runs(task.number):
-            pass  # behind other work in the same drone it is not what holds the drone up
+            pass  # queued behind another task in the drone, so this one does not hold up the drone
         elif all(other.done() for other in handle.in_flight.values()) or not handle.overlapping:
             handle.kill()
-        else:  # beside it others run, for which somebody waits, and which would die too: they finish first
+        else:  # other live tasks run beside it and would die too, so they finish first
             handle.hung.add(task.number)
             self._look_again(handle, task, LOOKS)

@@ -1,4 +1,6 @@
-"""What was asked for, checked: bad input is refused at the call, with the value and the cure."""
+"""The configuration of pools and tasks, and its checks.
+
+Wrong input is refused at the call, with an error that gives the value and the remedy."""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ __all__ = [
 ]  # fmt: skip
 
 SHORTEST_HANG = 0.5  # seconds
-LEAST_MEMORY = 1 << 20  # bytes; less is a mistake
+LEAST_MEMORY = 1 << 20  # bytes; a smaller limit is a mistake
 
 
 class TaskOptions(NamedTuple):
-    """What holds for one piece of work: how many seconds it may run, how often it is run again."""
+    """The options of one task: the seconds that it may run, and how often it is run again."""
 
     timeout: float | None
     retries: int
@@ -43,12 +45,12 @@ class TaskOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """How a crew is to be: what `Drone` and `Pool` were called with."""
+    """The configuration of a pool or a lone drone, from the arguments of `Pool` or `Drone`."""
 
     size: int
     name: str
     drone_name: Callable[[int], str]
-    start: str | None  # None: forks, where that is safe
+    start: str | None  # None: fork if that is safe
     env: tuple[dict[str, str], ...]
     cwd: str | None
     initializer: Callable[..., object] | None
@@ -61,7 +63,7 @@ class PoolConfig:
     max_queued: int | None
     hang_timeout: float | None
     report_waiting: float | None  # seconds
-    machine: Machine  # what runs its drones
+    machine: Machine  # which runs the drones
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
 
@@ -90,7 +92,7 @@ def check_seconds(name: str, seconds: float | None) -> float | None:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    if check_seconds("timeout", timeout) is not None and not timeout > 0:  # type: ignore[operator]  # it is a number
+    if check_seconds("timeout", timeout) is not None and not timeout > 0:  # type: ignore[operator]  # a number
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return timeout
 
@@ -128,8 +130,10 @@ def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
 
 
 def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
-    """Each drone's own, by index. Asked for now: a replacement is started where no code of users
-    runs."""
+    """Return the environment of each drone, by index.
+
+    A callable `env` is called now, because replacements are started where no code of users may
+    run."""
     if env is None or isinstance(env, Mapping):
         each = [env or {}] * size
     elif callable(env):

@@ -1,4 +1,4 @@
-"""In which pool's ``with`` block this code is: what `flow` asks."""
+"""The pool whose ``with`` block encloses the running code, as needed by `flow`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["entered", "innermost", "left"]
 
 _pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())
-"""From the outermost on, of this thread, asyncio task or green thread. It keeps none alive: copies
-of a context may live longer than the block."""
+"""From the outermost to the innermost, for this thread, asyncio task or green thread. The
+references are weak, because copies of a context may live longer than the block."""
 
 
 _entered = _pools.get
@@ -39,7 +39,7 @@ def innermost() -> ExecutorBase | None:
 
 
 def _forget() -> None:
-    """In a forked child: they are its parent's."""
+    """Forget the pools in a forked child, because they belong to the parent process."""
     _pools.set(())
 
 

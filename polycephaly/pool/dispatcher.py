@@ -1,24 +1,19 @@
-"""A crew: the drones behind one queue, which is what a `Pool` or a `Drone` holds.
+"""The dispatcher: the task queue of one `Pool` or `Drone`, and the drones that serve the queue.
 
-    submit (any thread) ──> queue ──dispatch──> link.flight ──RESULTS──> promise
-                              ^                     │ recalled, or its drone died before it began
+    submit (any thread) ──> queue ──dispatch──> handle.in_flight ──RESULTS──> promise
+                              ^                     │ recalled, or the drone died before it began
                               └─────────────────────┘
 
-Who may run what: work with a `target` waits in that link's `pinned`, all else in `queue`. A drone
-gets as much as `tuning.batch_seconds` of known short work at once; one piece at a time where the
-time is long or not known yet. Where one drone turns out busy with work behind it while another is
-idle, what it has not begun is recalled.
+A task with a `target` waits in that drone's `dedicated` queue. All other tasks wait in `queue`. A
+drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
+time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
+behind the running one while another drone is idle, the tasks that have not begun are recalled.
 
-Which drones there are, and how they start and end, is the roster's business (supervisor.py).
+The supervisor (supervisor.py) decides which drones exist, and starts and ends them.
 
-Each piece is at any moment in one place: in a queue, or in one link's flight. It leaves the flight
-by its result, by RETURNED, or by its drone's death, and the running page tells which work a dead
-drone had begun. So what had not begun is queued again and runs exactly once, and what had is lost
-(or run again: `retries`).
-
-`submit` races with the crew's end: it looks at `refusal`, appends, and looks at `over`; the hub
-sets `over` and then empties the queue. Whoever pops an entry rejects it, so none is left and none
-is rejected twice."""
+At any moment a task is in one place: in a queue, or in flight at one drone. See
+docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for the race between
+`submit` and the end of the dispatcher."""
 
 from __future__ import annotations
 
@@ -60,35 +55,34 @@ __all__ = ["Dispatcher"]
 
 log = logging.getLogger(__name__)
 
-DOUBT = 0.25  # seconds that an answer may take to come, though one before it was none
+# Seconds between two looks at whether a malformed message has replaced an answer.
+DOUBT = 0.25
 _BATCH = 2048
-CATCH_UP = (
-    1024 - 1
-)  # a mask: every so many calls, who submits many of them sees to the drones in between
+# A mask: once in so many calls, a thread that submits many tasks serves the drones.
+CATCH_UP = 1024 - 1
 
 
 class Dispatcher:
-    """Made in the thread that asks for it, of whose process it takes the snapshot. Raises as
-    `Supervisor` does."""
+    """The queue and the drones of one pool. The constructor takes the snapshot of this process, in
+    the calling thread, and raises the errors of `Supervisor`."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.output = config.output
-        self.output_listeners: dict[
-            str, Listener
-        ] = {}  # by the tag of what they want to hear, instead of `output`
+        # Receivers of tagged output in place of `output`, by tag.
+        self.output_listeners: dict[str, Listener] = {}
         self.task_options = config.task_options
         self._own_terms = config.task_options if config.task_options != (None, 0) else None
         self.queue: deque[Task] = deque()
         self._backlog = _Backlog(self)
-        self.hungry = False  # a drone is idle: whoever adds work sees to it
+        self.hungry = False  # a drone is idle: a thread that adds a task calls `see_to`
         self.dedicated_waiting = False
         self.over = False
         self.closing = False
         self.look_for_end = False
-        self.has_promised_to_finish = False  # what it has, before the interpreter ends
-        self.finalizer: weakref.finalize[..., Any] | None = None  # of whoever holds it
-        self.bond: object = None  # by which it ends with its owner, who has it only weakly
+        self.has_promised_to_finish = False  # to run all its tasks before the interpreter ends
+        self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
+        self.bond: object = None  # ends this with its owner, which refers to the bond only weakly
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
         self.directory = ObjectDirectory(self)
@@ -96,24 +90,23 @@ class Dispatcher:
         self.cancellation = Cancellation(self)
         self.leases = Leases(self)
         self.stall_detector = StallDetector(self)
-        self.backpressure: BackPressure | None = None  # where queues have a limit
-        self.careful = (
-            self._own_terms is not None or config.max_queued is not None
-        )  # each call has more to look at
+        self.backpressure: BackPressure | None = None  # None if queues have no limit
+        # If true, `submit` has more to check at each call.
+        self.careful = self._own_terms is not None or config.max_queued is not None
         self.record = TraceBuffer()
-        self.waiting: set[Task] = (
-            set()
-        )  # for promises among their arguments; any thread adds, and takes out
-        self.held: set[Task] = (
-            set()
-        )  # for what they take, or lent to another process; in turns only
+        # Tasks that wait for promises among their arguments. Any thread adds and removes them.
+        self.waiting: set[Task] = set()
+        # Tasks that wait for kept values, or that another process has leased. Changed only while
+        # holding the reactor's lock.
+        self.held: set[Task] = set()
         self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
         self.watch = HealthMonitor(self)
         config.machine.check(config.size)
         try:
-            with DeferredSigint():  # or a Ctrl-C could leave a zygote that nobody knows of
+            # Otherwise a Ctrl-C could leave a zygote that no object refers to.
+            with DeferredSigint():
                 self.reactor: Reactor = lease_reactor()
                 try:
                     if config.max_queued is not None:
@@ -123,14 +116,14 @@ class Dispatcher:
                     self.reactor.give_back()
                     raise
                 self.reactor.post(self._begin)
-        except KeyboardInterrupt:  # kept back until now
+        except KeyboardInterrupt:  # deferred until now
             if hasattr(self, "supervisor"):
                 self.kill()
             raise
 
     @property
     def refusal(self) -> BaseException | None:
-        """Why no more work is taken."""
+        """The error for new tasks, or None while tasks are accepted."""
         return self._refusal
 
     @refusal.setter
@@ -157,8 +150,9 @@ class Dispatcher:
         task_options: TaskOptions | None = None,
         task: Task | None = None,
     ) -> Task:
-        """Takes one piece of work: `work`, if it is given. Raises `RuntimeError` (or
-        `BrokenProcessPool`) when closed (broken)."""
+        """Queue a call of `what` and return its task, which is `task` if given.
+
+        Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken."""
         if self.careful:
             self._wait_for_room(target)
             self.check_open()
@@ -180,7 +174,7 @@ class Dispatcher:
             else:
                 if kwargs:
                     inputs = task.capture(definition, args, kwargs, registry)
-                else:  # what `capture` would find out, without the call
+                else:  # the same as `capture`, without the call
                     task.definition, task.args = definition, args
             if definition.captures:
                 task.take_captured()
@@ -188,9 +182,8 @@ class Dispatcher:
             task._settle(FINISHED, None, error)
             return task
         try:
-            if (
-                target is None and task.args is not None and not inputs
-            ):  # `_enqueue`, without the call
+            # The same as `_enqueue`, without the call.
+            if target is None and task.args is not None and not inputs:
                 self.queue.append(task)
                 if self.hungry:
                     self.reactor.serve(self)
@@ -208,7 +201,7 @@ class Dispatcher:
                         self._reject_waiting()
                 else:
                     self._enqueue(task)
-        except BaseException:  # Ctrl-C: nobody will have its promise
+        except BaseException:  # Ctrl-C: the caller will not get the promise
             task.cancel()
             raise
         return task
@@ -221,12 +214,12 @@ class Dispatcher:
             )
 
     def close_without(self, holder: object) -> None:
-        """Is closed when nobody has `holder` any more."""
+        """Close when no reference to `holder` is left."""
         self.finalizer = weakref.finalize(holder, self.close)
         self.finalizer.atexit = False
 
     def start(self, task: Task) -> None:
-        """Takes work that was made elsewhere. Raises as `submit` does."""
+        """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
         self._enqueue(task)
@@ -243,7 +236,8 @@ class Dispatcher:
         if target is not None:
             self._pin(task, target)
             return
-        payload = task.payload  # one look: a turn may take it away, where it is cancelled
+        # Read once: if the task is cancelled, another thread may clear the payload.
+        payload = task.payload
         if type(payload) is PayloadWithRefs:
             task.prefers, task.burden = self.directory.home(payload.remote_objects.values())
         if task.prefers is not None and task.prefers.state < State.RETIRING:
@@ -255,7 +249,7 @@ class Dispatcher:
             self.reject_all(self.queue)
 
     def see_to(self, task: Task) -> None:
-        """It was put into a queue."""
+        """Wake an idle drone for the queued `task`."""
         if self.hungry:
             self.reactor.serve(self)
         elif not task.number & CATCH_UP:
@@ -265,11 +259,12 @@ class Dispatcher:
         target.dedicated.append(task)
         self.dedicated_waiting = True
         self.reactor.wake()
-        if target.state is State.DEAD:  # its queue was emptied when it died, perhaps before this
+        # The queue was emptied when the drone died, perhaps before the append above.
+        if target.state is State.DEAD:
             self.reject_all(target.dedicated, target.closed_error())
 
     def filled(self, task: Task) -> None:
-        """All for which it waited is there; or it is settled."""
+        """Queue `task`, whose inputs are all there, unless the task is settled."""
         if task._state == PENDING:
             self._enqueue(task)
         self.waiting.discard(task)
@@ -279,8 +274,9 @@ class Dispatcher:
             self.reactor.post(partial(self.supervisor.stop_if_retired, task.target))
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
-        """No more work; ends when what there is has been done. Takes no lock, so finalizers may
-        call it."""
+        """Accept no more tasks, and end when all accepted tasks are done.
+
+        Takes no lock, so finalizers may call it."""
         if self.refusal is None:
             self.refusal = RuntimeError(
                 f"cannot schedule new futures after shutdown of {self.config.name}"
@@ -288,7 +284,7 @@ class Dispatcher:
         self.reactor.post(partial(self._close, cancel, running))
 
     def kill(self, why: str = "") -> None:
-        """Ends it now, with whatever it runs; errors tell `why`. Takes no lock."""
+        """End now, together with the running tasks, whose errors name `why`. Takes no lock."""
         if self.refusal is None:
             self.refusal = RuntimeError(
                 f"{self.config.name} was released{why and ', because '}{why}"
@@ -296,19 +292,19 @@ class Dispatcher:
         self.reactor.post(partial(self.abandon, why))
 
     def refresh(self) -> None:
-        """New drones from a new snapshot, for all work that is not yet sent."""
+        """Replace the drones by new ones from a new snapshot, for all tasks not yet sent."""
         self.check_open()
         renewed: Promise[None] = Promise()
         with DeferredSigint():
             snapshot = self.supervisor.engine.snapshot()
             self.reactor.post(partial(self.supervisor.renew, snapshot, renewed))
         race(renewed, self.ended).result()
-        if not renewed.done():  # it was closed in the meantime
+        if not renewed.done():  # the pool was closed in the meantime
             self.supervisor.engine.discard(snapshot)
             raise another(self.refusal or RuntimeError(f"{self.config.name} has ended"))
 
     def wait_ended(self) -> None:
-        """Until nothing of it is left; of the hub neither, if it was the last."""
+        """Wait until the drones have ended, and the reactor if this was its last pool."""
         if self.reactor.left_behind:
             return
         self.ended.result()
@@ -316,13 +312,14 @@ class Dispatcher:
             self.reactor.thread.join()
 
     def finish(self, *, cancel: bool = False) -> None:
-        """Closes it and waits for its end. A Ctrl-C meanwhile, or whatever else a signal's handler
-        raises, cancels all that it has, which takes `tuning.grace_seconds` at most; a second one
-        kills all."""
+        """Close, and wait for the end.
+
+        A Ctrl-C meanwhile, or another exception of a signal handler, cancels all tasks, which takes
+        at most `tuning.grace_seconds`. A second one kills the drones."""
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
-        except Exception:  # it cannot be waited for here: in a callback, say
+        except Exception:  # this thread cannot wait: it runs a callback, for example
             raise
         except BaseException:
             if cancel:
@@ -333,8 +330,8 @@ class Dispatcher:
             raise
 
     async def finish_async(self, *, cancel: bool = False) -> None:
-        """`finish`, awaited. Whoever is cancelled meanwhile cancels all that it has; a second time,
-        kills all."""
+        """Close, and await the end. A cancellation meanwhile cancels all tasks; a second one kills
+        the drones."""
         self.close(cancel=cancel, running=cancel)
         try:
             if not self.reactor.left_behind:
@@ -355,10 +352,10 @@ class Dispatcher:
         return len(self.queue) + len(self.waiting) + len(self.held) + of_links
 
     def somebody_waits(self, task: Task) -> None:
-        """For that one, which itself waits for promises."""
+        """Note that a thread waits for `task`, which itself waits for promises."""
         self.stall_detector.look_soon()
 
-    # -- in turns: sending -------------------------------------------------------------------------
+    # -- holding the reactor's lock: sending -------------------------------------------------------
 
     def _begin(self) -> None:
         self.reactor.dispatchers.append(self)
@@ -390,7 +387,7 @@ class Dispatcher:
                 return
 
     def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
-        """Sends `link` what fits, at most `share` pieces, from the head of `queue`."""
+        """Send at most `share` tasks from the head of `queue`, and return how many."""
         most = min(share, _BATCH, handle.tasks_left(self.config.max_tasks))
         batch, frames = handle.load_batch(queue, most, now)
         if batch:
@@ -401,8 +398,8 @@ class Dispatcher:
         return len(batch)
 
     def after_turn(self) -> None:
-        """Says whether more work could be sent at once, and sees to work that waits behind a busy
-        drone."""
+        """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
+        drone. Called at the end of each critical section."""
         if self.look_for_end:
             self._end_if_done()
         if self.backpressure:
@@ -429,8 +426,8 @@ class Dispatcher:
                     )
 
     def _could_overlap(self) -> bool:
-        """Is there a drone that could take one more beside what it overlaps? Not before what heads
-        the queue."""
+        """Return whether a drone could take one more task beside those that it overlaps. False if
+        the head of the queue does not overlap, because no task overtakes that one."""
         with suppress(IndexError):
             if not self.queue[0].definition.overlaps:
                 return False
@@ -448,7 +445,7 @@ class Dispatcher:
             and handle.last_heard == last_heard
             and not self.queue
         ):
-            handle.recalled = True  # until it answers
+            handle.recalled = True  # until the drone answers
             handle.send(pack_numbers(RECALL))
 
     def returned(self, handle: DroneHandle, given_back: tuple[int, ...]) -> None:
@@ -458,8 +455,8 @@ class Dispatcher:
         self.answered(handle)
 
     def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
-        """A drone has answered the first calls of a slice, and gives the last ones back, if there
-        are any."""
+        """Handle a drone's answer for the first `done` calls of a slice. The drone has not begun
+        the last `rest` calls, and gives them back."""
         if state != RUNNING and (not rest or state == FAILED):
             handle.answered(task.number)
             return
@@ -467,32 +464,32 @@ class Dispatcher:
         followers = []
         if state == RUNNING:
             handle.hand_over(task, current)
-            if (
-                current.count
-            ):  # else its last call had just ended: nobody waits for what the drone says of it yet
+            # Otherwise the last call had just ended: no thread waits for the report of that.
+            if current.count:
                 followers.append(current)
         else:
             handle.answered(task.number)
         if rest:
-            if task.done():  # cancelled: it does not begin
+            if task.done():  # cancelled: the rest does not begin
                 later._settle(CANCELLED, None, None)
             else:
                 self.requeue([later])
             followers.append(later)
         task.followers = followers
-        if task.done():  # cancelled: who did it may have looked at `followers` before
+        # If cancelled, the canceller may have read `followers` before the line above.
+        if task.done():
             for each in followers:
                 self.reactor.deliver(each.cancel)
 
     def requeue(self, tasks: list[Task]) -> None:
-        """To the head of their queues, in their order."""
-        if self._abandoned:  # nobody will come for them
+        """Put `tasks` back at the heads of their queues, in the same order."""
+        if self._abandoned:  # no drone will take them
             for task in tasks:
                 self.reactor.deliver(task.cancel)
             return
         for task in reversed(tasks):
             task.sending = None
-            if task.done():  # who settled it may not have seen that
+            if task.done():  # by a thread that may have taken the task for begun
                 task.never_began()
             if task.target is not None:
                 task.target.dedicated.appendleft(task)
@@ -503,7 +500,7 @@ class Dispatcher:
                 self.queue.appendleft(task)
 
     def answered(self, handle: DroneHandle) -> None:
-        """Something of its flight was answered."""
+        """Update `handle` after an answer to one of its tasks in flight."""
         if handle.dedicated or self.locality:
             self.dedicated_waiting = True
         if (
@@ -511,22 +508,20 @@ class Dispatcher:
             and handle.tasks_left(self.config.max_tasks) <= 0
             and len(handle.in_flight) <= 1
         ):
-            self.supervisor.retire(
-                handle
-            )  # not with more in flight: it would give back what it may still do
+            # Not with more in flight: retiring would recall tasks that the drone may still run.
+            self.supervisor.retire(handle)
         self.supervisor.stop_if_retired(handle)
         self.look_for_end = True
 
-    # -- in turns: work that takes kept values -----------------------------------------------------
+    # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
     def hold(self, task: Task) -> None:
-        """It waits for what it takes, till `go_on`, when that has changed; or is lent. (Whoever has
-        just put it into a queue, in `filled`, may not have taken it from `waiting` yet.)"""
+        """Park `task` until `go_on(task)`, because a kept value is not available yet, or another
+        process has leased the task. (The task may be in `waiting` too, until `filled` returns.)"""
         self.held.add(task)
 
     def waits_for(self, handle: DroneHandle) -> bool:
-        """Is there work only for that drone, which itself waits for promises, or for what it
-        takes?"""
+        """Return whether a task that only `handle` may run waits for promises or kept values."""
         return any(task.target is handle and not task.done() for task in self._not_queued())
 
     def _not_queued(self) -> list[Task]:
@@ -549,14 +544,16 @@ class Dispatcher:
         self.reactor.post(partial(self._nothing_waits, task.target))
 
     def _nothing_waits(self, target: DroneHandle | None) -> None:
-        """For that drone, or for any."""
+        """End `target`, or the dispatcher, if the last task has gone."""
         self.look_for_end = True
         if target is not None:
             self.supervisor.stop_if_retired(target)
 
     def fill_again(self, tasks: list[Task], lost: Lost) -> None:
-        """They were sent, and not begun, since what one of them takes is lost: a value that lay
-        elsewhere, or else what lay beside the arguments themselves."""
+        """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
+
+        Values stored on other nodes are computed again. If no task takes such a value, the lost
+        bytes are buffers of the arguments themselves, and the tasks with such buffers fail."""
         far = [task for task in tasks if task.unfilled is not None]
         losers = (
             [] if far else [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
@@ -576,15 +573,16 @@ class Dispatcher:
         self.look_for_end = True
 
     def fetch_from(self, handle: DroneHandle, number: int) -> None:
-        """Has `link` pack a value that it keeps."""
+        """Request that `handle` pickles a value that it keeps."""
         message = TaskBatch()
         message.add(number, FETCH, 0, b"")
         handle.send(message.frames())
 
-    # -- in turns: stopping what runs --------------------------------------------------------------
+    # -- holding the reactor's lock: stopping running tasks ----------------------------------------
 
     def withdraw(self, task: Task) -> None:
-        """Its promise was cancelled. In a queue it is passed over; in flight its drone is told."""
+        """Stop `task`, whose promise was cancelled. A queued task is skipped; for a task in flight,
+        the drone receives CANCEL."""
         self.waiting.discard(task)
         self.held.discard(task)
         handle, target = task.handle, task.target
@@ -593,18 +591,18 @@ class Dispatcher:
         else:
             task.payload = b""
             self._nothing_waits(target)
-            if self.backpressure is not None:  # it takes no room
+            if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
                 for queue in [self.queue, *preferred] if target is None else [target.dedicated]:
                     with suppress(ValueError):
                         queue.remove(task)
 
     def interrupt(self, handle: DroneHandle) -> None:
-        """Interrupts whatever `link` runs."""
+        """Interrupt the task that `handle` runs."""
         if handle.alive:
             handle.send(pack_numbers(CANCEL, (0,)))
 
-    # -- in turns: what goes wrong -----------------------------------------------------------------
+    # -- holding the reactor's lock: failures ------------------------------------------------------
 
     def lose(self, tasks: list[Task], error: BaseException, *, again: bool) -> None:
         for task in tasks:
@@ -620,16 +618,18 @@ class Dispatcher:
                 self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
 
     def doubt(self, handle: DroneHandle) -> None:
-        """It has sent what is no message. If that was an answer, what it answered would be waited
-        for for ever."""
+        """Watch a drone that has sent a malformed message. If that was an answer, its task would
+        never be settled."""
         if not handle.doubted and handle.alive:
             handle.doubted = True
             self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, 0))
 
     def _kill_if_it_owes(self, handle: DroneHandle, suspect: int) -> None:
-        """`suspect`: what it has answered already, or passed over, as it seemed at the last look,
-        and was to answer next. If it still is, it never will. On a busy machine it may only not
-        have come to that yet: then it could run."""
+        """Kill the drone if the first task in flight will never be answered.
+
+        `suspect` is the first task in flight, if the drone seemed to have answered or skipped that
+        task at the last look. If so again, the answer never comes. On a busy machine the drone may
+        only not have got to the task yet; then the drone is runnable."""
         if not handle.in_flight or not handle.alive:
             handle.doubted = False
             return
@@ -646,12 +646,12 @@ class Dispatcher:
             self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, head))
 
     def fail(self, error: Exception) -> None:
-        """A bug in our own code: better all its work is rejected than anybody waits for ever."""
+        """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
         log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
         self.break_(because("a bug in polycephaly", error))
 
     def break_(self, error: BaseException) -> None:
-        """Nothing more can be run: rejects all, refuses more, ends the drones."""
+        """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
         if self._broken is not None:
             return
         self._broken = error
@@ -666,49 +666,48 @@ class Dispatcher:
         self.abandon()
 
     def cannot_start(self, error: BaseException) -> None:
-        """Before it has begun, the error is its constructor's, and goes there as it is."""
+        """Break the pool because no drone can start. If the pool has not begun, its constructor
+        raises `error` as it is."""
         self.break_(because("no drone can be started", error) if self.begun.done() else error)
 
-    # -- in turns: ending --------------------------------------------------------------------------
+    # -- holding the reactor's lock: ending --------------------------------------------------------
 
     def wanted(self) -> int:
-        """How many drones it should have."""
+        """Return how many drones there should be."""
         return (
             0 if self._abandoned or (self.closing and not self._unfinished()) else self.config.size
         )
 
     def _close(self, cancel: bool, running: bool) -> None:
-        self.closing = self.dedicated_waiting = (
-            True  # a Ctrl-C may have left pinned work unannounced
-        )
+        # A Ctrl-C in `_pin` may have left a dedicated task without this flag.
+        self.closing = self.dedicated_waiting = True
         if cancel:
             for task in [*self.queue, *self._not_queued()]:
                 self.reactor.deliver(task.cancel)
             for handle in self.handles:
                 for task in [*handle.dedicated, *handle.preferred]:
                     self.reactor.deliver(task.cancel)
-                for task in reversed(
-                    handle.in_flight.values()
-                ):  # the first may run: it would begin the next one
+                # Backwards: if the running task was first, the drone would begin the next one.
+                for task in reversed(handle.in_flight.values()):
                     if running or not handle.runs(task.number):
                         self.reactor.deliver(task.cancel)
         self.look_for_end = True
 
     def cancel_own(self, handle: DroneHandle) -> None:
-        """What only that drone may do."""
+        """Cancel the tasks that only `handle` may run."""
         for task in [*handle.dedicated, *self._not_queued(), *reversed(handle.in_flight.values())]:
             if task.target is handle:
                 self.reactor.deliver(task.cancel)
 
     def _unfinished(self) -> bool:
-        if (
-            self._abandoned
-        ):  # what is added by who had looked at `refusal` before is rejected when it is over
+        # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
+        if self._abandoned:
             return False
-        if self.waiting or self.held:  # first: what waits no more is in a queue by then
+        # Checked first, because a task that has left these sets is in a queue by then.
+        if self.waiting or self.held:
             return True
         with suppress(IndexError):
-            while self.queue[0].done():  # cancelled while it waited
+            while self.queue[0].done():  # cancelled while it was queued
                 self.queue.popleft()
             return True
         return any(handle.in_flight or handle.owes() for handle in self.handles)
@@ -717,7 +716,8 @@ class Dispatcher:
         self.look_for_end = True
 
     def _end_if_done(self) -> None:
-        """Once a turn, however many things in it may have been the last."""
+        """End the drones, and then this dispatcher, if all tasks are done. Called once in a
+        critical section, however many events in that could have been the last."""
         self.look_for_end = False
         if not self.closing or self._unfinished():
             if self.closing and self.waiting:
@@ -728,13 +728,13 @@ class Dispatcher:
                 self.supervisor.stop(handle)
             elif handle.state < State.READY:
                 self.supervisor.retire(handle)
-            else:  # what it waited for may have been cancelled
+            else:  # the task that the drone waited for may have been cancelled
                 self.supervisor.stop_if_retired(handle)
         if not self.handles and not self.over:
             self._end()
 
     def abandon(self, why: str = "") -> None:
-        """Kills every drone now; their work is lost. Their deaths tell `why`."""
+        """Kill every drone now; their tasks are lost, with errors that name `why`."""
         self.closing = self._abandoned = True
         for task in [*self.queue, *self._not_queued()]:
             self.reactor.deliver(task.cancel)
@@ -760,14 +760,15 @@ class Dispatcher:
         self.reactor.give_back()
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
-        """Not in a turn: callbacks are called. Whoever pops a piece of work rejects it."""
+        """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
+        the reactor's lock, because callbacks run."""
         error = error or self.refusal
         with suppress(IndexError):
             while True:
                 queue.popleft()._settle(FINISHED, None, error and another(error))
 
     def _reject_waiting(self) -> None:
-        """As `reject_all`: those that were added when it had been abandoned."""
+        """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
         for task in [*self.waiting]:
             task._settle(FINISHED, None, self.refusal and another(self.refusal))
             task.let_go()
@@ -778,7 +779,7 @@ class Dispatcher:
             self.reactor.deliver(partial(promise._settle, FINISHED, None, None))
 
     def explain(self, error: BaseException) -> None:
-        """Adds the cure to a `NameError` of a name that this image got after the snapshot."""
+        """Add the remedy to a `NameError` for a name that was defined after the snapshot."""
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
@@ -802,7 +803,7 @@ class Dispatcher:
 
 
 class _Backlog:
-    """Work that any drone may run."""
+    """The tasks that any drone may run."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -813,4 +814,5 @@ class _Backlog:
 
 
 def _load(handle: DroneHandle) -> float:
+    """The sort key for drones that take tasks: idle drones come first."""
     return handle.load if handle.in_flight else -1.0

@@ -1,5 +1,4 @@
-"""`Drone`: one headless image of one's own. `promise` and `doit`: a fresh one for one piece of
-work."""
+"""One drone process: `Drone`; and `promise` and `doit`, which run one task on a fresh drone."""
 
 from __future__ import annotations
 
@@ -47,28 +46,51 @@ _names = itertools.count(1)
 
 
 class Drone(DroneBase):
-    """A headless copy of this image, with a namespace that stays.
+    """A forked copy of this process, with a namespace that persists between tasks.
 
-    It is forked from the image as it is at this moment. Where native threads of a library make that
-    unsafe, it is a fresh interpreter that gets what `__main__` holds by value, and a
-    `RuntimeWarning` names the library; ``start="fork"`` forks all the same, ``start="spawn"``
-    imports the main module in a fresh interpreter. `env` is added to its environment, `cwd` is its
-    directory, ``initializer(*initargs)`` runs in it before any work; work that runs longer than
-    `timeout` seconds is interrupted and rejected with `TimeoutError`; see `Pool` for `hang_timeout`
-    and `max_memory`, beyond which it is killed, and for `width` and `report_waiting`.
+    A ``with`` or ``async with`` block finishes its tasks at the end. An exception in the block
+    cancels them.
 
-    A ``with`` or ``async with`` block ends by finishing what it was given; an exception in it
-    cancels that.
+    Parameters
+    ----------
+    name
+        Name of the drone. None: ``drone-N``.
+    start
+        None: fork this process as it is now. If native threads of a library make that unsafe, start
+        a fresh interpreter, which gets the contents of `__main__` by value, and issue a
+        `RuntimeWarning` that names the library. "fork": always fork. "spawn": start a fresh
+        interpreter, which imports the main module.
+    env
+        Variables that are added to the drone's environment.
+    cwd
+        The drone's working directory.
+    initializer, initargs
+        ``initializer(*initargs)`` runs in the drone before any task.
+    timeout
+        Seconds after which a running task is interrupted and rejected with `TimeoutError`.
+    hang_timeout, report_waiting, max_memory, width
+        As for `Pool`. The drone is killed if it exceeds `hang_timeout` or `max_memory`.
+    detached
+        By default the drone ends with its owner: with the green thread, native thread or asyncio
+        task that made it. If True, the drone lasts until this process ends. In both cases a drone
+        to which no reference is left finishes its tasks and ends. A cell of a notebook is no owner:
+        a drone that is made there belongs to the main thread.
+    engine, **options
+        As for `Pool`.
 
-    It ends with whoever made it: a green or native thread (when that ends), an asyncio task, or,
-    when no reference to it is left, at once; ``detached=True`` leaves only the last of these and
-    the end of this process. A cell of a notebook is no such task: a drone made there lasts as one
-    of the main thread does. All methods may be called from any thread. See `Pool` for `engine` and
-    its options.
+    Raises
+    ------
+    ValueError
+        If the start method is unknown.
+    OSError
+        If no process can be started.
 
-    Raises `ValueError` for a start method that there is not, and `OSError` where no process can be
-    started.
+    Notes
+    -----
+    All methods may be called from any thread.
 
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Drone() as drone:
     ...     drone.doit("x = 41")
@@ -131,14 +153,14 @@ class Drone(DroneBase):
             dispatcher.wait_ended()
             raise
         handle = dispatcher.supervisor.first
-        assert handle is not None  # it has begun
+        assert handle is not None  # because the dispatcher has begun
         self._handle = handle
 
     @classmethod
     def _of(
         cls, dispatcher: Dispatcher, handle: DroneHandle, task_options: TaskOptions | None
     ) -> Drone:
-        """A pool's drone."""
+        """Return a `Drone` for one drone of a pool."""
         drone = cls.__new__(cls)
         drone._dispatcher, drone._handle, drone._task_options = dispatcher, handle, task_options
         return drone
@@ -146,18 +168,31 @@ class Drone(DroneBase):
     # -- stopping ----------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Stops what runs, as Ctrl-C would: its promise is rejected with `KeyboardInterrupt`. Does
-        not wait for that; where nothing runs, nothing happens."""
+        """Interrupt the running task as Ctrl-C would.
+
+        The task's promise is rejected with `KeyboardInterrupt`. Does not wait for that. Has no
+        effect if no task runs.
+        """
         self._dispatcher.reactor.post(lambda: self._dispatcher.interrupt(self._handle))
 
     def kill(self) -> None:
-        """SIGKILL: what it runs is rejected with `DroneDied`. Returns once it is dead."""
+        """Kill the drone with SIGKILL, and wait until it is dead.
+
+        The tasks that it runs are rejected with `DroneDied`.
+        """
         self._dispatcher.reactor.post(self._handle.kill)
         self._handle.ended.result()
 
     def release(self, wait: bool = True) -> None:
-        """Takes no more work, finishes what it has, and ends; waits for that unless told not to.
-        Twice is no error."""
+        """Accept no more tasks, finish those accepted before, and end the drone.
+
+        A second call is no error.
+
+        Parameters
+        ----------
+        wait
+            Whether to wait for the end.
+        """
         if self._dispatcher.config.on_death == "end":
             self._dispatcher.close()
             if wait:
@@ -178,7 +213,7 @@ class Drone(DroneBase):
     ) -> None:
         if self._dispatcher.config.on_death == "end":
             self._dispatcher.finish(cancel=kind is not None)
-        else:  # one of a pool's, which goes on
+        else:  # a drone of a pool, which continues
             if kind is not None:
                 self._cancel_own()
             self.release()
@@ -203,11 +238,17 @@ class Drone(DroneBase):
             self.release(wait=False)
             await self._handle.ended
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
-        """Its process; waits a moment where it is just being started."""
+        """The drone's process id. Waits a moment if the drone is just being started.
+
+        Raises
+        ------
+        RuntimeError
+            If the drone could not be started.
+        """
         self._handle.born.result()
         if self._handle.pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
@@ -215,43 +256,56 @@ class Drone(DroneBase):
 
     @property
     def name(self) -> str:
-        """As given, or ``drone-N``; of a pool's drone ``POOL.INDEX``. It stands before each line
-        that it prints."""
+        """The name given, or ``drone-N``; for a drone of a pool ``POOL.INDEX``.
+
+        The name precedes each line that the drone prints.
+        """
         return self._handle.name
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there, as far as is known: it may be starting, busy, or about to
-        end."""
+        """Whether the process exists, as far as is known. It may be starting, busy, idle or about
+        to end.
+        """
         return self._handle.alive
 
     @property
     def timeline(self) -> Timeline:
-        """What it has done so far, and when; also after its end. See `Timeline`."""
+        """The tasks run so far, and their times; also after the drone's end. See `Timeline`."""
         return take(self._dispatcher, self._handle.name)
 
     @property
     def unresponsive(self) -> str | None:
-        """Why nothing is heard of it while it should work, if that is so: it is stopped, waits for
-        the disk, or C code holds its interpreter without doing anything. Looked at twice a second,
-        told after two seconds."""
+        """Why the drone shows no sign of life although it has tasks, or None.
+
+        Reasons are: the process is stopped, it waits for the disk, or C code holds its interpreter
+        without using processor time. Drones are checked twice a second, and reported after two
+        seconds.
+        """
         return self._handle.unresponsive
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it has waited, if it has work and neither it nor a process that it has started
-        was let run for `report_waiting` seconds (by default 60): for a lock, a pipe, a timer, a
-        thread that is not there.
+        """The wait in which a drone with a task has spent `report_waiting` seconds, or None.
 
-        Such a wait may be a hang, or may be meant, as `time.sleep` is: these look alike, so nothing
-        is done about it. Each wait is logged once, as a warning. A loop that looks again and again
-        is no wait in this sense, nor is a wait beside which another thread of the drone runs.
-        Always None for drones of Ray, as the kernel of their node is not asked."""
+        Set if neither the drone nor a process that it started has run for so long (60 seconds by
+        default): the drone waits for a lock, a pipe, a timer or a thread that does not exist.
+
+        Notes
+        -----
+        Such a wait may be a hang, or intended, as `time.sleep` is. The two look alike, so the drone
+        is left alone, and each wait is logged once, as a warning. A polling loop is no wait in this
+        sense, nor is a wait while another thread of the drone runs. Always None for drones of Ray,
+        because the kernel of their node is not asked.
+        """
         return self._handle.waiting
 
     @property
     def exitcode(self) -> int | None:
-        """None while it lives; negative: the signal that ended it, as in `multiprocessing`."""
+        """The exit code, or None while the drone lives.
+
+        A negative number is the signal that ended the drone, as in `multiprocessing`.
+        """
         return self._handle.exitcode
 
     def __eq__(self, other: object) -> bool:
@@ -288,12 +342,30 @@ def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]:
 
 
 def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
-    """Has one piece of work done by a fresh drone, forked from this image as it is now.
+    """Run one task on a fresh drone, forked from this process as it is now.
 
-    The drone ends when the work is done; or before, with the thread or asyncio task that called
-    this. Raises `TypeError` for what is neither a code string nor callable, and `OSError` where no
-    process can be started.
+    The drone ends after the task; or earlier, with the thread or asyncio task that called this
+    function.
 
+    Parameters
+    ----------
+    work, *args, **kwargs
+        As for `Pool.promise`.
+
+    Returns
+    -------
+    Promise
+        The result of the task.
+
+    Raises
+    ------
+    TypeError
+        If `work` is neither a code string nor callable.
+    OSError
+        If no process can be started.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> poly.promise("6 * 7").value
     42
@@ -314,16 +386,23 @@ def doit(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
 
 
 def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`promise(...)`, waited for. A wait that is broken off (Ctrl-C) cancels the work."""
+    """Run one task on a fresh drone and return its result.
+
+    The parameters and errors are those of `promise`. If the wait is interrupted (Ctrl-C), the task
+    is cancelled.
+    """
     return wait_for(promise(work, *args, **kwargs))
 
 
-# -- whose end is whose ----------------------------------------------------------------------------
+# -- drones end with their owner -------------------------------------------------------------------
 
 
 class _Bond:
-    """Ends a crew with its owner, and says so. It lives as long as the crew, which nobody is to
-    keep for its sake."""
+    """Ends a dispatcher together with its owner, and names the owner as the reason.
+
+    The bond refers to the dispatcher only weakly, so that no owner keeps the dispatcher alive. The
+    dispatcher refers to the bond, so that the bond lives equally long.
+    """
 
     def __init__(self, dispatcher: Dispatcher, owner: str) -> None:
         self._dispatcher = weakref.ref(dispatcher)
@@ -334,13 +413,15 @@ class _Bond:
         dispatcher = self._dispatcher()
         if dispatcher is not None:
             dispatcher.kill(
-                f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go on)"
+                f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go "
+                "on)"
             )
 
 
 class _ThreadsDrones:
-    """What a native thread started. A thread's locals are dropped when it ends, and this with
-    them."""
+    """The drones that a native thread started. CPython drops a thread's locals, and so this object,
+    when the thread ends.
+    """
 
     def __init__(self) -> None:
         self.bonds: weakref.WeakSet[_Bond] = weakref.WeakSet()
@@ -359,8 +440,11 @@ _locals = _Locals()
 
 
 def end_with_owner(dispatcher: Dispatcher) -> None:
-    """End `crew` with the green thread or asyncio task that runs here, or else with this native
-    thread. A drone made at a prompt belongs to the image, as those of the main thread do."""
+    """End `dispatcher` with the running green thread or asyncio task, or else with this native
+    thread.
+
+    A drone that is made at a prompt belongs to the process, as the main thread's drones do.
+    """
     green = sys.modules.get("polycephaly.green.thread")
     owner = green.here() if green is not None else None
     if owner is not None:
@@ -378,11 +462,12 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
 
 
 def _runs_a_prompt(task: asyncio.Task[Any]) -> bool:
-    """Return whether a prompt made `task`, to run what was typed into it.
+    """Return whether a prompt made `task` to run the code that was typed in.
 
-    ``python -m asyncio`` makes a task of each line that awaits, and IPython and its kernels of each
-    cell and of each message of a widget. Tasks that the user's code makes there have coroutines of
-    the user's."""
+    ``python -m asyncio`` makes a task of each line that awaits. IPython and its kernels make a task
+    of each cell, and of each message of a widget. Tasks that the user's code makes there have
+    coroutines of the user's.
+    """
     frame = getattr(task.get_coro(), "cr_frame", None)
     if frame is None:  # a generator, or a coroutine of a compiled extension
         return False

@@ -1,10 +1,11 @@
-"""One drone, as its crew sees it: what it was sent, how long that takes, how it is.
+"""The drone handle: the record that the dispatcher keeps of one drone.
 
-    Starting ──HELLO──> Preparing (initializer) ──> Ready ──> Retiring (no new work) ──> Stopping ──> dead
-                                                                                any state ──exited──> dead
+    STARTING ──HELLO──> PREPARING (initializer) ──> READY ──> RETIRING (no new tasks) ──> STOPPING
+                                                          any state ──exited──> DEAD
 
-Only who is in the hub's turn changes a link; other threads may read `pid`, `state`, `exitcode`. How
-messages get to the drone, and what is known of it from outside, is its engine's business: see
+A handle holds the tasks that were sent, an estimate of their time, and the state of the drone. Only
+threads that hold the reactor's lock change a handle; others may read `pid`, `state` and `exitcode`.
+Each engine has a subclass, which sends messages to the drone and observes its process: see
 engine.py."""
 
 from __future__ import annotations
@@ -49,16 +50,17 @@ if TYPE_CHECKING:
 __all__ = ["DroneHandle", "State", "Times", "drained"]
 
 Times = dict[str, tuple[float, float]]
-"""Of each thread: the seconds that it has run, and had to wait for a processor."""
+"""Of each thread: the seconds that it has run, and the seconds that it waited for a processor."""
 
-SHORTEST = 2e-6  # seconds; what a task costs at least, so that the shortest ones are not sent without bound
+# Seconds that a task counts at least, so that the number of short tasks in flight has a bound.
+SHORTEST = 2e-6
 TELL_AFTER = 0.02  # seconds
-PACKET = 32 * 1024  # bytes after which a batch is full: it is to go by the lane
+PACKET = 32 * 1024  # bytes from which a batch is full, so that the fast transport can carry it
 _TAIL_LINES = 20
 _STACK_LINES = 200
 _FATAL = "Fatal Python error: "
 _OF_STACK = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
-"""How the lines begin that follow `_FATAL` in what the interpreter and `faulthandler` write."""
+"""The beginnings of the lines that the interpreter and `faulthandler` write after `_FATAL`."""
 
 
 class State(IntEnum):
@@ -66,12 +68,12 @@ class State(IntEnum):
 
 
 class DroneHandle:
-    """One drone, as the hub sees it."""
+    """The state of one drone, as known in the controller process."""
 
     ref_table: RefTable
-    """What lies beside messages, there and back."""
+    """References to bytes that travel outside the messages, in both directions."""
     keeper: Launcher | None = None
-    """The process that starts it and tells of its end, where that is one of ours."""
+    """The launcher that starts the drone and reports its end; None if no zygote does."""
 
     def __init__(self, dispatcher: Dispatcher, number: int, name: str) -> None:
         self.dispatcher = dispatcher
@@ -80,120 +82,118 @@ class DroneHandle:
         self.state = State.STARTING
         self.pid: int | None = None
         self.exitcode: int | None = None
-        self.death: BaseException | None = None  # how it died, if nobody asked it to
-        self.born: Signal[None] = Signal()  # it has a pid, or will never have one
+        self.death: BaseException | None = None  # how it died, if its end was not requested
+        self.born: Signal[None] = Signal()  # settled when it has a pid, or will never have one
         self.ended: Signal[None] = Signal()
-        self.in_flight: dict[
-            int, Task
-        ] = {}  # sent and unanswered, in the order in which it will run them
-        self.dedicated: deque[Task] = deque()  # work that only this drone may run
-        self.preferred: deque[Task] = deque()  # work that it should run, as it has what that takes
-        self.packing: set[int] = set()  # kept values that it was asked for
-        self._dropped: deque[tuple[int, int]] = deque()  # kept values that nobody has any more
-        self.load = 0.0  # seconds of work in flight, as estimated
-        self.unknown = 0  # how many in flight have no estimate
-        self.overlapping = 0  # how many in flight are run beside each other; then all are
-        self.bulk_unanswered = 0  # how many in flight were sent by bulk: a local drone's
-        self.doubted = False  # it has sent what is no message, and is looked after
-        self.hung: set[int] = (
-            set()
-        )  # what nobody waits for any more, and does not come back: it is to run dry
-        self.places = 0  # how many of these it was sent, all told
-        self.begun = (
-            0  # of these, the place of the last that was answered: up to there all have begun
-        )
-        self.retires = False  # as soon as it is ready
+        # Tasks that were sent and not answered, in the order in which the drone runs them.
+        self.in_flight: dict[int, Task] = {}
+        self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
+        self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
+        self.packing: set[int] = set()  # kept values that it was asked to pickle
+        # Kept values without references, of which the drone has to be informed: numbers, claims.
+        self._dropped: deque[tuple[int, int]] = deque()
+        self.load = 0.0  # estimated seconds of the tasks in flight
+        self.unknown = 0  # tasks in flight without an estimate
+        self.overlapping = 0  # tasks in flight that overlap; if any do, all do
+        self.bulk_unanswered = 0  # tasks in flight that were sent by ZeroMQ (local drones only)
+        self.doubted = False  # it has sent a malformed message: see `Dispatcher.doubt`
+        # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
+        # new tasks are sent, so that the drone can be killed without losing live ones.
+        self.hung: set[int] = set()
+        self.places = 0  # overlapped tasks that were sent in all
+        # The highest `place` of an answered overlapped task. All tasks up to it have begun.
+        self.begun = 0
+        self.retires = False  # to be retired as soon as it is ready
         self.tasks_done = 0
         self.last_heard = 0.0
         self.recalled = False
         self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
         self.stack: list[str] = []
-        self._in_stack = False  # the last line on stderr was of the stack
+        self._in_stack = False  # the last line on stderr belonged to the stack
         self._ringing = False
         self._defined = KnownFunctions(self._ring)
-        self.deadlines: dict[int, float] = {}  # of what has a time limit, by number
-        self.timer: Timer | None = None  # has these looked at, at `timer_at`
+        self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
+        self.timer: Timer | None = None  # checks the deadlines at `timer_at`
         self.timer_at = inf
-        self.unresponsive: str | None = None  # why nothing is heard of it, if that is so
-        self.told_waiting: tuple[int, Waiting] | None = (
-            None  # in what it has waited for long, with which work
-        )
-        self.ahead = 0.0  # seconds that its clock is ahead of ours
-        self.kill_reason = ""  # why we have killed it
-        self.fate = ""  # how it ended, where that is no exit status
-        self.cause: BaseException | None = None  # with which the engine told so
+        self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
+        # The task that has waited for long enough to be reported, and where it waits.
+        self.told_waiting: tuple[int, Waiting] | None = None
+        self.ahead = 0.0  # seconds by which its clock is ahead of the controller's
+        self.kill_reason = ""  # why the controller killed it
+        self.fate = ""  # how it ended, if there is no exit status
+        self.cause: BaseException | None = None  # the engine's error that reported its end
 
-    # -- what each engine's links do in their own way ----------------------------------------------
+    # -- implemented by each engine ----------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        """A message (wire/messages.py), and the works that it brings. Never waits."""
+        """Send a message (wire/messages.py), which carries `tasks`. Never blocks."""
         raise NotImplementedError
 
     def is_up(self) -> bool:
-        """Whether there is somebody to send anything to."""
+        """Return whether the drone can receive messages."""
         raise NotImplementedError
 
     def catch_up(self) -> None:
-        """In a turn: hears what has reached this process and was not looked at yet, where that may
-        be so."""
+        """Handle the messages that have arrived in this process but were not read yet. Called while
+        holding the reactor's lock."""
 
     def kill(self, kill_reason: str = "") -> None:
-        """At once, with whatever it runs. Its death tells the `verdict`."""
+        """Kill the drone at once, with its running tasks. Their errors give `kill_reason`."""
         raise NotImplementedError
 
     def started(self) -> int:
-        """The number of the work that it has begun last, as far as is known; from any thread. 0:
-        none."""
+        """Return the number of the task begun last, as far as known, or 0. Any thread may call
+        it."""
         raise NotImplementedError
 
     def sent(self) -> int:
-        """The number of the last work of which the answer was sent. 0: none."""
+        """Return the number of the last task whose answer was sent, or 0."""
         raise NotImplementedError
 
     def heartbeat(self) -> tuple[object, Times]:
-        """What changes while it lives; and of each thread the seconds that it has run, and had to
-        wait for that."""
+        """Return a value that changes while the drone lives, and the processor times of its
+        threads."""
         raise NotImplementedError
 
     def waits(self) -> bool:
-        """Does it, as far as is known, neither run nor could it run?"""
+        """Return whether the drone, as far as known, neither runs nor is runnable."""
         return True
 
     def why_quiet(self) -> str:
-        """Why it has no pulse."""
+        """Return why there is no heartbeat."""
         raise NotImplementedError
 
     def worked(self, threads: Times) -> tuple[object, Times] | None:
-        """What changes whenever it does something for its work, and those of its threads that may
-        look up now and then without doing anything, given the threads that `pulse` told; None where
-        that is not known."""
+        """Return a value that changes whenever the drone does something for its tasks, and the
+        times of those threads that may wake now and then without doing anything. `threads` comes
+        from `heartbeat`. None if this is not known."""
         return None
 
     def others_worked(self) -> object:
-        """The same of the processes that it has started."""
+        """Return the same kind of value for the processes that the drone has started."""
 
     def system_call(self) -> str | None:
-        """In which its main thread waits."""
+        """Return the system call in which the main thread of the drone waits, if known."""
         return None
 
     def memory(self, enough: int) -> int:
-        """Bytes that it and what it has started hold for themselves; exact where it is more than
-        `enough`."""
+        """Return the bytes that the drone and the processes started by it hold for themselves. The
+        number is exact if it exceeds `enough`."""
         raise NotImplementedError
 
     def printed(self) -> Heard:
-        """Takes what has come of its output."""
+        """Take the output that has arrived."""
         raise NotImplementedError
 
     def last_words(self) -> None:
-        """It has died: hears what it had sent, and what it had done and perhaps not sent."""
+        """Handle the results that the dead drone had sent, or had ready and perhaps not sent."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """It has died, and nothing more is heard of it."""
+        """Release all resources of the dead drone; no message of it is handled any more."""
         raise NotImplementedError
 
-    # -- how it is ---------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -201,8 +201,8 @@ class DroneHandle:
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it waits, for so long that it is told; till it answers, though the watch may look
-        only later."""
+        """Where the drone waits, if the wait was long enough to be reported. None as soon as the
+        drone has answered, even if the health monitor notes that only later."""
         number, waiting = self.told_waiting or (0, None)
         return (
             waiting
@@ -211,21 +211,24 @@ class DroneHandle:
         )
 
     def owes(self) -> bool:
-        """Is there work that waits for it? Also that which itself waits for what it takes; which is
-        pinned before it is no longer found there (`Crew.filled`), so that is looked at first."""
+        """Return whether tasks wait for this drone, including those that wait for their own inputs.
+
+        The latter are checked first: `Dispatcher.filled` queues such a task before it is removed
+        from the waiting tasks, so no task is missed."""
         return self.dispatcher.waits_for(self) or any(
             not task.done() for task in [*self.dedicated, *self.preferred]
         )
 
     def closed_error(self) -> BaseException:
-        """Why it takes no more work."""
+        """Return the error for tasks that are given to the drone after its end."""
         if self.death is not None:
             return another(self.death)
         why = f", because {self.kill_reason}" if self.kill_reason else ""
         return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){why}")
 
     def runs(self, number: int) -> bool:
-        """Has that work been begun? From any thread; an engine tells what the drone tells."""
+        """Return whether the task has begun. Any thread may call this. The engine knows only as
+        much as the drone has reported."""
         if not self.alive:
             return False
         return self.started() == number or (self.overlapping > 0 and number in self.in_flight)
@@ -233,9 +236,11 @@ class DroneHandle:
     # -- sending -----------------------------------------------------------------------------------
 
     def takes(self, dedicated: bool = False) -> bool:
-        """May it be sent something now? If idle, anything; else known short work, up to half the
-        budget; beside work that is overlapped, more of that. A retiring drone takes only its own
-        (`pinned`) work."""
+        """Return whether the drone may be sent a task now.
+
+        An idle drone takes any task. A busy drone takes known short tasks until half of the budget
+        is used, and overlapped tasks beside others of that kind. A retiring drone takes only
+        dedicated tasks."""
         if (
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
             or self.unresponsive
@@ -246,8 +251,8 @@ class DroneHandle:
         return not self.in_flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
     def tasks_left(self, most: int | None) -> int:
-        """How many more pieces of work it may be sent before it has had its `most`; what only it
-        may do it does anyhow."""
+        """Return how many more tasks the drone may be sent until it has had `most`. There is no
+        limit for the dedicated tasks of a retiring drone."""
         return (
             1 << 30
             if most is None or self.state is State.RETIRING
@@ -257,16 +262,16 @@ class DroneHandle:
     def load_batch(
         self, queue: deque[Task], most: int, now: float
     ) -> tuple[list[Task], list[bytes]]:
-        """Takes from the head of `queue` what goes with what it holds, at most `most` pieces: puts
-        it in flight, and gives the message that brings it, with the definitions that it has not got
-        yet.
+        """Move tasks that fit the current load from the head of `queue` into flight, at most
+        `most`. Return them and the message that carries them, with the functions that the drone
+        does not have yet.
 
-        Work of unknown length goes alone; what is overlapped goes with its like only, up to the
-        width. Work whose promise is settled (cancelled while it waited) is dropped."""
+        A task of unknown length goes alone. Overlapped tasks go only with their like, up to the
+        width. Tasks that are settled already (cancelled while queued) are dropped."""
         batch: list[Task] = []
         message = TaskBatch()
         in_flight, load, budget = self.in_flight, self.load, tuning.batch_seconds
-        definition: Any = None  # of the run of calls that travel together
+        definition: Any = None  # of the current run of calls that are pickled together
         seconds: float | None = None
         overlaps = False
         numbers: list[int] = []
@@ -308,7 +313,7 @@ class DroneHandle:
                 takes = -1.0
                 most = 1
             else:
-                if task.timeout is not None:  # alone, so that the time that it is given is its own
+                if task.timeout is not None:  # alone, so that no other task uses up its time
                     if in_flight:
                         queue.appendleft(task)
                         break
@@ -342,7 +347,7 @@ class DroneHandle:
                     run = [each.number for each in more]
                     in_flight.update(zip(run, more, strict=True))
                     numbers += run
-                    calls += [each.args for each in more]  # type: ignore[misc]  # they have some
+                    calls += [each.args for each in more]  # type: ignore[misc]  # none is None
                     batch += more
                     load += takes * len(more)
                     size += task.weight * len(more)
@@ -360,7 +365,7 @@ class DroneHandle:
         return batch, message.frames()
 
     def _add(self, task: Task, message: TaskBatch) -> int:
-        """Work that goes by itself. Its size in the message."""
+        """Add a task as an item of its own. Return the size of its payload."""
         payload, kind = task.payload, task.kind
         if task.keeps:
             kind |= KEEP
@@ -372,13 +377,13 @@ class DroneHandle:
         elif isinstance(payload, Serialized):
             payload, kind = payload.waybill(self.ref_table), kind | SHARED
         message.add(task.number, kind, task.definition.number, payload)
-        if task.definition.captures:  # or the drone would hold what it has captured
+        if task.definition.captures:  # otherwise the drone would keep the captured values
             self._defined.remove(task.definition.number)
             message.add(task.definition.number, FORGET, 0, b"")
         return len(payload)
 
     def _bring(self, remote_objects: Iterable[RemoteObject], message: TaskBatch) -> None:
-        """Kept values that it has not got."""
+        """Add the kept values that the drone does not have."""
         for each in remote_objects:
             if self not in each.holders:
                 each.holders[self] = 1
@@ -387,13 +392,13 @@ class DroneHandle:
                         each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ref_table)
                     )
                 else:
-                    assert each.packed is not None  # or it would not fit
+                    assert each.packed is not None  # otherwise `fits` was false
                     message.add(each.number, BRING, 0, each.packed)
 
     def _ring(self) -> None:
-        """In any thread, in the middle of anything: a result of its is not looked at any more, or
-        need not be kept, or a definition is not used any more, and it is to be told. Soon: the next
-        work will bring it along, and if there is none, a message of its own."""
+        """Schedule a report to the drone that a result, a kept value or a function is not used any
+        more. The next batch carries the report, or else a message of its own after `TELL_AFTER`.
+        Called in any thread, at any moment, also by finalizers."""
         if not self._ringing and self.alive:
             self._ringing = True
             reactor = self.dispatcher.reactor
@@ -407,7 +412,7 @@ class DroneHandle:
             self.send(message.frames())
 
     def drop(self, number: int, claims: int) -> None:
-        """In any thread, in the middle of anything: nobody has that kept value any more."""
+        """Note that a kept value has no references left. Called like `_ring`."""
         self._dropped.append((number, claims))
         self._ring()
 
@@ -432,8 +437,8 @@ class DroneHandle:
             message.add(number, FORGET, 0, b"")
 
     def unheard(self, frames: Sequence[bytes]) -> None:
-        """In a turn: a message of work did not arrive. So the drone has neither the definitions in
-        it nor what was brought, and what it is to forget and to drop is to be said once more."""
+        """Undo a batch that did not arrive: the drone has neither its functions nor its kept
+        values, and FORGET and DROP must be sent again. Called while holding the reactor's lock."""
         for number, kind, claims, _ in unpack_work(frames):
             if kind & ~SHARED in DEFINES:
                 self._defined.remove(number)
@@ -445,8 +450,8 @@ class DroneHandle:
                 self.drop(number, claims)
 
     def hand_over(self, task: Task, part: Task) -> None:
-        """`part`, all that is left of `work` here, takes its place and number. How long it takes is
-        not known."""
+        """Let `part`, the rest of the slice `task` on this drone, take its place and number. The
+        time that `part` takes is not known."""
         sending = task.sending
         assert sending is not None
         if sending.estimate >= 0:
@@ -457,7 +462,7 @@ class DroneHandle:
         self.in_flight[part.number] = part
 
     def answered_all(self, numbers: list[int]) -> list[Task | None]:
-        """The same for many."""
+        """Remove many tasks from flight, as `answered` does."""
         if self.bulk_unanswered or self.overlapping:
             return [self.answered(number) for number in numbers]
         in_flight = self.in_flight
@@ -465,7 +470,7 @@ class DroneHandle:
         known = unknown = 0.0
         for task in tasks:
             if task is not None:
-                estimate = task.sending.estimate  # type: ignore[union-attr]  # it was in flight
+                estimate = task.sending.estimate  # type: ignore[union-attr]  # set, since in flight
                 if estimate < 0:
                     unknown += 1
                 else:
@@ -475,7 +480,7 @@ class DroneHandle:
         return tasks
 
     def answered(self, number: int) -> Task | None:
-        """Takes a work out of flight; None where it is not there."""
+        """Remove a task from flight and return it, or None if it is not in flight."""
         task = self.in_flight.pop(number, None)
         if task is not None:
             sending = task.sending
@@ -495,11 +500,11 @@ class DroneHandle:
                 self.load = 0.0
         return task
 
-    # -- what it prints ----------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     def remember(self, heard: Heard) -> None:
-        """The end of what it wrote to stderr and logged, and apart from that the newest stack of a
-        fatal error."""
+        """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the
+        stack of the latest fatal error."""
         for each in heard:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
@@ -509,9 +514,8 @@ class DroneHandle:
                     self.stack, self._in_stack = [fatal + error], True
                 elif self._in_stack and _OF_STACK.match(before):
                     self.stack.append(before)
-                    del self.stack[
-                        1:-_STACK_LINES
-                    ]  # the thread that has crashed may be the last of many
+                    # The crashed thread may be the last of many, so the last lines stay.
+                    del self.stack[1:-_STACK_LINES]
                     continue
                 else:
                     self._in_stack = False
@@ -520,7 +524,8 @@ class DroneHandle:
 
 
 def drained(queue: deque[Task]) -> list[Task]:
-    """Takes all that is in `queue`, one by one: what others add meanwhile is taken, or stays."""
+    """Take all tasks from `queue`, one by one. A task that another thread adds meanwhile is taken,
+    or stays."""
     tasks = []
     with suppress(IndexError):
         while True:
@@ -529,8 +534,8 @@ def drained(queue: deque[Task]) -> list[Task]:
 
 
 def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[Task]:
-    """Takes from the head of `queue` what goes with calls of `definition` that travel together: at
-    most so many."""
+    """Take at most `most` calls of `definition` that can be pickled together from the head of
+    `queue`."""
     more: list[Task] = []
     weight, take = Task.weight, queue.popleft
     with suppress(IndexError):

@@ -1,18 +1,21 @@
-"""The seam between a crew and whatever runs its drones.
+"""The interface between a pool and the engine that runs its drones.
 
-    Crew ── what is done, by whom, when ──> Roster ── which drones there are ──> Engine ── starts one ──> Link
-                                              ^                                    │                        │
-                                              └──── started, died, not_started ────┘                        │
-    handlers.py <── messages (wire/messages.py) ── a drone <── messages: work, cancel, recall, stop ─────────┘
+    Dispatcher ─────────> Supervisor ──────────> Engine ──────────> DroneHandle
+    tasks, order, time    which drones exist     starts a drone     messages to one drone
+                             ^ started, died, not_started  │
+                             └─────────────────────────────┘
 
-    start     `Engine.start` gives a link; the roster is told by `started` or `not_started` submit
-    `Link.send` of a WORK message; answers go to `hearing.hear` cancel    `Link.send` of a CANCEL
-    message watch     `Link.pulse`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the roster is
-    told of its end by `died` stop      `Link.send` of a STOP message; `Link.kill`
+    start   `Engine.start` returns a handle; the supervisor receives `started` or `not_started`
+    submit  `DroneHandle.send` of a WORK message; `handlers.hear` receives the answers
+    cancel  `DroneHandle.send` of a CANCEL message
+    watch   `DroneHandle.heartbeat`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the
+            supervisor receives `died`
+    stop    `DroneHandle.send` of a STOP message; `DroneHandle.kill`
 
-All that callers see (order, credit, retries, time limits, errors, timelines) is made above this
-seam, once. Engines are made in the thread that asks for drones, of whose image they take a
-snapshot; then all happens in turns of the hub, where nothing may wait."""
+All behaviour that callers see (order, credit, retries, time limits, errors, timelines) is
+implemented once, above this interface. An engine is made in the thread that asks for drones, and
+takes a snapshot of that process. Unless they say otherwise, its methods are called while holding
+the reactor's lock, and must not block."""
 
 from __future__ import annotations
 
@@ -27,56 +30,61 @@ __all__ = ["Engine", "Machine", "machine"]
 
 
 class Engine(Protocol):
-    """Sets the roster's `book`, of definitions made against its newest snapshot."""
+    """Starts drones. Sets the supervisor's `registry`, whose functions are pickled against the
+    latest snapshot."""
 
     def begin(self) -> None:
-        """The first turn: drones will be asked for now."""
+        """Prepare to start drones: the first call while holding the reactor's lock."""
 
     def initializer(
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What is to be called in its place, with which arguments."""
+        """Return the callable and the arguments to use in place of the initializer's. Called in the
+        thread that asks for drones."""
 
     def can_start(self) -> bool:
-        """False while a new snapshot is being taken, or when there is no place for one more."""
+        """Return False while a new snapshot is being taken, or if there is no room for a drone."""
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
-        """Has a drone started, the one of that index; None where that failed, which was told."""
+        """Start the drone with this index. None if that failed, which has then been reported."""
 
     def released(self, handle: DroneHandle) -> None:
-        """Nothing of it is left."""
+        """Reuse the resources of a drone that has ended."""
 
     def snapshot(self) -> Any:
-        """A new one of this image, taken in the thread that asks for it. Raises `OSError`."""
+        """Take a new snapshot of this process, in the calling thread. Raises `OSError`."""
 
     def adopt(self, snapshot: Any) -> None:
-        """From here on drones are started from it."""
+        """Start all further drones from `snapshot`."""
 
     def discard(self, snapshot: Any) -> None:
-        """Nobody wants it any more. In any thread, outside turns."""
+        """Release a snapshot that is not needed. Called in any thread, without the reactor's
+        lock."""
 
     def left_out(self, name: str) -> str | None:
-        """Why the newest snapshot has that name of `__main__` not, if that has a reason."""
+        """Return why `name` of `__main__` is missing from the latest snapshot, or None if the
+        reason is unknown. Called without the reactor's lock."""
 
     def share(self, obj: Any) -> Any:
-        """A handle of the value, for many calls. In any thread."""
+        """Return a handle of `obj` for many calls. Any thread may call this."""
 
     def end(self) -> None:
-        """No drone is left, or will be started."""
+        """Release all resources; no drone is left, and none will be started."""
 
 
 class Machine(Protocol):
-    """Where drones run: this machine, or a cluster."""
+    """The place where drones run: this machine, or a cluster."""
 
     def usual(self) -> int:
-        """How many drones a pool has there, if nobody says it."""
+        """Return the number of drones of a pool, if the program does not give one."""
 
     def check(self, size: int) -> None:
-        """Is there room for so many? Raises `OSError`, or `ValueError` for what was asked of the
-        drones."""
+        """Check that there is room for `size` drones. Raises `OSError` if not, and `ValueError` for
+        wrong requirements of the drones."""
 
     def open(self, supervisor: Supervisor) -> Engine:
-        """In the thread that asks for drones. Raises `OSError` where the machine forbids it."""
+        """Make the engine, in the thread that asks for drones. Raises `OSError` if the machine
+        forbids that."""
 
 
 _TASKS = "`max_tasks`, of a Pool"
@@ -93,7 +101,7 @@ _HERE = {
     "task_timeout": "`timeout`",
     "thread_name_prefix": "`name`",
 }
-"""What other libraries call it, and what that is here."""
+"""Options of other libraries, and their names here."""
 
 _OF_RAY = {
     "accelerator_type", "address", "label_selector", "memory", "num_cpus", "num_gpus", "resources", "runtime_env",
@@ -102,8 +110,9 @@ _OF_RAY = {
 
 
 def machine(name: object, options: dict[str, Any]) -> Machine:
-    """The engine of that name, with options of its own. Raises `ValueError` for one that there is
-    not, `TypeError` for options that it has not."""
+    """Return the machine of the engine called `name`, with `options` of that engine.
+
+    Raises `ValueError` for an unknown engine, `TypeError` for unknown options."""
     unexpected = f"unexpected {', '.join(sorted(options))}"
     known = [f"{each} is here {_HERE[each]}" for each in options if each in _HERE]
     if known:

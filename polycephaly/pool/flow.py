@@ -1,18 +1,18 @@
-"""`flow`: functions whose calls make a graph, which runs itself.
+"""Functions whose calls make a graph that runs itself: `flow`.
 
     with pool:                               counter   runs
         a, b = load(1), load(2)     nodes:   0, 0      at once, on two drones
-        c = join(a, b)                       2         when a and b are there
-        d = report([a, c])                   2         when c is
+        c = join(a, b)                       2         when a and b have values
+        d = report([a, c])                   2         when c has a value
 
-A call inside a pool's ``with`` block is a *node*: work whose promise comes back at once, and which
-runs to its end on one drone as soon as its last input is there (CEFOS: a zero-wait thread, with a
-synchronization counter). Its inputs are the promises among its arguments, so the graph is made by
-the calls themselves, in the order in which a plain program would make them; without a pool they are
-that plain program.
+A call inside a pool's ``with`` block is a *node*: a task whose promise is returned at once, and
+which runs to its end on one drone as soon as its last input has a value (as in CEFOS: a zero-wait
+thread, with a synchronization counter). The inputs of a node are the promises among its arguments.
+So the calls themselves make the graph, in the order in which a plain program would make them.
+Without a pool the calls are that plain program.
 
-A node whose inputs are all there goes as any piece of work does. What goes on when one fails is in
-inputs.py."""
+A node whose inputs have values is sent as any other task. Failures are handled in inputs.py.
+"""
 
 from __future__ import annotations
 
@@ -48,27 +48,46 @@ def flow(
     retries: int | None = None,
     keep: bool = False,
 ) -> Callable[..., Any]:
-    """Makes `fn` one whose calls inside a pool's ``with`` block are nodes of a graph: each gives a
-    promise at once.
+    """Make the calls of `fn` inside a pool's ``with`` block nodes of a graph.
 
-    Promises among the arguments, also in lists, tuples and values of dicts there, are the node's
-    inputs. It runs on a drone of the pool as soon as they all have values. The pool is the one
-    whose block was entered last by this thread, asyncio task or green thread; where there is none,
-    and in drones, the call is a plain call of `fn`. `timeout` and `retries` are as in
-    `Pool.options`. ``keep=True`` is as in `Pool.promise`: the promise is of a handle, the value
-    stays in its drone, and nodes that take it run there if they can. `fn` may be a function, a
-    method (below it: ``@staticmethod`` and the like go above), a coroutine function or any other
-    callable; ``__wrapped__`` is it.
+    Such a call returns a promise at once. Promises among the arguments, also in lists, tuples and
+    values of dicts, are the node's inputs. The node runs on a drone of the pool as soon as all
+    inputs have values. The pool is the one whose block this thread, asyncio task or green thread
+    entered last. If there is no such pool, and in drones, the call is a plain call of `fn`.
 
-    A node that fails, or whose input has no value, is rejected, and so is all that depends on it,
-    with a copy of the error; a note says which node that was. A node that is cancelled rejects what
-    depends on it with `CancelledError`; and cancels the nodes that only led to it: that no other
-    node which is still wanted needs, and for which nobody waits in another way. Keeping a node's
-    promise in a variable is not waiting.
+    Parameters
+    ----------
+    fn
+        A function, method, coroutine function or other callable. Decorators such as
+        ``@staticmethod`` go above ``@flow``.
+    timeout, retries
+        As for `Pool.options`.
+    keep
+        As for `Pool.promise`: the promise is of a handle, and the value stays in its drone. Nodes
+        that take the value run there if they can.
 
-    Raises `TypeError` for what is not callable, `ValueError` for numbers that make no sense; the
-    calls raise what `Pool.promise` raises. Any thread may make calls.
+    Returns
+    -------
+    Callable
+        Replaces `fn`. ``__wrapped__`` is `fn`. Calls raise the errors that `Pool.promise` raises.
 
+    Raises
+    ------
+    TypeError
+        If `fn` is not callable.
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    If a node fails, all nodes that depend on it are rejected with copies of its error. A note names
+    the failed node. If a node is cancelled, all nodes that depend on it are rejected with
+    `CancelledError`. The nodes that led only to the cancelled node are cancelled too: those that no
+    other wanted node needs, and that no other code waits for. Keeping a node's promise in a
+    variable is not waiting. Calls may be made from any thread.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> @poly.flow
     ... def add(a, b):
@@ -118,15 +137,14 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         )
         task.is_node = True
         note(task)
-        if (
-            task._exception is not None or task.cancelled()
-        ):  # by now, when nobody knew it for a node
+        # The task may have failed before it was known as a node.
+        if task._exception is not None or task.cancelled():
             note_failure(task, task._state)
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
     if is_coroutine_function(fn):
-        call.parks = True  # type: ignore[attr-defined]  # so that it is known for one
+        call.parks = True  # type: ignore[attr-defined]  # marks a coroutine function
     return call
 
 
@@ -142,8 +160,10 @@ class _Options(NamedTuple):
 
 
 class _Sent:
-    """What stands for a function in an image of that snapshot, as it was last found out. It stays
-    here when the function is pickled."""
+    """The object that is sent for a function to drones of one snapshot.
+
+    Cached until the snapshot changes. The cache is not pickled with the function.
+    """
 
     __slots__ = ("sent", "snapshot")
 
@@ -154,8 +174,9 @@ class _Sent:
     def look(
         self, snapshot: MainSnapshot, wrapper: Callable[..., Any], fn: Callable[..., Any]
     ) -> None:
-        """Where the other image finds the wrapper under its name, the name is enough. Else it gets
-        the function."""
+        """Send the wrapper if a drone finds the wrapper under its name. Send the function itself
+        otherwise.
+        """
         self.sent = wrapper if by_reference(wrapper, snapshot) else fn
         self.snapshot = snapshot
 

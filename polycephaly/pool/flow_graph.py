@@ -1,10 +1,11 @@
-"""`Graph`: the picture of what `flow` has made, as text for Mermaid or Graphviz.
+"""`Graph`: the graph that `flow` has made, as text for Mermaid or Graphviz.
 
-    flow ── a node is made: its number, label, inputs' numbers ──> _nodes, the last `KEPT`
-    Graph(promise) ── upstream through these, and through what is still waiting ──> .mermaid(), .dot()
+    flow ── for each node: number, label, numbers of its inputs ──> _nodes, the last `KEPT`
+    Graph(promise) ── upstream, by `_nodes` and by pending promises ──> .mermaid(), .dot()
 
-What is noted keeps no promise and no value alive: the fate of a node whose promise is gone is that
-it was done, unless it was noted that it failed."""
+The notes keep no promise and no value alive. If the promise of a node is gone, the node counts as
+done unless a failure was noted.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Graph", "Node", "note"]
 
 KEPT = 20_000
-"""Nodes of which it is known what they needed: 5 MB, about."""
-_AT_ONCE = 1000  # failures that are forgotten together: the oldest is far to find where many before it were taken out
+"""Number of nodes whose inputs are remembered: about 5 MB."""
+# Number of old failures that are dropped together. Dropping them singly would be slow, because each
+# search for the oldest entry passes the places of those dropped before.
+_AT_ONCE = 1000
 
 WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = (
     "waiting",
@@ -46,9 +49,21 @@ _FILLS = {
 
 
 class Node(NamedTuple):
-    """One call, or a promise by hand (``number`` is 0 or less). ``state`` is "waiting" (for
-    inputs), "ready", "running", "done", "rejected" or "cancelled"; ``drone`` is "" where it is not
-    known; ``inputs`` are numbers."""
+    """One call, or a promise that is no call (``number`` is 0 or less).
+
+    Attributes
+    ----------
+    number
+        Number of the call.
+    label
+        Name of the function.
+    state
+        "waiting" (for inputs), "ready", "running", "done", "rejected" or "cancelled".
+    drone
+        Name of the drone, "" if not known.
+    inputs
+        Numbers of the nodes that the call takes values from.
+    """
 
     number: int
     label: str
@@ -65,33 +80,51 @@ class _Noted(NamedTuple):
 
 
 _nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=KEPT)
-_failed: dict[int, str] = {}  # by number, the oldest first
+_failed: dict[int, str] = {}  # state by number, the oldest entry first
 
 
 def note(task: Task) -> None:
-    """It is a node."""
+    """Remember `task` as a node."""
     _nodes.append((task.number, task.label, task.needed, ref(task)))
 
 
 def note_failure(task: Task, state: str) -> None:
-    """A node has no value, and will have none."""
+    """Remember that a node has no value, and will have none."""
     _failed[task.number] = CALLED_OFF if state == CANCELLED else REJECTED
     if len(_failed) > KEPT + _AT_ONCE:
-        with suppress(RuntimeError):  # another thread is at it, and takes the oldest
+        # RuntimeError: another thread changes the dict, and so drops the oldest entries.
+        with suppress(RuntimeError):
             for number in list(islice(_failed, _AT_ONCE)):
                 _failed.pop(number, None)
 
 
 class Graph:
-    """What `promises` depend on, upstream: those nodes that are nearest to them, at most so `many`.
+    """The nodes that `promises` depend on, as of now.
 
-    Taken at this moment; pending and finished graphs alike. Of the calls of all `flow` functions
-    the last 20,000 are known. Where calls depend on each other by way of `gather`, `then` or
-    promises by hand, that is shown as long as these are pending. ``str()`` is `mermaid`; a notebook
-    that knows Mermaid shows the picture. Any thread may use it.
+    ``str()`` is `mermaid`. Notebooks that support Mermaid show the picture.
 
-    Raises `TypeError` for what is no promise, `ValueError` for a number below 1.
+    Parameters
+    ----------
+    *promises
+        Promises of pending or finished calls.
+    many
+        Maximum number of nodes. Those nearest to `promises` are shown.
 
+    Raises
+    ------
+    TypeError
+        If an argument is not a promise.
+    ValueError
+        If `many` is below 1.
+
+    Notes
+    -----
+    The last 20,000 calls of all `flow` functions are known. Dependencies by way of `gather`, `then`
+    or promises that are no calls are shown while these are pending. A graph may be used from any
+    thread.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> double = poly.flow(lambda x: 2 * x)
     >>> with poly.Pool(1):
@@ -108,12 +141,12 @@ class Graph:
             raise ValueError(f"many must be at least 1, not {many}")
         found = list(islice(_upstream(promises), many + 1))
         self.whole = len(found) <= many
-        """Whether nothing was left out."""
+        """Whether the graph has all nodes."""
         self.nodes = sorted(found[:many])
-        """The nodes, as `Node`, inputs before those who take them."""
+        """The nodes, as `Node`; inputs come before the nodes that take them."""
 
     def mermaid(self) -> str:
-        """Text for Mermaid: GitHub, GitLab, Jupyter and https://mermaid.live draw it."""
+        """Return text for Mermaid, which GitHub, GitLab, Jupyter and https://mermaid.live draw."""
         known = {node.number for node in self.nodes}
         lines = ["flowchart TD"]
         for node in self.nodes:
@@ -132,7 +165,7 @@ class Graph:
         return "\n".join(lines)
 
     def dot(self) -> str:
-        """Text for Graphviz: ``dot -Tsvg``."""
+        """Return text for Graphviz: ``dot -Tsvg``."""
         known = {node.number for node in self.nodes}
         lines = [
             "digraph flow {",
@@ -165,7 +198,7 @@ class Graph:
 
 
 def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
-    """The nearest first. A promise that has no number, as it is by hand, gets one below 1."""
+    """Yield the nodes, the nearest first. A promise that is no call gets a number below 1."""
     noted = {each[0]: _Noted(*each) for each in list(_nodes)}
     by_hand: dict[int, int] = {}
     seen: set[int] = set()

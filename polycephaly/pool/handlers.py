@@ -1,9 +1,10 @@
-"""What drones say, and what it means for their works.
+"""Handlers of the messages that drones send.
 
-    RESULTS ──hear, in a turn──> works leave the flight, and know their answers ──settle, after it──> promises
+    RESULTS ──hear──> tasks leave flight, with their answers ──settle──> promises
+              (holding the reactor's lock)                     (after it is released)
 
-In a turn no code of users is run. So what may run some, when it is unpickled, is unpickled as it is
-settled: all but values that are small and immutable, which come together."""
+While the reactor's lock is held, no code of users runs. Therefore answers that may run such code
+are unpickled in `settle`. Small immutable values, which share a pickle, are unpickled at once."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 def hear(handle: DroneHandle, frames: list[bytes]) -> None:
-    """One message of a drone. Raises `Malformed`."""
+    """Handle one message of a drone. Raises `Malformed`."""
     dispatcher = handle.dispatcher
     kind = head_type(frames)
     if kind == RESULTS:
@@ -83,12 +84,12 @@ def hear(handle: DroneHandle, frames: list[bytes]) -> None:
 
 
 def hear_kept(handle: DroneHandle, kept: bytes) -> None:
-    """What a drone that died had done and perhaps not yet sent."""
+    """Handle the results that a dead drone had ready and perhaps not sent."""
     if kept:
         try:
             outcomes = unpack_outcomes([RESULTS, kept])
             _hear_results(handle, [each for each in outcomes if each[0] in handle.in_flight])
-        except Malformed as wrong:  # it may have written anywhere before it died
+        except Malformed as wrong:  # the drone may have written anywhere before it died
             log.warning("what %s left in its page was dropped: %s", handle.name, wrong)
 
 
@@ -101,13 +102,13 @@ def print_lines(handle: DroneHandle) -> None:
 
 
 def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
-    print_lines(handle)  # what the work printed is out before its promise settles
+    print_lines(handle)  # so that the output of a task is out before its promise settles
     dispatcher = handle.dispatcher
     now = handle.last_heard = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
-    parts: dict[int, int] = {}  # of slices: how many calls were answered
+    parts: dict[int, int] = {}  # of slices, by number: how many calls were answered
     try:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
@@ -137,11 +138,11 @@ def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
             else:
                 task = handle.answered(number)
                 done = 1 if task is None else task.count
-            if task is None:  # lost, and answered all the same
+            if task is None:  # given up as lost before the answer came
                 continue
             if status == WITHDRAWN:
                 task.never_began()
-                if not task.done():  # nobody has asked for that: nor will anybody hear more of it
+                if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
                 continue
             if task.place > handle.begun:
@@ -169,13 +170,13 @@ def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
         if timed is not None:
             timed.took(seconds, calls)
         dispatcher.record.several(handle.name, settled, parts)
-    finally:  # what has left the flight is settled, whatever becomes of the rest
+    finally:  # tasks that have left flight are settled even if the rest of the message fails
         dispatcher.reactor.deliver(partial(settle, settled))
     dispatcher.answered(handle)
 
 
 def _hear_values(handle: DroneHandle, payload: Any, now: float) -> None:
-    """The outcomes of many works, with small and immutable values."""
+    """Handle the outcomes of many tasks, whose values are small and immutable."""
     numbers, started, finished, values = unpack_together(payload, 4)
     try:
         seconds = sum(finished) - sum(started)
@@ -203,15 +204,16 @@ def _hear_values(handle: DroneHandle, payload: Any, now: float) -> None:
 def _hear_trail(handle: DroneHandle, payload: Any) -> None:
     try:
         handle.dispatcher.record.hear_trail(handle.name, bytes(payload), handle.ahead)
-    except ValueError as wrong:  # a picture lacks something: nobody waits for that
+    except ValueError as wrong:  # only a timeline lacks something; no caller waits for that
         log.warning("%s: %s", handle.name, wrong)
 
 
 def _hear_special(
     handle: DroneHandle, number: int, status: int, payload: Any
 ) -> tuple[Task | None, int, Any, int]:
-    """An outcome of a slice, or in shared memory: the work, its status and payload, how many calls
-    took that."""
+    """Handle the outcome of a slice, or one in shared memory.
+
+    Returns the task, its status, its payload, and how many calls the answer covers."""
     shared, status = status & SHARED, status & ~SHARED
     done = rest = state = 0
     if status == SPLIT:
@@ -224,7 +226,8 @@ def _hear_special(
     task = handle.in_flight.get(number)
     if task is None:
         return None, VALUE, payload, 0
-    if state == RUNNING and isinstance(task, Slice) and task.continues:  # a message that came twice
+    # A part that is cut again: this message has come twice.
+    if state == RUNNING and isinstance(task, Slice) and task.continues:
         return None, VALUE, payload, 0
     begun = task.count - done - rest
     if not isinstance(task, Slice) or begun < 0 or begun > (state == RUNNING):
@@ -235,11 +238,11 @@ def _hear_special(
     return task, VALUE, payload, done
 
 
-# -- after the turn --------------------------------------------------------------------------------
+# -- after the reactor's lock is released ----------------------------------------------------------
 
 
 def settle(answered: Iterable[Task]) -> None:
-    """By what came back for each, which is opened here."""
+    """Settle tasks by their answers, which are unpickled here."""
     for task in answered:
         try:
             value, error = _open(task)
@@ -251,7 +254,8 @@ def settle(answered: Iterable[Task]) -> None:
 
 
 def finish(task: Task, state: str, value: Any, error: BaseException | None) -> None:
-    """Settles it; what a callback of it raises is logged, since others wait to be settled too."""
+    """Settle `task`. An exception in one of its callbacks is logged, so that the tasks after it are
+    settled too."""
     try:
         task._settle(state, value, error)
     except BaseException:
@@ -259,24 +263,24 @@ def finish(task: Task, state: str, value: Any, error: BaseException | None) -> N
 
 
 def _open(task: Task) -> tuple[Any, BaseException | None]:
-    """Value and error of its answer."""
+    """Return the value and the error of the answer."""
     payload, task.payload = task.payload, b""
     try:
         if task.status == VALUE:
-            value = task.open(payload) if payload else None  # no bytes at all stand for None
-            if isinstance(value, Answers):  # which are opened one by one
+            value = task.open(payload) if payload else None  # an empty payload stands for None
+            if isinstance(value, Answers):  # which are unpickled one by one, later
                 value.given = task.given
             return value, None
         error = unpack_exception(bytes(payload))
         task.dispatcher.explain(error)
         return None, error
     finally:
-        task.given = None  # held until its handles were unpickled
+        task.given = None  # held until the handles in the answer were unpickled
 
 
 def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
-    """Without our frames, which hold the message: whoever keeps the error would keep it, and its
-    shared memory."""
+    """Skip the frames of this package in a traceback. They refer to the message, so a program that
+    keeps the error would keep the message and its shared memory."""
     while (
         at is not None
         and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "polycephaly"
@@ -291,7 +295,7 @@ def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswersT
             continue
         task.answer = answer
         try:
-            try:  # what `Promise._settle` does, without a call for each
+            try:  # the same as `Promise._settle`, without one call for each task
                 del task._open
             except AttributeError:
                 continue

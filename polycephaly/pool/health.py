@@ -1,29 +1,20 @@
-"""The watch: looks at a crew's drones from outside, now and then.
+"""The health monitor: observes the drones of a pool from outside, at intervals.
 
-    running page: started, sent, beat ──┐
-    /proc: processor time ──────────────┴──> pulse, the same for `stalled_seconds`: reported; for `hang_timeout`: killed
-    /proc: which of its threads, and of what it has started, were let run ─ none for `report_waiting` ──> waiting: told
-    /proc: memory of it and its descendants ─────────> near max_memory: replaced after its work;  more: killed
+    status table: started, sent, heartbeat ┐
+    /proc: processor time ─────────────────┴─> unchanged for `stalled_seconds`: reported;
+                                               unchanged for `hang_timeout`: killed
+    /proc: threads let run ──> none for `report_waiting` seconds: the wait is reported
+    /proc: memory ──> near `max_memory`: replaced after its tasks; more than that: killed
 
-A drone with work shows that it lives without a message: while a task runs its ear writes a *beat*
-into the page ten times a second, for which it needs the interpreter for an instant. So code that
-sleeps, waits or computes in Python has a pulse. C code that keeps the interpreter has one as long
-as it computes: in the main thread, at all, or else in a thread for a tenth of the time that other
-processes leave it. What has none is stopped by a signal, waits for a disk or for memory that was
-swapped out, or holds the interpreter and does nothing; the kernel tells which. Short pauses are
-normal, so it is told after `tuning.stalled_seconds`, and only `hang_timeout` makes it a death.
+The monitor tells three states apart: a drone with a heartbeat, a drone without one (unresponsive),
+and a drone that has a heartbeat but waits. Only `hang_timeout` and `max_memory` end a drone. See
+docs/decisions/0013-health-monitoring.md for the exact rules of heartbeats and waits.
 
-A drone that has a pulse may wait, for a timer or for a lock that will never be released: these look
-alike, so nothing is done about it. But where the kernel has let no thread of it run for
-`report_waiting` seconds, except those that only show that it lives (`Link.worked`), the watch tells
-in what it waits. Its ear is asked for the frames, and has answered by the next look unless C code
-keeps the interpreter; the kernel tells the system call.
+If this process itself did not run for a while, all counting begins anew; otherwise the monitor
+would blame the drones for its own pause.
 
-Where this process itself did not run for a while, counting begins anew: it would blame others for
-its own sleep.
-
-The watch looks while drones have work or are being started (and, with `max_memory`, always); else
-no timer runs. All of it happens in turns of the hub."""
+The timer runs only while drones have tasks or are being started, but always with `max_memory`. All
+methods are called while holding the reactor's lock."""
 
 from __future__ import annotations
 
@@ -50,13 +41,14 @@ log = logging.getLogger(__name__)
 
 LOOK_AT_MEMORY = 0.2  # seconds between two looks
 BUSY = 0.1
-"""Of the time in which a thread had not to wait for a processor. One that waits for the interpreter
-looks up every few milliseconds, which is less than a hundredth."""
+"""A thread computes if it runs for more than this fraction of the time in which it did not wait for
+a processor. A thread that only waits for the interpreter wakes every few milliseconds, which takes
+less than a hundredth."""
 NEAR = 0.9  # of max_memory
 
 
 class _Patient:
-    """Whose pulse is felt."""
+    """The signs of life of one drone or zygote."""
 
     __slots__ = ("_anew", "_heartbeat", "_since", "_threads", "told")
 
@@ -68,13 +60,12 @@ class _Patient:
         self.told = False
 
     def count_from(self, when: float) -> None:
-        """What threads have computed up to now counts for nothing."""
+        """Ignore the processor time that threads have used up to now."""
         self._since = when
         self._anew = True
 
     def quiet_for(self, now: float, heartbeat: object, threads: Times) -> float:
-        """Seconds since `pulse` has changed, or one of `threads`, of which it is told how long they
-        ran and had to wait for a processor, has computed."""
+        """Return the seconds since `heartbeat` has changed or one of `threads` has computed."""
         if self._anew:
             self._anew, self._threads = False, threads
         if heartbeat != self._heartbeat or any(
@@ -91,22 +82,24 @@ class _Patient:
 
 
 class _WaitingDrone:
-    """How long a drone with work has waited. The samples are counts that only grow: two that are
-    equal prove that nothing ran between them, whether or not this process looked meanwhile."""
+    """How long a drone with tasks has waited.
+
+    The samples are counts that only grow. Two equal samples prove that nothing ran between them,
+    whether or not this process looked meanwhile."""
 
     __slots__ = ("_others", "_own", "asked", "places")
 
     def __init__(self, now: float) -> None:
         self._own = _Patient(now)
         self._others = _Patient(now)
-        self.asked = 0  # the request for its frames
-        self.places: dict[str, Any] = {}  # the answer: where its tasks are
+        self.asked = 0  # the number of the request for its frames, or 0
+        self.places: dict[str, Any] = {}  # the answer: the frame of each task
 
     def seconds(
         self, now: float, worked: tuple[object, Times], others: Callable[[], object]
     ) -> float:
-        """Since the drone itself has `worked`, or the `others` that it has started have: these are
-        only asked about while it waits itself."""
+        """Return the seconds since the drone has `worked`, or one of the processes that the drone
+        has started. `others` is called only while the drone itself waits."""
         own = self._own.quiet_for(now, *worked)
         return own and min(own, self._others.quiet_for(now, others(), {}))
 
@@ -138,7 +131,7 @@ class HealthMonitor:
         self._looked = 0.0
 
     def begin(self) -> None:
-        """There is something to look at."""
+        """Set the timer, because there may be a drone to look at."""
         if not self._looks:
             self._looks = True
             self._dispatcher.reactor.after(self._every, self._look)
@@ -148,9 +141,8 @@ class HealthMonitor:
         if self._dispatcher.over:
             return
         now = self._dispatcher.reactor.timers.now()
-        if (
-            now - self._looked > 2 * self._every + tuning.stalled_seconds / 4
-        ):  # we did not run ourselves
+        # This process itself did not run. A drone that was unresponsive before stays so.
+        if now - self._looked > 2 * self._every + tuning.stalled_seconds / 4:
             for one, patient in self._patients.items():
                 quiet = isinstance(one, DroneHandle) and one.unresponsive is not None
                 patient.count_from(now - self._quiet if quiet else now)
@@ -166,16 +158,15 @@ class HealthMonitor:
                 or handle.unresponsive
             )
             if handle.keeper is not None and waits:
-                awaited.add(handle.keeper)  # it is the zygote that starts it, and tells of its end
+                awaited.add(handle.keeper)  # the zygote starts the drone and reports its end
             if handle.pid is not None and (handle.in_flight or handle.state < State.READY):
                 awaited.add(handle)
         for gone in self._patients.keys() - awaited:
             del self._patients[gone]
         for handle in [handle for handle in self._waits if handle not in awaited]:
             self._goes_on(handle)
-        for handle in (
-            self._dispatcher.handles
-        ):  # of which some may have answered while we did not run ourselves
+        # Some drones may have answered while this process did not run.
+        for handle in self._dispatcher.handles:
             if handle.unresponsive is not None and handle not in awaited:
                 self._responds(handle)
         for one in awaited:
@@ -186,12 +177,12 @@ class HealthMonitor:
                 self._feel_zygote(one, patient, now)
         self._look_for_stall()
         if awaited or self._memory is not None:
-            self.begin()  # unless a drone that was replaced in this look has done so
+            self.begin()  # has no effect if the replacement of a drone has set the timer already
 
     def fail(self, error: Exception) -> None:
         self._dispatcher.fail(error)
 
-    # -- signs of life -----------------------------------------------------------------------------
+    # -- heartbeats --------------------------------------------------------------------------------
 
     def _feel(self, handle: DroneHandle, patient: _Patient, now: float) -> None:
         heartbeat, threads = handle.heartbeat()
@@ -216,14 +207,17 @@ class HealthMonitor:
             handle.kill(f"it did not respond for {quiet:.1f} s: {handle.unresponsive}")
 
     def _responds(self, handle: DroneHandle) -> None:
-        """What only it may do may have waited for that."""
+        """Note that the drone responds again. Its dedicated tasks may have waited for that."""
         handle.unresponsive = None
         self._dispatcher.dedicated_waiting = True
 
     def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
-        """It waits most of the time, so only that it is stopped tells anything. Then no death is
-        told and no drone started, so it is let go on after `tuning.stopped_zygote_seconds`: that
-        loses nothing, where its end would end its drones."""
+        """Check whether a signal has stopped the zygote. That is the only sign of trouble, because
+        a zygote waits most of the time.
+
+        A stopped zygote neither starts drones nor reports deaths, so it is continued after
+        `tuning.stopped_zygote_seconds`. That loses nothing, whereas its end would end its
+        drones."""
         stopped = state_of(launcher.pid) in ("T", "t")
         quiet = patient.quiet_for(now, stopped, {})
         if not stopped:
@@ -258,20 +252,20 @@ class HealthMonitor:
                 self._goes_on(handle)
                 self._waits[handle] = wait
                 wait.asked, wait.places = 0, {}
-        elif not wait.asked:  # the next look is after the answer, if its ear can give one
+        elif not wait.asked:  # by the next look the control thread has answered, if it can
             wait.asked = next(_requests)
             if handle.is_up():
                 handle.send(pack_numbers(FRAMES, (wait.asked,)))
-        elif (
-            handle.told_waiting is None and handle.waits()
-        ):  # not one that is ready, and has to wait for a processor
+        # Not if the drone is runnable, and only has to wait for a processor.
+        elif handle.told_waiting is None and handle.waits():
             told = self._described(handle, time() - seconds, wait.places)
             log.warning("drone %s (pid %s): %s", handle.name, handle.pid, told[1])
             handle.told_waiting = told
 
     def _look_for_stall(self) -> None:
-        """Where all drones wait, what is queued may be what they wait for: then it never runs. Only
-        the program knows whether it is, so nothing is broken off."""
+        """Warn if all drones wait while tasks are queued, because the drones may be waiting for
+        just these tasks, which then never run. Only the program knows whether they are, so no task
+        is stopped."""
         handles = [handle for handle in self._dispatcher.handles if handle.alive]
         if not handles or any(handle.waiting is None for handle in handles):
             self._stalled = False
@@ -292,14 +286,14 @@ class HealthMonitor:
             )  # fmt: skip
 
     def hear_frames(self, handle: DroneHandle, request: int, answer: dict[str, Any]) -> None:
-        """The answer to a request that may be over. Raises `Malformed`."""
+        """Handle the answer to a request for frames, which may be outdated. Raises `Malformed`."""
         places = answer.get("places")
         if not isinstance(places, dict):
             raise Malformed(f"{handle.name} did not tell where its tasks are")
         wait = self._waits.get(handle)
         if wait is not None and wait.asked == request:
             wait.places = places
-            if handle.told_waiting is not None:  # its ear could not answer before
+            if handle.told_waiting is not None:  # the control thread could not answer before
                 handle.told_waiting = self._described(handle, handle.told_waiting[1].since, places)
 
     def _described(
@@ -320,7 +314,7 @@ class HealthMonitor:
         return task.number, waiting
 
     def _goes_on(self, handle: DroneHandle) -> None:
-        """It was let run again, or owes nothing any more."""
+        """Note that the drone has run again, or has no more tasks."""
         del self._waits[handle]
         if handle.told_waiting is not None:
             log.info("drone %s (pid %s) waits no more", handle.name, handle.pid)
@@ -329,9 +323,8 @@ class HealthMonitor:
     # -- memory ------------------------------------------------------------------------------------
 
     def _look_at_memory(self, handle: DroneHandle, most: int) -> None:
-        if (
-            handle.kill_reason
-        ):  # a drone that is being killed has less and less, which says nothing of the next one
+        # The memory of a drone that is being killed shrinks, which says nothing about the next one.
+        if handle.kill_reason:
             return
         held = handle.memory(int(most * NEAR))
         if held < most * NEAR:
@@ -350,9 +343,8 @@ class HealthMonitor:
             )
         elif held > most:
             handle.kill(f"{what}, more than max_memory={most:,} bytes")
-        elif (
-            handle.state is State.READY and self._dispatcher.config.on_death != "end"
-        ):  # which would end with it
+        # A lone drone is not replaced, because its pool would end with it.
+        elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
             self._dispatcher.supervisor.retire(handle)
 

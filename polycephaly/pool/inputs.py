@@ -1,18 +1,18 @@
-"""Promises among the arguments of a call: how they are found, what takes their place, and what
-follows when one fails.
+"""Promises among the arguments of a call, and the propagation of their failures.
 
-    arguments ──pickled──> a hole for each promise met ──> the drone: `filled(index)`, the value
-                              └──> Holes.inputs: for these the call waits
+    arguments ──pickled──> a placeholder per promise ──> the drone: `filled(index)`, the value
+                              └──> Placeholders.inputs: the call waits for these
 
-It is the pickler that finds them, at any depth, since it looks at everything anyway: for all that
-is no promise this costs nothing. A hole is opened as the value, so what is shared within the
-arguments is shared in the drone too. Only lists, tuples and values of dicts may hold one. A set
-would compare it, and an object may rely on its being a promise: there it is refused. (Not where the
-same one is at a right place too: the pickler meets each object once.)
+The pickler finds the promises at any depth, because it visits every object anyway. So arguments
+that are no promises cost nothing. The drone replaces a placeholder by the value, so objects that
+are shared within the arguments are shared in the drone too. Only lists, tuples and values of dicts
+may hold a promise. A set would compare the promise, and an object may rely on it being a promise,
+so both are refused. (A misplaced promise is not noticed if the same promise also stands at a
+permitted place, because the pickler meets each object once.)
 
-A graph of thousands of calls that wait for each other falls as one: the calls that a rejection
-reaches are settled one after another, by the thread that came first, and never one within the
-other."""
+A graph of thousands of calls that wait for each other fails as one. The thread that comes first
+settles the calls that a rejection reaches, one after another and never nested.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["CONTAINERS", "Placeholder", "Placeholders", "cancel_upstream", "fall", "forget"]
 
 CONTAINERS = frozenset((list, tuple, dict))
-"""In these, and in no subclasses of them, a promise is found."""
+"""Promises are found in objects of these types, but not of their subclasses."""
 _FEW = 32
 _CAME_BY = "the promise that brought it: "
 
 
 class Placeholder:
-    """A handle that arrives as the value where it is an argument by itself. What stands for that is
-    a promise, which is settled."""
+    """A handle that is replaced by its value if it is an argument by itself. The pickled call holds
+    a settled promise in place of the handle.
+    """
 
     def stands_for(self) -> Promise[Any]:
         raise NotImplementedError
@@ -67,7 +68,7 @@ class Placeholders:
         return filled, (index,)
 
     def check(self, *arguments: object) -> None:
-        """Raises `TypeError` where one was met in something else than `CONTAINERS`."""
+        """Raise `TypeError` if a promise stands in anything but `CONTAINERS`."""
         anywhere = {id(each) for each in self.inputs if each._may_be_anywhere}
         stray = self._indices.keys() - anywhere
         if stray:
@@ -77,7 +78,7 @@ class Placeholders:
 
 
 def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
-    """The ids of those of the promises `wanted` that are there."""
+    """Return the ids of those of the promises `wanted` that stand in `CONTAINERS`."""
     found: set[int] = set()
     seen: set[int] = set()
     todo: list[Any] = [arguments]
@@ -99,15 +100,18 @@ def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
     return found
 
 
-# -- what follows when one fails -------------------------------------------------------------------
+# -- propagation of failures -----------------------------------------------------------------------
 
 
 _falling = Trampoline(deep=1)
 
 
 def fall(task: Task, settled: Promise[Any]) -> None:
-    """`settled`, an input of `work`, has no value: nor will `work`. Its error is like the other's,
-    and says by whom it came."""
+    """Reject `task`, because its input `settled` has no value.
+
+    The error is a copy of the input's error, with a note that names the input; or `CancelledError`
+    if the input was cancelled.
+    """
     if settled._state == CANCELLED:
         error: BaseException = CancelledError(
             f"{settled._named()}, for which {task._named()} waited, was cancelled"
@@ -128,8 +132,11 @@ def _reject(task: Task, error: BaseException) -> None:
 
 
 def _own(error: BaseException) -> BaseException:
-    """The same for one more promise. One that all share would get, wherever one of them is asked,
-    the lines of whoever asks, and keep his frames as long as there is any of them."""
+    """Return a copy of `error` for one more promise.
+
+    If all promises shared one error, each raise would add the frames of its waiter to that error,
+    and keep these frames alive as long as any of the promises.
+    """
     trace, context = error.__traceback__, error.__context__
     own = another(error).with_traceback(trace)
     with suppress(Exception):  # as in `another`
@@ -140,20 +147,25 @@ def _own(error: BaseException) -> BaseException:
 
 
 def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:
-    """Once: a path of a thousand calls is no thousand lines."""
+    """Add a note that names the input, once: a path of a thousand calls must not add a thousand
+    lines.
+    """
     notes: Sequence[object] = getattr(error, "__notes__", ())
     if not any(isinstance(note, str) and note.startswith(_CAME_BY) for note in notes):
-        with suppress(Exception):  # an error that takes none
+        with suppress(Exception):  # if the error accepts no notes
             error.add_note(f"{_CAME_BY}{settled._named()}")
 
 
 def forget(inputs: Iterable[Any]) -> None:
-    """A work that waited for these is settled. What stays pending, while works that wait for it
-    come and go, is not to keep them all: when about half of its hooks are theirs, these are taken
-    off. So each hook is looked at twice, about."""
+    """Remove the hooks of settled tasks from their inputs, now and then.
+
+    Called when a task that waited for `inputs` has settled. An input that stays pending while many
+    tasks come and go must not keep them all alive. If about half of its hooks belong to settled
+    tasks, these are removed. So each hook is looked at about twice.
+    """
     for each in inputs:
         if isinstance(each, Promise) and not each.done():
-            each._gone += 1  # threads may do so at once: it need not be exact
+            each._gone += 1  # not exact if several threads do so at once, and need not be
             if each._gone > _FEW and 2 * each._gone > len(each._hooks or ()):
                 each._gone = 0
                 for _ in _waiters(each):
@@ -161,8 +173,7 @@ def forget(inputs: Iterable[Any]) -> None:
 
 
 def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
-    """A node of a graph was cancelled that had these: so are the nodes among them, and theirs, that
-    led only there."""
+    """Cancel the nodes among `inputs` that led only to the cancelled node, and so on upstream."""
     todo = [inputs]
     while todo:
         for each in todo.pop():
@@ -173,15 +184,17 @@ def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
 
 
 def _is_wanted(node: Promise[Any]) -> bool:
-    """Does anybody wait for it, but nodes that are settled?"""
+    """Return whether anything but settled nodes waits for `node`."""
     return node._made_condition is not None or any(True for _ in _waiters(node))
 
 
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
-    """The hooks of who waits for it, from the newest. Those of works that are settled are taken
-    off, as many together as stand together, and so looked at once: many may be cancelled in any
-    order. Who says `_only_follows`, as the end of a channel that went with a call, does not
-    wait."""
+    """Yield the hooks of those that wait for `promise`, the newest first.
+
+    Hooks of settled tasks are removed on the way. Adjacent ones are removed together, so that each
+    is looked at once: many tasks may be cancelled, in any order. An object with `_only_follows`,
+    such as the end of a channel that was sent with a call, does not wait.
+    """
     hooks = promise._hooks or []
     index = end = len(hooks)
     first = last = None
@@ -208,9 +221,12 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
 
 
 def _take_off(hooks: list[Any], run: slice, first: object, last: object) -> None:
-    """If they are still there: where others take some off meanwhile, or pop or turn them, no two of
-    them do. The look and the removal are straight-line code, as in `Promise._unhook`, in which
-    nothing is made that is collected."""
+    """Remove the hooks in `run` if they are still there.
+
+    Other threads may remove, pop or reverse hooks meanwhile. Then the first and the last hook are
+    not both at their places, and nothing is removed. The look and the removal are straight-line
+    code, as in `Promise._unhook`, and make no object that the garbage collector tracks.
+    """
     start, end = run.start, run.stop - 1
     if hooks[start] is first and hooks[end] is last:
         del hooks[run]

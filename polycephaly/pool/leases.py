@@ -1,10 +1,12 @@
-"""Lending: work of a crew that another process runs for a while.
+"""Leases: tasks of a pool that another process runs for a while.
 
-    crew.queue ──lend──> another process (server/joined.py) ── done ──> settled
-         ^                        │ gone                  ── not begun ──> come_back
-         └────────────────────────┴── lost: rejected, or run again where its `retries` allow
+    queue ──lend──> another process (server/joined.py) ──done──> settled
+      ^                │ │ not begun
+      ├── come_back <──┘ │ the process is lost
+      └───── lost <──────┘ (run again if `retries` allow, otherwise rejected)
 
-What is lent counts as held: the crew does not end before it is settled or back. All in turns.
+A leased task counts as held: the dispatcher does not end before it is settled or returned. All
+methods are called while holding the reactor's lock.
 """
 
 from __future__ import annotations
@@ -20,19 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Leases"]
 
-_PASSED_MOST = (
-    1000  # pieces of work that cannot be lent, before it is given up to look for such behind them
-)
+# Tasks that cannot be leased, after which the search for others behind them is given up.
+_PASSED_MOST = 1000
 
 
 class Leases:
-    """A crew's."""
+    """The leased tasks of one pool."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
     def lend(self, most: int, which: Callable[[Task], bool]) -> list[Task]:
-        """Takes from the queue at most so many, of those that `which` is true of: no drone has got
+        """Take at most `most` tasks for which `which` is true from the queue. No drone has any of
         them."""
         dispatcher = self._dispatcher
         taken: list[Task] = []
@@ -49,7 +50,7 @@ class Leases:
         return taken
 
     def come_back(self, tasks: list[Task]) -> None:
-        """They were not begun."""
+        """Queue tasks again that the other process had not begun."""
         dispatcher = self._dispatcher
         self._take_back(tasks)
         if dispatcher.over:
@@ -63,7 +64,7 @@ class Leases:
         dispatcher.look_for_end = True
 
     def lost(self, tasks: list[Task], error: BaseException) -> None:
-        """They were perhaps begun: nobody knows what became of them."""
+        """Handle tasks that the other process may have begun before it was lost."""
         dispatcher = self._dispatcher
         self._take_back(tasks)
         dispatcher.lose(tasks, error, again=not dispatcher.over)

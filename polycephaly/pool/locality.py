@@ -1,15 +1,18 @@
-"""Favours: work that should go where what it takes is kept.
+"""Locality: sends tasks to the drones that keep the values which the tasks take.
 
-    kept value in drone 0 <── work that takes it ── waits in link 0's `favoured`, though drone 1 is idle
-                                                      └─ for as long as moving the value would take, or longer:
-                                                         it is packed meanwhile, and drone 1 takes the work
+    kept value in drone 0 <── a task takes it ── waits in the `preferred` queue of drone 0,
+                                                 even if drone 1 is idle
+                                                   └─ for as long as moving the value would take,
+                                                      or longer: the value is pickled meanwhile,
+                                                      and drone 1 takes the task
 
-So the holder is preferred, nothing waits twice as long as it had to, and work is in one queue at a
-time: here, or, once nobody is preferred any more, in the crew's own.
+So the drone with the value is preferred, and no task waits twice as long as necessary. A task is in
+one queue at a time: here, or in the dispatcher's queue once no drone is preferred any more.
 
-Any thread adds work; only who has the hub's turn takes any. A link that retires or dies empties its
-queue in a turn; who adds looks at the link's state after that, and has it emptied again, so nothing
-stays with one who takes no more."""
+Any thread adds tasks; only a thread that holds the reactor's lock takes tasks. When a drone retires
+or dies, its queue is emptied under that lock. A thread that adds a task checks the state of the
+drone afterwards, and has the queue emptied again if needed. So no task stays with a drone that
+takes no more."""
 
 from __future__ import annotations
 
@@ -29,20 +32,18 @@ if TYPE_CHECKING:
 __all__ = ["Locality"]
 
 MOVING = 2e-9
-"""Seconds that a byte takes from drone to drone, about: it is pickled, copied once, and
-unpickled."""
-_LOOKED_AT = (
-    256  # pieces of work that wait for one drone, when others look what they could take over
-)
+"""Approximate seconds to move a byte between drones: pickling, one copy, unpickling."""
+# Tasks looked at in the queue of one drone, when other drones look for tasks to take over.
+_LOOKED_AT = 256
 
 
 class Locality:
-    """A crew's. Its truth: may some be waiting? (Never False while there are.)"""
+    """The tasks of one pool that prefer a drone. False only if there are none."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._any = False
-        self._looks_at = inf  # when it is looked whether others should have them
+        self._looks_at = inf  # when `share` will be tried again
 
     def __bool__(self) -> bool:
         return self._any
@@ -51,37 +52,37 @@ class Locality:
         return sum(len(handle.preferred) for handle in self._dispatcher.handles) if self._any else 0
 
     def add(self, task: Task, handle: DroneHandle) -> None:
-        """It is to be run by `link`, unless another is idle for as long as it takes to bring there
-        what it takes. From any thread."""
+        """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
+        long as moving its kept values takes. Any thread may call this."""
         dispatcher = self._dispatcher
         task.prefers = handle
         task.preferred = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
         self._any = dispatcher.dedicated_waiting = True
         dispatcher.see_to(task)
-        if (
-            handle.state >= State.RETIRING
-        ):  # its queue was emptied when it came to that, perhaps before this
+        # The queue was emptied when the drone retired, perhaps before the append above.
+        if handle.state >= State.RETIRING:
             dispatcher.reactor.post(partial(self.release, handle))
         if dispatcher.over:
             dispatcher.reject_all(handle.preferred)
 
-    # -- in turns ----------------------------------------------------------------------------------
+    # -- holding the reactor's lock ----------------------------------------------------------------
 
     def put_back(self, task: Task, handle: DroneHandle) -> None:
-        """To the head of the queue that it was taken from."""
+        """Put `task` back at the head of the queue that it was taken from."""
         handle.preferred.appendleft(task)
         self._any = self._dispatcher.dedicated_waiting = True
 
     def look(self) -> None:
-        """Whether there still are some."""
-        self._any = False  # before the look: who adds some meanwhile says so after that
+        """Find out whether any tasks are left."""
+        self._any = False  # before the look, because a thread that adds a task sets it afterwards
         if any(handle.preferred for handle in self._dispatcher.handles):
             self._any = True
 
     def share(self, now: float) -> None:
-        """Idle drones take what has waited for a busy one as long as moving what it takes would
-        take. What has to be moved is packed first, and meanwhile the busy one may come to it."""
+        """Let idle drones take tasks that have waited for a busy one as long as moving their kept
+        values would take. Values to be moved are pickled first; meanwhile the busy drone may get to
+        the task."""
         dispatcher = self._dispatcher
         idle = [handle for handle in dispatcher.handles if not handle.in_flight and handle.takes()]
         soonest = inf
@@ -106,15 +107,16 @@ class Locality:
             dispatcher.reactor.after(soonest - now, self._look_again)
 
     def _look_again(self) -> None:
-        self._looks_at = inf  # the turn's end looks
+        self._looks_at = inf  # `after_turn` calls `share`
 
     def release(self, handle: DroneHandle) -> None:
-        """It takes no more, and ends if that was all that it waited for."""
+        """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
+        all that it had."""
         for task in drained(handle.preferred):
             task.prefers = None
             self._dispatcher.go_on(task)
         self._dispatcher.supervisor.stop_if_retired(handle)
 
     def drained(self) -> list[Task]:
-        """All, and none waits here any more."""
+        """Take all tasks out of the queues."""
         return [task for handle in self._dispatcher.handles for task in drained(handle.preferred)]

@@ -1,13 +1,14 @@
-"""`map`: a stream of calls.
+"""`map`: the results of a stream of calls.
 
-    iterables ──Source──> works: slices of calls, or one call each ──> drones ──> answers, in order ──> values
+    iterables ──Source──> tasks: slices of calls, or single calls ──> drones ──> answers ──> values
 
-A slice that turns out to take long is cut by its drone (drone/slices.py): it is answered with what
-there is, and its *followers* take its place in the order: the call that is being run, and the rest,
-which any drone may run.
+A slice that takes too long is cut by its drone (drone/slices.py). The drone answers with the
+results so far, and *followers* take the slice's place in the order: one task for the call that is
+running, and one for the rest, which any drone may run.
 
-Who takes the values may be plain code, which waits, or a coroutine of asyncio or of a green thread,
-which awaits."""
+The consumer may be plain code, which waits, or a coroutine of asyncio or of a green thread, which
+awaits.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +30,24 @@ from .task import Slice, Task
 
 __all__ = ["Results", "results"]
 
-LOOK = 1.0  # seconds: no clock is set for longer, as the hub keeps it when the map that set it is long over
+# Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
+LOOK = 1.0
 
 T = TypeVar("T")
 
 
 class Results(chain[T]):
-    """What `map` gives: an iterator that can be closed, as a generator can. Its steps within a
-    slice are C code.
+    """The results of `Pool.map`: an iterator that can be closed, like a generator.
 
-    In a coroutine, ``async for`` takes the values without holding up the others there. One
-    consumer, of either kind."""
+    Steps within a slice run in C code. In a coroutine, ``async for`` takes the values without
+    blocking the other tasks there. Use one consumer, of either kind.
+    """
 
     _flow: Generator[Iterable[Any], None, None]
     _stream: _Ordered
 
     def close(self) -> None:
-        """Cancels what is under way. Twice is no error."""
+        """Cancel all calls in flight. A second call is no error."""
         self._stream.is_read = True
         self._flow.close()
 
@@ -65,7 +67,10 @@ def results(
     ordered: bool,
     progress: bool,
 ) -> Results[Any]:
-    """Sends the first calls, and gives the results of all, `total` if that is known."""
+    """Send the first calls, and return an iterator over the results of all calls.
+
+    `total` is the number of calls, if known.
+    """
     end = None if timeout is None else monotonic() + timeout
     shown = Progress(source.label, total) if progress else None
     stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
@@ -74,11 +79,13 @@ def results(
     next(flow)
     made = Results.from_iterable(flow)
     made._flow, made._stream = flow, stream  # type: ignore[attr-defined]
-    return made  # type: ignore[return-value]  # of the class that was asked for it
+    return made  # type: ignore[return-value]  # made by `Results`
 
 
 def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
-    """Some results at a time; first of all none, when the first calls are on their way."""
+    """Yield some results at a time. The first item is empty, and is yielded after the first calls
+    are sent.
+    """
     values: list[Any] = []
     tasks: list[Task] = []
     try:
@@ -92,7 +99,7 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
                 break
             if not isinstance(tasks[0], Slice):
                 if tasks[0].exception() is not None:
-                    tasks.pop().result()  # which raises it
+                    tasks.pop().result()  # raises the error
                 yield _emptied(tasks)
                 continue
             answers: Answers = tasks.pop().result()
@@ -101,24 +108,24 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             if answers.failed:
                 break
             if answers.error is not None:
-                raise _failure(
-                    answers.error, stream
-                )  # no local: the traceback would hold it, and be held by it
+                # No local variable: the error's traceback would refer to the variable, and the
+                # error to the traceback.
+                raise _failure(answers.error, stream)
         if stream.source.error is not None:
             raise stream.source.error
     finally:
-        values.clear()  # closed in the middle of these: they are not given
+        values.clear()  # if the iterator is closed in the middle, the rest is not given out
         tasks.clear()
         lacks = stream.lacks()
         stream.cancel()
-        stream.source.error = (
-            None  # its traceback has the frames of whoever it was raised to, and what these hold
-        )
-        if (
-            lacks
-        ):  # code that is used to executors, which send all calls at once, may drop the results
+        # The error's traceback refers to the frames that raised the error, and to all that they
+        # hold.
+        stream.source.error = None
+        # Code that is written for executors, which send all calls at once, may drop the results.
+        if lacks:
             warnings.warn(
-                f"the results of map({stream.source.label}, ...) were never read, so it has not made all of its calls: "
+                f"the results of map({stream.source.label}, ...) were never read, so it has not "
+                "made all of its calls: "
                 "they are sent as the results are taken, by list(...), say",
                 RuntimeWarning,
                 stacklevel=2,
@@ -132,7 +139,7 @@ def _failure(packed: Any, stream: _Ordered) -> BaseException:
 
 
 def _emptied(tasks: list[Task]) -> Iterator[Any]:
-    """Their values, of which nothing here holds one."""
+    """Yield the values of `tasks`, without keeping a reference to any."""
     while tasks:
         yield tasks.pop().result()
 
@@ -141,35 +148,37 @@ def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
     try:
         yield from answers
     except BaseException as error:
-        stream.cancel()  # at once: who asks for no more may keep the iterator
+        stream.cancel()  # at once, because a consumer that stops here may keep the iterator
         if answers.failed:
             error.add_note(f"while unpickling a result of {stream.source.label}")
         raise
 
 
 class _Ordered:
-    """The works of a stream, in the order of the calls."""
+    """The tasks of a stream, in the order of the calls."""
 
-    pool: object = None  # which would end if nobody had it any more; until the stream is exhausted, closed or failed
+    # Keeps the pool alive until the stream is exhausted, closed or failed.
+    pool: object = None
 
     def __init__(
         self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
     ) -> None:
         self.source = source
         self._buffersize = buffersize
-        self._end = end  # `time.monotonic`, after which nobody waits
+        self._end = end  # the deadline (`time.monotonic`) of all waits
         self._progress = progress
-        self._shown = 0.0  # when the bar was last looked at: what is under way is counted for that
-        self._under_way = 0  # calls
+        # Time of the last update of the bar. An update counts all tasks, so updates are limited.
+        self._shown = 0.0
+        self._under_way = 0  # calls in flight or not yet taken
         self._taken = 0
-        self.is_read = False  # or its user wants no result
+        self.is_read = False  # True if results were asked for, or will not be
         self._closed = False
         self._tasks: deque[Task] = deque()
         self._deadline: Promise[None] | None = None
         self._tick: Promise[None] | None = None
 
     def fill(self) -> None:
-        """Has as many calls under way as there should be."""
+        """Send calls until as many are in flight as should be."""
         most = self._buffersize or self.source.ahead()
         tasks = self.source.works_ahead()
         if self._closed:
@@ -183,7 +192,9 @@ class _Ordered:
             if self._buffersize is not None:
                 best = min(best, 1 + most // 32)
             elif room < best and len(self._tasks) > 1:
-                return  # rather a whole slice later than a small one now, which would leave room for as small a one
+                # A whole slice later is better than a small one now, which would later leave room
+                # for another small one only.
+                return
             task = self.source.take(min(best, room))
             if task is None:
                 return
@@ -192,15 +203,18 @@ class _Ordered:
             self.source.latest = None
 
     def take(self) -> list[Task]:
-        """The next one that is settled, alone in a list; an empty one after the last. Waits for it.
+        """Wait for the next settled task and return it, alone in a list; an empty list after the
+        last.
 
-        Raises `TimeoutError` at the end of the time, and `CancelledError` where somebody has
-        cancelled it."""
+        Raises `TimeoutError` after the deadline, and `CancelledError` if the task was cancelled.
+        """
         if not self._tasks:
             return []
         task = self._tasks[0]
         self._wait_for(task)
-        if isinstance(task, Slice):  # they come before it goes: a Ctrl-C in between is to find them
+        # The followers are inserted before the slice is removed, so that a Ctrl-C in between finds
+        # them.
+        if isinstance(task, Slice):
             for each in reversed(task.followers):
                 self._tasks.insert(1, each)
             self._under_way += sum(each.count for each in task.followers)
@@ -212,11 +226,11 @@ class _Ordered:
         return [task]
 
     def news(self) -> Promise[Any] | None:
-        """For what `take` would wait, if it would."""
+        """Return the promise that `take` would wait for, or None if there are no tasks."""
         return self._tasks[0] if self._tasks else None
 
     def lacks(self) -> bool:
-        """Nobody has wanted a result, and there are calls that were not made."""
+        """Return whether no result was ever asked for and some calls were not made."""
         if self.is_read:
             return False
         return not self.source.exhausted or any(
@@ -242,11 +256,11 @@ class _Ordered:
         promise.exception(None if self._end is None else self._end - monotonic())
         self.show()
 
-    # -- what is the same for who awaits -----------------------------------------------------------
+    # -- for consumers that await ------------------------------------------------------------------
 
     async def wait(self) -> None:
-        """Until `take` would not wait. Who breaks this off cancels nothing by it."""
-        self.fill()  # here, not behind it: `take` would wait for what is sent only then
+        """Wait until `take` would not block. Breaking off this wait cancels nothing."""
+        self.fill()  # before the wait: `take` would block on tasks that are sent only after it
         news = self.news()
         while news is not None and not news.done() and not self.is_late():
             self.show()
@@ -276,7 +290,7 @@ class _Ordered:
                 self._progress.close()
 
     def _clocks(self) -> Iterator[Promise[None]]:
-        """Settled when it is time to look whether it is the end, and at the bar."""
+        """Yield promises that are settled when the deadline or the bar needs a look."""
         if self._end is not None:
             if self._deadline is None or self._deadline.done():
                 self._deadline = self._clock(min(LOOK, self._end - monotonic()))
@@ -295,7 +309,7 @@ class _Ordered:
 
 
 class _Unordered(_Ordered):
-    """As they come."""
+    """The tasks of a stream, in the order in which they settle."""
 
     def __init__(
         self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
@@ -323,9 +337,8 @@ class _Unordered(_Ordered):
         return [task]
 
     def news(self) -> Promise[Any] | None:
-        if (
-            self._tasks and not self._arrived and self._news.done()
-        ):  # it told of some that were taken without a wait
+        # `_news` may have reported tasks that were taken without a wait.
+        if self._tasks and not self._arrived and self._news.done():
             self._news = Promise()
         return self._news if self._tasks and not self._arrived else None
 
@@ -340,7 +353,9 @@ class _Unordered(_Ordered):
 
 
 class _Steps(AsyncIterator[Any]):
-    """The values of `Results`, for ``async for``. Who breaks it off cancels what is under way."""
+    """Gives the values of `Results` to ``async for``. An error or cancellation while the next value
+    is awaited, or `aclose`, cancels all calls in flight.
+    """
 
     def __init__(self, of: Results[Any]) -> None:
         self._of = of
@@ -372,12 +387,13 @@ def _settle(promise: Promise[None], _: object) -> None:
 
 
 def _cancel(tasks: Reversible[Task]) -> None:
-    """The last first: a drone whose call ends by this would begin the next one, if that was not
-    cancelled yet.
+    """Cancel `tasks`, the last one first, together with their followers.
 
-    Also what a turn is making of a slice at this moment: it looks whether the slice was cancelled
-    after it has said what follows it, and here it is the other way round, so one of the two sees
-    both."""
+    In the other order, a drone whose task ends would begin the next one before that is cancelled.
+    Followers that another thread is just creating are not missed: that thread publishes the
+    followers and then looks whether the slice was cancelled. This function cancels the slice and
+    then looks for followers. So one of the two sees both.
+    """
     for task in reversed(tasks):
         task.cancel()
         if isinstance(task, Slice):

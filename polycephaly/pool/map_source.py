@@ -1,11 +1,12 @@
-"""Where the calls of a `map` come from: rows of its iterables, on their way as pieces of work.
+"""The source of a `map`: turns the rows of its iterables into tasks.
 
-    iterables ──take──> rows ──> Slice: a millisecond of calls in one piece of work
-                 └──> what is large, or a promise, and all of unknown length: a call by itself
+    iterables ──take──> rows ──> Slice: a millisecond of calls in one task
+                 └──> large arguments, promises, unknown duration: a task per call
 
-How many rows go into a slice follows from what a call has lately taken, so that the cost of a piece
-of work is shared by many short calls, and long ones go one by one. To a served pool, all go one by
-one: its server does not look into what it gets, and times nothing for its clients."""
+The number of rows in a slice follows from the time that calls have lately taken. So many short
+calls share the cost of a task, and long calls go one by one. For a served pool all calls go one by
+one, because its server neither looks into the tasks nor measures times for its clients.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +34,23 @@ if TYPE_CHECKING:
 __all__ = ["OneByOne", "Source"]
 
 AHEAD = 1.0
-"""Seconds of work that are kept under way for each drone, by the mean of what calls have taken:
-while a long call holds up those after it, whose results wait for it, the others are not to run
-dry."""
+"""Seconds of calls that are kept in flight for each drone, by the mean time of a call so far. While
+the results after a long call wait for it, the other drones must not run out of calls.
+"""
 MOST_AHEAD = 8192
-"""Calls under way; also bounds the results that a slow consumer leaves waiting."""
+"""Maximum number of calls in flight. Also limits the results that a slow consumer leaves
+waiting.
+"""
 BYTES_AHEAD = 64 << 20
-"""The same in bytes of arguments and results."""
+"""The same limit in bytes of arguments and results."""
 SLICE = 0.001
-"""Seconds of work in a slice."""
+"""Seconds of calls in a slice."""
 ROWS_MOST = 2048
 BYTES_MOST = 16 * 1024
-"""Of a slice's rows: then several fit into a message."""
+"""Maximum size of a slice's rows, so that several slices fit into a message."""
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
-"""To take from these runs no code of users, so several rows are taken at the same moment."""
+"""Iterating over these runs no user code, so several rows are taken at once."""
 
 
 _TAKE_THEM = (
@@ -56,9 +59,12 @@ _TAKE_THEM = (
 
 
 class OneByOne:
-    """Each call is a piece of work. `error` is what ended the input, if not its end: an error of
-    its own, or the pool's shutdown. It is raised in its place, after the results of what was sent
-    before."""
+    """Each call is a task.
+
+    `error` is the exception that ended the input early: an error of the input, or the shutdown of
+    the pool. The error is raised in its place, after the results of the calls that were sent
+    before.
+    """
 
     def __init__(
         self,
@@ -73,10 +79,11 @@ class OneByOne:
         self._task_options = task_options
         self._fn = fn
         self._ahead = ahead
-        self._item = 0  # the index of the next call that is handed out
+        self._item = 0  # the index of the next call
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
-        self.exhausted = False  # all was taken, and that was noticed
-        self.latest: Task | None = None  # the newest, until it is taken: Ctrl-C may come in between
+        self.exhausted = False  # True after the end of the input was noticed
+        # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
+        self.latest: Task | None = None
 
     @property
     def label(self) -> str:
@@ -87,37 +94,39 @@ class OneByOne:
         return self._dispatcher.reactor
 
     def ahead(self) -> int:
-        """How many calls are to be kept under way."""
+        """Return how many calls to keep in flight."""
         return self._ahead
 
     def works_ahead(self) -> int:
-        """In how many pieces."""
+        """Return how many tasks to keep in flight."""
         return self._ahead
 
     def has_room(self) -> bool:
         return True
 
     def best(self) -> int:
-        """Calls in a piece."""
+        """Return the best number of calls in a task."""
         return 1
 
     def take(self, most: int) -> Task | None:
-        """The next piece of work, on its way, of at most so many calls; None when there is none."""
+        """Send the next task, of at most `most` calls, and return it; None at the end of the
+        input.
+        """
         try:
             for row in self._rows:
                 task = self.latest = Task(self._dispatcher)
                 task.item, self._item = self._item, self._item + 1
                 return self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
-        except Exception as error:  # of the input, or the pool takes no more
+        except Exception as error:  # raised by the input, or the pool accepts no more tasks
             self.error, self._rows = error, iter(())
         self.exhausted = True
         return None
 
     def learn(self, task: Task) -> None:
-        """From what came of it."""
+        """Use the times of a finished task."""
 
     def untaken(self) -> list[Task]:
-        """The pieces of work that were made and not yet taken, in order."""
+        """Return the tasks that were made and not yet taken, in order."""
         return [] if self.latest is None else [self.latest]
 
     def explain(self, error: BaseException) -> None:
@@ -125,7 +134,7 @@ class OneByOne:
 
 
 class Source(OneByOne):
-    """Short calls of known length go in slices."""
+    """Short calls of known duration go in slices."""
 
     def __init__(
         self,
@@ -141,13 +150,12 @@ class Source(OneByOne):
         self._range = iterables[0] if self._single and type(iterables[0]) is range else None
         if self._single:
             self._rows = iter(iterables[0])
-        self._length = (
-            self._rows if self._single and self._at_once else ()
-        )  # whose hint of it is no code of users
+        # `length_hint` of these runs no user code.
+        self._length = self._rows if self._single and self._at_once else ()
         self._next: Task | None = None
         self._row_bytes = 1.0
         self._answered = 0
-        self._seconds, self._bytes, self._calls = 0.0, 0, 0  # of all that were answered
+        self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
         self._one_by_one = task_options.timeout is not None or config.max_tasks is not None
         self._definition = dispatcher.registry.define(fn)
@@ -168,14 +176,16 @@ class Source(OneByOne):
         return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
 
     def works_ahead(self) -> int:
-        """Few at first: the first calls may tell little of how long the others take."""
+        """Return few at first, because the first calls may not show how long the others take."""
         return 4 * self._dispatcher.config.size * self._dispatcher.config.width + 2 * self._answered
 
     def has_room(self) -> bool:
         return self._dispatcher.has_room()
 
     def learn(self, task: Task) -> None:
-        """What follows a slice that was cut counts when it is answered itself."""
+        """Add the times of a finished task. Followers of a slice that was cut count when they are
+        answered.
+        """
         self._answered += 1
         answer = task.answered_with()
         if answer is not None:
@@ -211,7 +221,7 @@ class Source(OneByOne):
             return 1
         best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
         left = length_hint(self._length, 0) if self._range is None else _length(self._range)
-        if left:  # so that the last ones are divided among the drones
+        if left:  # the last calls are divided among the drones
             best = min(best, -(-left // self._dispatcher.config.size))
         return max(1, best)
 
@@ -229,13 +239,12 @@ class Source(OneByOne):
         if self._at_once and most > 1:
             try:
                 rows = list(source)
-            except (
-                Exception
-            ) as error:  # it was changed since the last time, so at the first row of these
+            # The input was changed since the last call, so the error is that of the first row.
+            except Exception as error:
                 self.error = error
             if self._travel_together(rows):
                 return self._slice(form, rows)
-            self._at_once = False  # nor will the next ones
+            self._at_once = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, most)
         for row in self._taken(source):
@@ -272,11 +281,11 @@ class Source(OneByOne):
     def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from source
-        except Exception as error:  # of the input: to be raised in its place
+        except Exception as error:  # of the input: raised later, in its place
             self.error = error
 
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
-        """A call's arguments, unless it has to go by itself."""
+        """Return the pickled arguments of a call, or None if the call must be a task by itself."""
         for arg in args:
             if isinstance(arg, (Promise, Shared, Kept)) or (
                 type(arg) in BULKY and len(arg) >= BYTES_MOST
@@ -285,14 +294,15 @@ class Source(OneByOne):
         try:
             with meeting(None) as pickling:
                 pickled = capture(args, self._dispatcher.registry.snapshot, small=True)
-            if pickling.moved is not None:  # something in it wants to know what becomes of its call
+            # An argument must be notified of the outcome of its call.
+            if pickling.moved is not None:
                 return None
-        except Exception:  # too large, or it cannot be pickled: then the call's promise says why
+        except Exception:  # too large, or not picklable: then the call's promise reports the error
             return None
         return pickled if len(pickled) <= BYTES_MOST else None
 
     def _travel_together(self, rows: list[Any]) -> bool:
-        """Are all arguments of these rows small and immutable?"""
+        """Return whether all arguments of these rows are small and immutable."""
         args = rows if self._single else list(chain.from_iterable(rows))
         kinds = set(map(type, args))
         if tuple in kinds:

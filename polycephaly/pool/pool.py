@@ -1,4 +1,4 @@
-"""`Pool`: several drones behind one queue; a `concurrent.futures.Executor` too."""
+"""Several drones behind one queue: `Pool`, which is also a `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -42,51 +42,72 @@ _names = itertools.count(1)
 
 
 class Pool(ExecutorBase):
-    """``drones`` headless copies of this image behind one queue (by default as many as usable
-    cores).
+    """Several drones behind one queue, forked from one snapshot of this process, taken now.
 
-    All are of one snapshot of the image, taken now; `refresh` takes a new one. See `Drone` for
-    `start`, `env` (here also a callable from a drone's index to its mapping), `cwd`, `initializer`
-    and `timeout`. Further:
+    A ``with`` block finishes all submitted tasks at the end. An exception in the block cancels
+    them. An ``async with`` block, in asyncio or in a green thread, does the same and blocks no
+    other task. A pool to which no reference is left finishes its tasks and ends.
 
-    ``width``
-        how many coroutine functions a drone runs at once, as green threads; everything else is done one by one
-    ``output``
-        "forward" (drones' lines go to this process's streams, prefixed), "discard", or a callable that is given each
-        line (a `str` with attributes ``text``, ``drone``, ``stream`` and ``tag``). What drones log is no output: it
-        goes to this process's loggers, each record with its ``drone``
-    ``retries``
-        how often work is run again whose drone died while running it
-    ``max_tasks``
-        a drone is replaced after so many pieces of work
-    ``max_memory``
-        bytes that a drone and what it started may hold for themselves. A drone that comes near is replaced between
-        two pieces of work; one that holds more is killed
-    ``max_queued``
-        how many pieces of work may wait for a drone: a call that gives one more waits for room. (Threads that find
-        room at the same moment may each give one.)
-    ``hang_timeout``
-        a drone that shows no sign of life for so many seconds, although it should work, is killed; one that computes
-        or sleeps is alive. See `Drone.unresponsive`
-    ``report_waiting``
-        seconds of one wait without processor time after which a drone with work is reported: a wait and a hang look
-        alike, so it is not killed. None: never. See `Drone.waiting`
-    ``on_death``
-        "replace" the drone, or "break" the pool, as the standard library's executor does
-    ``engine``
-        "local", or "ray": drones are Ray actors, with copies of what `__main__` holds, on any node of the cluster at
-        ``address`` (Ray's own meaning: "auto", "HOST:PORT", or None). Then ``num_cpus``, ``num_gpus``, ``resources``,
-        ``memory``, ``runtime_env``, ``scheduling_strategy`` and the like are given to Ray with each drone
+    Parameters
+    ----------
+    drones
+        Number of drones. None: as many as usable cores.
+    name
+        Name of the pool. None: ``pool-N``.
+    start, cwd, initializer, initargs, timeout
+        As for `Drone`.
+    env
+        As for `Drone`; or a callable from a drone's index to its variables.
+    width
+        How many coroutine functions a drone runs at the same time, as green threads. All other
+        tasks of a drone run one by one.
+    output
+        "forward" (each line that a drone prints goes to this process's streams, prefixed),
+        "discard", or a callable that gets each line (a `str` with the attributes ``text``,
+        ``drone``, ``stream`` and ``tag``). Log records of drones are not output: they go to this
+        process's loggers, each with its ``drone``.
+    retries
+        How often a task is run again if its drone dies while running it.
+    max_tasks
+        Number of tasks after which a drone is replaced.
+    max_memory
+        Bytes of private memory for a drone and the processes it started. A drone that comes near
+        the limit is replaced between two tasks. A drone that exceeds the limit is killed.
+    max_queued
+        How many tasks may wait for a drone. A call that submits one more waits for room. (Threads
+        that find room at the same moment may each add one.)
+    hang_timeout
+        Seconds without a sign of life after which a drone with tasks is killed. A drone that
+        computes or sleeps shows signs of life. See `Drone.unresponsive`.
+    report_waiting
+        Seconds of one wait without processor time after which a drone with a task is reported. The
+        drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.
+    on_death
+        "replace" a drone that died, or "break" the pool, as the standard library's executor does.
+    engine
+        "local", or "ray": drones are Ray actors, with copies of the contents of `__main__`, on any
+        node of the cluster at ``address`` (as in Ray: "auto", "HOST:PORT", or None).
+    **options
+        For Ray: ``address``, ``num_cpus``, ``num_gpus``, ``resources``, ``memory``,
+        ``runtime_env``, ``scheduling_strategy`` and the like, which are passed to Ray with each
+        drone.
 
-    A ``with`` block ends by finishing what was submitted; an exception in it cancels the rest. An
-    ``async with`` block, in asyncio or in green threads, does so too and holds up nobody else while
-    it waits. A pool to which no reference is left finishes its work and ends. All methods may be
-    called from any thread.
+    Raises
+    ------
+    ValueError
+        If a number or name is out of range, or the cluster lacks the resources.
+    OSError
+        If the machine's limits do not allow so many drones (those already started are ended), or no
+        cluster is reached.
+    ImportError
+        If the engine is not installed.
 
-    Raises `ValueError` for numbers and names that make no sense and for resources that the cluster
-    has not, `OSError` where the machine's limits do not allow so many drones (those already started
-    are ended then) or no cluster is reached, and `ImportError` for an engine that is not installed.
+    Notes
+    -----
+    All methods may be called from any thread. `refresh` takes a new snapshot.
 
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool:
     ...     list(pool.map(abs, [-1, -2, -3]))
@@ -150,7 +171,7 @@ class Pool(ExecutorBase):
             self._dispatcher.wait_ended()
             raise
 
-    # -- work --------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
         return Source(
@@ -158,12 +179,23 @@ class Pool(ExecutorBase):
         )
 
     def share(self, obj: T) -> Shared[T]:
-        """Puts `obj` into shared memory, once: the handle stands for it in any number of calls; see
-        `Shared`.
+        """Copy `obj` into shared memory once, for any number of calls.
 
-        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the
-        pool may share: half of the machine's memory, results and arguments on their way included.
+        Errors of pickling `obj` are raised.
 
+        Returns
+        -------
+        Shared
+            A handle that stands for `obj` among the arguments of calls.
+
+        Raises
+        ------
+        MemoryError
+            If the pool would share more than half of the machine's memory. Results and arguments in
+            flight count too.
+
+        Examples
+        --------
         >>> import polycephaly as poly
         >>> with poly.Pool(2) as pool:
         ...     table = pool.share({"a": 1})
@@ -178,35 +210,48 @@ class Pool(ExecutorBase):
 
     @property
     def name(self) -> str:
-        """As given, or ``pool-N``; its drones are called after it."""
+        """The name given, or ``pool-N``. The names of the drones begin with it."""
         return self._dispatcher.config.name
 
     @property
     def drones(self) -> list[Drone]:
-        """Its drones at this moment; work given to one of them is run by that one."""
+        """The drones at this moment. A task that is submitted to one of them runs on that drone
+        only.
+        """
         now = [handle for handle in list(self._dispatcher.handles) if handle.state < State.RETIRING]
         return [Drone._of(self._dispatcher, handle, self._task_options) for handle in now]
 
     @property
     def timeline(self) -> Timeline:
-        """What its drones have done so far, and when; also after its end. See `Timeline`."""
+        """The tasks that the drones have run so far, and their times; also after the end. See
+        `Timeline`.
+        """
         return take(self._dispatcher)
 
     def _drones(self) -> list[Drone]:
         return self.drones
 
     def refresh(self) -> None:
-        """Takes a new snapshot of this image and replaces the drones by new ones forked from it.
+        """Take a new snapshot of this process and replace the drones by new ones, forked from the
+        snapshot.
 
-        Work that runs is finished by the old drones; what waits is done by the new ones. What the
-        old ones had in their namespaces beyond the snapshot is gone."""
+        Running tasks are finished by the old drones. Waiting tasks are run by the new drones. Names
+        that were bound in the old drones' namespaces after the old snapshot are lost.
+        """
         self._dispatcher.refresh()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more work, finishes what there is, and ends; waits for that unless told not to.
+        """Accept no more tasks, finish those accepted before, and end.
 
-        With `cancel_futures`, work that no drone has begun is cancelled. Doing so twice is no
-        error."""
+        A second call is no error.
+
+        Parameters
+        ----------
+        wait
+            Whether to wait for the end.
+        cancel_futures
+            If True, tasks that no drone has begun are cancelled.
+        """
         self._dispatcher.close(cancel=cancel_futures)
         if wait:
             self._dispatcher.finish()
@@ -243,7 +288,10 @@ class Pool(ExecutorBase):
             return f"<Pool {dispatcher.config.name}, ended>"
         busy = sum(bool(handle.in_flight) for handle in dispatcher.handles)
         drones, pending = len(dispatcher.handles), dispatcher.pending()
-        return f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, {pending} pieces of work>"
+        return (
+            f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, "
+            f"{pending} pieces of work>"
+        )
 
     def _repr_html_(self) -> str:
         from ..integrations.html import pool_table

@@ -10,20 +10,20 @@ from typing import Any
 
 __all__ = ["REFRESH", "Progress", "total_of"]
 
-REFRESH = 0.1  # seconds between looks at how far it is
+REFRESH = 0.1  # seconds between two updates of the bar
 
 
 def total_of(iterables: Iterable[Iterable[Any]]) -> int | None:
-    """How many rows there will be, as far as that is known beforehand."""
-    known = []  # what gives no hint may be endless: the others end it
+    """Return the number of rows, or None if it is unknown."""
+    known = []  # an iterable without a hint may be endless: the others end the iteration
     for each in iterables:
-        with suppress(Exception):  # an endless `repeat`, for one, or code of users
+        with suppress(Exception):  # an endless `repeat`, for example, or an error of user code
             known.append(length_hint(each, -1))
     return min((size for size in known if size >= 0), default=None)
 
 
 class Progress:
-    """One bar, on stderr. Whoever is at it, one thread at a time."""
+    """One bar, on stderr. Any thread may update it, one thread at a time."""
 
     def __init__(self, label: str, total: int | None) -> None:
         self._bar = _bar_type()(total=total, desc=label, unit="")
@@ -45,8 +45,9 @@ def _bar_type() -> Any:
     from tqdm.auto import tqdm
 
     class ProgressBar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
-        """Without tqdm's own thread, and without its lock for several processes: neither goes with
-        forks."""
+        """A bar without tqdm's own thread and without its lock for several processes, because
+        neither works with forks.
+        """
 
         monitor_interval = 0
 

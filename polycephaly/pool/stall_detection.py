@@ -1,10 +1,11 @@
-"""Stuck: a program that waits for what nobody will do.
+"""Stall detection: warns if a program waits for a promise that only the program can settle.
 
-    somebody waits for work ── which waits for a promise ── ... ── which only the program can settle ──> a warning, once
+    a thread waits for a task ──> which waits for a promise ──> ... ──> a promise settled by hand
 
-Circles of promises are refused when they are closed (promises/promise.py). But nobody can know what
-a program will settle by hand; so where a pool has had nothing to run for
-`tuning.stall_report_seconds`, and somebody waits, it is said for what. In turns."""
+A cycle of promises is refused when it is closed (promises/promise.py). But no code can know which
+promises a program will settle by hand. So if a pool has had nothing to run for
+`tuning.stall_report_seconds`, and a thread waits for a task, one warning names the promise. All
+methods but `look_soon` are called while holding the reactor's lock."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ __all__ = ["StallDetector"]
 
 
 class StallDetector:
-    """A crew's."""
+    """The stall detection of one pool."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._looks = False  # or has said it
+        self._looks = False  # a look is scheduled, or the warning was given
 
     def look_soon(self) -> None:
-        """From any thread."""
+        """Schedule a look. Any thread may call this."""
         if not self._looks:
             self._dispatcher.reactor.post(self.look_later)
 
@@ -49,8 +50,8 @@ class StallDetector:
             if dispatcher.waiting:
                 self.look_later()
             return
-        seen: set[Any] = set()  # each once, however many wait for it
-        for task in [*dispatcher.waiting]:  # others add some meanwhile
+        seen: set[Any] = set()  # each is visited once, however many tasks wait for it
+        for task in [*dispatcher.waiting]:  # a copy, because other threads add tasks meanwhile
             by_hand = by_hand_for(task, seen)
             if by_hand is not None:
                 more = (
@@ -60,7 +61,7 @@ class StallDetector:
                 )
                 said = f"{dispatcher.config.name} has nothing to run: {task._named()} waits for {by_hand!r}{more}"
                 cure = "somebody has to settle that by hand. If it is this work that should, it waits for itself"
-                self._looks = True  # it is said once
+                self._looks = True  # the warning is given once
                 dispatcher.reactor.deliver(
                     partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2)
                 )
@@ -68,8 +69,8 @@ class StallDetector:
 
 
 def by_hand_for(task: Task, seen: set[Any]) -> Promise[Any] | None:
-    """A promise that nobody but the program settles, for which it waits in the end; none that was
-    `seen` before."""
+    """Return a promise, not `seen` before, for which `task` waits in the end and which only the
+    program settles. None if there is none."""
     todo: list[Any] = [task]
     while todo:
         each = todo.pop()

@@ -1,16 +1,15 @@
-"""The roster: which drones a crew has, from their start to their end.
+"""The supervisor: starts, retires and replaces the drones of a pool.
 
-    _begin ──> Launcher.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
-                                                                                    │ max_tasks, refresh, release
-    slot and name free again <── DEAD <──exited── STOPPING <──STOP, when all is answered── RETIRING
+    begin ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
+                                                             max_tasks, refresh, release │
+    slot and name free <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
 
-A drone that dies is taken off, what it had not begun goes back to the crew, and another takes its
-place, from the same snapshot. Starts that fail are counted; after a few in a row the crew breaks,
-with the reason. How drones are started, and who tells that they have ended, is the engine's
-business (engine.py).
+A drone that dies is removed. The tasks that the drone had not begun go back to the dispatcher, and
+another drone takes its place, from the same snapshot. Failed starts are counted; after a few in a
+row the pool breaks, and its error gives the reason. The engine (engine.py) starts processes and
+reports their ends.
 
-All of this happens in turns of the hub.
-"""
+All methods but the constructor are called while holding the reactor's lock."""
 
 from __future__ import annotations
 
@@ -39,16 +38,16 @@ __all__ = ["Supervisor", "because"]
 log = logging.getLogger(__name__)
 
 STOP_GRACE = 5.0  # seconds for a drone's exit handlers
-IN_TRANSIT = 0.25  # seconds that results which a dead drone had sent may still take
+IN_TRANSIT = 0.25  # seconds to wait for results that a drone had sent before its death
 START_TRIES = 3
-KILLED_TRIES = 100  # in a row, by somebody else
-TRY_AGAIN = 1.0  # seconds, where a drone could not be started and others are there
+KILLED_TRIES = 100  # in a row, if the drones were killed from outside this package
+TRY_AGAIN = 1.0  # seconds after a failed start, if other drones are there
 
 
 class Supervisor:
     def __init__(self, dispatcher: Dispatcher) -> None:
-        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits
-        forbid it."""
+        """Take the snapshot, in the calling thread. Raises `OSError` if a limit of the operating
+        system forbids that."""
         self._dispatcher = dispatcher
         self._config = dispatcher.config
         self._reactor = dispatcher.reactor
@@ -56,8 +55,8 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
-        self.too_large_so_far = 0  # drones in a row
-        self._renewals: list[Promise[None]] = []  # refreshes that wait for their drones
+        self.too_large_so_far = 0  # drones in a row that were too large before their first task
+        self._renewals: list[Promise[None]] = []  # `refresh` calls whose drones are being started
         self.registry: FunctionRegistry
         self.engine = self._config.machine.open(self)
         try:
@@ -71,7 +70,8 @@ class Supervisor:
         return self._dispatcher
 
     def _capture_initializer(self) -> Callable[[], Task] | None:
-        """Pickles it once, as any call's arguments are: now. Raises what its pickling raises."""
+        """Pickle the initializer, now and once. Return a function that makes tasks of it. Raises
+        the errors of pickling."""
         initializer, initargs = self._config.initializer, self._config.initargs
         if initializer is None:
             return None
@@ -105,7 +105,8 @@ class Supervisor:
         self.fill_up()
 
     def fill_up(self) -> None:
-        """Starts drones until there are as many as wanted; those on their way out do not count."""
+        """Start drones until there are as many as wanted, not counting those that are retiring or
+        stopping."""
         if not self.engine.can_start() or (
             self._config.on_death == "end" and self._dispatcher.begun.done()
         ):
@@ -127,7 +128,7 @@ class Supervisor:
         return True
 
     def cannot_start(self, error: BaseException) -> None:
-        """A drone could not even be started. Where others are there, it is tried again."""
+        """Handle a drone that could not be started. If other drones are ready, try again later."""
         if self._dispatcher.begun.done() and any(
             each.state is State.READY for each in self.handles
         ):
@@ -138,7 +139,8 @@ class Supervisor:
 
     def started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
-        self._dispatcher.watch.begin()  # where no zygote starts it, there was nothing to look at yet
+        # A drone that no zygote starts could not be observed before.
+        self._dispatcher.watch.begin()
         self._dispatcher.tell(handle.born)
         if all(each.pid for each in self.handles):
             self._dispatcher.tell(self._dispatcher.begun)
@@ -150,7 +152,7 @@ class Supervisor:
         self._dispatcher.cannot_start(error)
 
     def hello(self, handle: DroneHandle) -> None:
-        """The drone is up: it gets its initializer first, if there is one."""
+        """Handle the first message of a drone: send its initializer, if there is one."""
         if handle.state is not State.STARTING:
             return
         if self._initializer is None:
@@ -176,18 +178,18 @@ class Supervisor:
 
     def _ready(self, handle: DroneHandle) -> None:
         handle.state = State.READY
-        handle.tasks_done = 0  # its initializer does not count
+        handle.tasks_done = 0  # the initializer does not count
         self._failed_starts = 0
-        if (
-            handle.dedicated or self._dispatcher.locality
-        ):  # and no `|=`, between whose two halves others may say it
+        # No `|=`: between its read and its write another thread may set the flag.
+        if handle.dedicated or self._dispatcher.locality:
             self._dispatcher.dedicated_waiting = True
         self._dispatcher.look_for_end = True
         if handle.retires:
             self.retire(handle)
 
     def too_large(self, handle: DroneHandle, what: str) -> None:
-        """It holds more than it may before it has done anything: so would the next."""
+        """Kill a drone that is too large before its first task. After a few in a row the pool
+        breaks, because the next drone would be as large."""
         handle.kill(what)
         self.too_large_so_far += 1
         if self.too_large_so_far >= START_TRIES:
@@ -196,7 +198,7 @@ class Supervisor:
             )
 
     def _start_failed(self, error: BaseException, tries: int = START_TRIES) -> None:
-        """A drone did not become ready. It is tried a few times over, not for ever."""
+        """Count a drone that did not become ready, and break the pool after a few in a row."""
         self._failed_starts += 1
         if self._failed_starts >= tries or self._config.on_death != "replace":
             self._dispatcher.break_(error)
@@ -204,7 +206,7 @@ class Supervisor:
     # -- retiring and stopping ---------------------------------------------------------------------
 
     def retire(self, handle: DroneHandle) -> None:
-        """No new work for it; it ends when it has done what is its own."""
+        """Send `handle` no new tasks, and stop it when its dedicated tasks are done."""
         if handle.state is State.READY:
             handle.state = State.RETIRING
             if len(handle.in_flight) > 1:
@@ -212,7 +214,7 @@ class Supervisor:
             self._dispatcher.directory.evacuate(handle)
             self._dispatcher.locality.release(handle)
         elif handle.state < State.READY and handle.owes():
-            handle.retires = True  # when it can do what is its own
+            handle.retires = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
             handle.state = State.STOPPING
             handle.kill()
@@ -239,9 +241,9 @@ class Supervisor:
             handle.kill(why)
 
     def renew(self, snapshot: Any, renewed: Promise[None]) -> None:
-        """Replaces all drones by new ones from that snapshot; tells `renewed` when they are
+        """Replace all drones by new ones from `snapshot`; settle `renewed` when they are
         started."""
-        if self._dispatcher.wanted() == 0:  # it has been closed, or broken, in the meantime
+        if self._dispatcher.wanted() == 0:  # closed or broken in the meantime
             return
         old = list(self.handles)
         self.engine.adopt(snapshot)
@@ -253,20 +255,23 @@ class Supervisor:
     # -- deaths ------------------------------------------------------------------------------------
 
     def died(self, handle: DroneHandle, exitcode: int | None) -> None:
-        """None where the engine cannot know."""
+        """Handle the death of a drone. `exitcode` is None if the engine cannot know it.
+
+        Answered tasks are settled first. Of the others, tasks that had not begun are queued again,
+        and tasks that had begun are lost, or run again if `retries` allow."""
         before = handle.state
         handle.exitcode = exitcode
         if before <= State.RETIRING:
-            handle.death = _death(
-                handle, None
-            )  # for who looks at it from now on; what it ran is added below
+            # For threads that read `death` from here on; the running task is added below.
+            handle.death = _death(handle, None)
         handle.state = State.DEAD
         print_lines(handle)
         handle.last_words()
         order = list(handle.in_flight)
+        # `order` falls into three parts: answers already sent, tasks begun, tasks not begun.
         sent = order.index(handle.sent()) + 1 if handle.sent() in handle.in_flight else 0
         begun = order.index(handle.started()) + 1 if handle.started() in handle.in_flight else sent
-        # Overlapped work is answered in any order, but begun in the order of sending.
+        # Overlapped tasks are answered in any order, but begun in the order of sending.
         begun = max(
             begun, sum(0 < handle.in_flight[number].place <= handle.begun for number in order)
         )
@@ -294,9 +299,9 @@ class Supervisor:
         if self._config.on_death == "break":
             self._dispatcher.break_(error)
         elif before < State.READY and self._dispatcher.wanted() and self._config.on_death == "end":
-            self._dispatcher.break_(error)  # none is tried in its place
+            self._dispatcher.break_(error)  # no other drone takes its place
         elif before < State.READY and self._dispatcher.wanted():
-            # Killed by somebody else: that says little of whether drones can start.
+            # Killed from outside: that says little about whether drones can start.
             killed = error.exitcode == -signal.SIGKILL and not handle.kill_reason
             why = because(f"drones of {self._config.name} die before they are ready", error)
             self._start_failed(why, KILLED_TRIES if killed else START_TRIES)
@@ -308,7 +313,7 @@ class Supervisor:
             log.info("%s", error)
 
     def _give_up(self, handle: DroneHandle, error: DroneDied) -> None:
-        """Results that the dead drone had sent did not come: they never left it."""
+        """Give up the results that the dead drone had sent but that did not arrive in time."""
         self._dispatcher.lose(list(handle.in_flight.values()), error, again=True)
         handle.in_flight.clear()
         self._remove(handle)
@@ -328,7 +333,7 @@ class Supervisor:
         self.engine.released(handle)
 
     def end(self) -> None:
-        """No drone is left."""
+        """Release the engine; no drone is left."""
         self.registry.forget()
         self.engine.end()
 

@@ -1,12 +1,11 @@
-"""One piece of work on its way: what was called, where it is, and, being a promise, what came of
-it.
+"""A task: one call on its way to a drone, and the promise of its result.
 
-    call ──> Work.capture ──> (inputs that are promises: waits for them) ──> crew.queue ──> a drone ──> promise
+    call ──> Task.capture ──> (waits for inputs that are promises) ──> queue ──> a drone ──> promise
 
-Arguments are pickled when the call is made. Where there is a promise among them, a *hole* is
-pickled in its place (see inputs.py); a synchronization counter (CEFOS) counts the promises still
-open, and the work is queued as it reaches zero. A call of nothing but promises and what is small
-and immutable is not pickled before that: nobody can see that."""
+Arguments are pickled when the call is made. For a promise among them, a *placeholder* is pickled in
+its place (see inputs.py). A synchronization counter (as in CEFOS) counts the pending promises, and
+the task is queued when the counter reaches zero. If all arguments are promises or small and
+immutable, they are pickled only then: they cannot change, so the delay is invisible."""
 
 from __future__ import annotations
 
@@ -44,60 +43,55 @@ _CURE = " (a future of the standard library does not go along: give `polycephaly
 
 
 class Task(Promise[Any]):
-    """The work is its promise: one object for both. After the call it is changed in the hub's turns
-    only."""
+    """One object for the task and its promise. After the call, its state as a task is changed only
+    while holding the reactor's lock."""
 
     _can_be_interrupted = True
-    target: DroneHandle | None = None  # the only drone it may run on, if there is one
-    prefers: DroneHandle | None = None  # the drone that has most of what it takes, if one is known
-    burden = 0  # bytes that would have to be moved for any other
-    preferred = 0.0  # since when it waits for that one
-    keeps = False  # its value stays where it is computed
-    sending: Sending | None = None  # with which it was sent
+    target: DroneHandle | None = None  # the only drone that may run the task, if any
+    prefers: DroneHandle | None = None  # the drone that has most of its kept values
+    burden = 0  # bytes that would have to be moved to another drone
+    preferred = 0.0  # the time since when the task waits for `prefers`
+    keeps = False  # the value stays in the drone that computes it
+    sending: Sending | None = None  # shared by the tasks of one message; None before sending
     kind = CALL
-    args: tuple[Any, ...] | None = (
-        None  # small and immutable ones, which are pickled together with those of others;
-    )
-    # while it waits for them, promises too
-    weight = 16  # bytes of these, about
-    payload: Any = (
-        b""  # the pickled arguments; when it is answered, what came back, until that is unpickled
-    )
+    # Small immutable arguments, which are pickled together with those of other tasks; None if the
+    # arguments are pickled by themselves. While the task waits, there may be promises among them.
+    args: tuple[Any, ...] | None = None
+    weight = 16  # approximate bytes of `args`
+    # The pickled arguments. Once answered, the answer, until that is unpickled.
+    payload: Any = b""
     status = 0  # of the answer, as in wire/messages.py
-    count = 1  # calls
-    item: int | None = None  # of a `map`: the index of its first call
-    place = 0  # among the overlapped work that was sent to its drone, from 1
+    count = 1  # number of calls
+    item: int | None = None  # in a `map`: the index of its first call
+    place = 0  # if overlapped: its position among the overlapped tasks sent to the drone, from 1
     definition: RemoteFunction
     answer: Answer | AnswersTogether | None = None
-    timeout: float | None = None  # seconds that it may run
-    retries = 0  # how often it is run again when its drone dies
-    party = ""  # the client of a served pool that has given it (server/fairness.py)
-    relays: Any = None  # what of another process's it is, where it is such (server/session.py)
-    leases: Any = (
-        None  # of a remote pool's shared values (engines/remote/shared.py), until it is sent
-    )
-    given: list[RemoteObject] | None = (
-        None  # of which handles are in what came back, until that is opened
-    )
-    lent = False  # another process has it, and may be running it
-    runs_elsewhere = False  # another process has told that it has begun
-    inputs: Sequence[
-        Any
-    ] = ()  # while it waits: the promises for which it does; and what else is in `args`
-    recipe: Any = None  # its pickled arguments, where its value lies with a node that may be lost, and `retries` allow
-    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = (
-        None  # the arguments without what lies so, and the promises
-    )
+    timeout: float | None = None  # seconds that the task may run
+    retries = 0  # how many more times the task is run if its drone dies
+    party = ""  # tag of the submitting client, in a served pool (server/fairness.py)
+    relays: Any = None  # the client's function, if a joined host may run it (server/session.py)
+    # Leases of a remote pool's shared values (engines/remote/shared.py), held until sending.
+    leases: Any = None
+    # Kept values whose handles are in the answer, held until the answer is unpickled.
+    given: list[RemoteObject] | None = None
+    lent = False  # leased to another process, which may be running it
+    runs_elsewhere = False  # another process has reported the start
+    # While the task waits: the promises to wait for, and the other values in `args`.
+    inputs: Sequence[Any] = ()
+    # The pickled arguments, kept if the value is stored on a node that may be lost, and `retries`
+    # allow that the value is computed again.
+    recipe: Any = None
+    # If an input is stored on another node: the payload with open placeholders, and the inputs.
+    unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
     _lying: Any = None
-    needed: tuple[int, ...] = ()  # the numbers of works whose values it waited for
-    followed: Sequence[Any] = ()  # by these, which went along and want to know whether they arrived
-    is_node = False  # of a graph (flow.py): cancelling it goes upstream
-    _filling: Iterator[
-        int
-    ]  # as many steps as there are inputs but one: the synchronization counter
+    needed: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
+    followed: Sequence[Any] = ()  # ends of channels in the call, which must learn if they arrived
+    is_node = False  # of a graph (flow.py): see `cancel`
+    # The synchronization counter: an iterator with one step less than there are inputs.
+    _filling: Iterator[int]
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._open = None  # as Promise.__init__ does
+        self._open = None  # as in Promise.__init__
         if DICT_AT_BIRTH:
             self.__dict__  # noqa: B018
         self.number = next(_numbers)
@@ -111,8 +105,8 @@ class Task(Promise[Any]):
         kwargs: dict[str, Any],
         registry: FunctionRegistry,
     ) -> Sequence[Promise[Any]]:
-        """Pickles the arguments; gives the promises among them. Raises what their pickling
-        raises."""
+        """Pickle the arguments, and return the promises among them. Raises the errors of
+        pickling."""
         self.definition = definition
         inputs: list[Promise[Any]] = []
         together, bulky, shared, nested = not kwargs, False, False, False
@@ -187,7 +181,7 @@ class Task(Promise[Any]):
             self._followed_by(pickling.moved)
 
     def take_captured(self) -> None:
-        """What its function has captured goes with this call."""
+        """Hold the kept values that the function captures until this call is answered."""
         definition = self.definition
         kept, definition.kept = definition.kept, {}
         self.take(kept)
@@ -200,23 +194,22 @@ class Task(Promise[Any]):
             each._goes_with(self)
 
     def never_began(self) -> None:
-        """In a turn: it was settled while its drone had it, and that has not opened it, nor will,
-        or has died."""
+        """Release the payload of a task that was settled while in flight, and that the drone has
+        not opened and will not open, or has died. Called while holding the reactor's lock."""
         self.payload = b""
         followed, self.followed = self.followed, ()
         for each in followed:
             self.dispatcher.reactor.deliver(partial(each._never_arrived, self))
 
     def take(self, remote_objects: dict[int, RemoteObject]) -> None:
-        """It needs these kept values."""
-        if self.args is not None and not any(
-            isinstance(arg, Promise) for arg in self.args
-        ):  # else see `_fill`
+        """Add kept values to those that the task takes."""
+        # With promises among `args`, `_fill` does this later.
+        if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
         self.payload = taking(self.payload, remote_objects)
 
     def captured(self) -> tuple[Any, ...]:
-        """Once more the arguments of a call without keywords and promises."""
+        """Return the arguments of a call without keywords and promises again."""
         if self.args is not None:
             return self.args
         payload = self.payload
@@ -230,8 +223,8 @@ class Task(Promise[Any]):
         return args
 
     def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
-        """Has the crew told once, by `filled`, when all `inputs` have values; or one has none, and
-        this work is rejected too."""
+        """Have `Dispatcher.filled` called once: when all `inputs` have values, or when one has
+        failed and this task is rejected for that."""
         self.inputs = inputs if self.args is None else self.args
         self.needed = tuple([each.number for each in inputs if isinstance(each, Task)])
         self._filling = iter(range(1, len(inputs)))
@@ -242,7 +235,7 @@ class Task(Promise[Any]):
                 settled(each)
             elif hooks is None:
                 each._hook(settled)
-            else:  # the same, without the call
+            else:  # the same as `_hook`, without the call
                 hooks.append(settled)
                 if each._state != PENDING and each.done():
                     each._run_hooks(each._first)
@@ -251,9 +244,8 @@ class Task(Promise[Any]):
         if self._state == PENDING:
             if settled._exception is not None or settled._state != FINISHED:
                 fall(self, settled)
-            elif (
-                next(self._filling, None) is None
-            ):  # the counter: one step, which also tells who is the last
+            # One atomic step of the counter, which also shows the last thread that it is the last.
+            elif next(self._filling, None) is None:
                 self._fill()
 
     def _fill(self) -> None:
@@ -313,22 +305,25 @@ class Task(Promise[Any]):
         self.dispatcher.filled(self)
 
     read: Callable[[Any], Any] = staticmethod(load)
-    """From what came back to its value. Raises what unpickling raises."""
+    """Build the value from the answer. Raises the errors of unpickling."""
 
     def open(self, payload: Any) -> Any:
-        """The value, or what stands for it until somebody asks. What has handles in it is opened:
-        they are written for this image."""
+        """Return the value, or become a `LazyTask`, which leaves the value where it is stored.
+
+        A value that contains handles of kept values is always unpickled, because the handles are
+        written for this process."""
         if isinstance(payload, Received) and not self.given and (self.is_node or payload.is_far()):
-            self._lying = payload  # first: from the next line on, others look at it
-            self.__class__ = LazyTask  # this adds methods only: its attributes are stored as before
+            self._lying = payload  # first: other threads read this after the next line
+            # The class adds only methods: attributes are stored as before.
+            self.__class__ = LazyTask
             return None
         return self.read(payload)
 
-    # -- what it says of itself as a promise -------------------------------------------------------
+    # -- as a promise ------------------------------------------------------------------------------
 
     def cancel(self, running: bool = True) -> bool:
-        """As any promise; of a node of a graph, what only led to it is cancelled too: see
-        `flow`."""
+        """Cancel like any promise. If this is a node of a graph, also cancel the inputs that led
+        only to it: see `flow`."""
         inputs = self.inputs
         cancelled = super().cancel(running)
         if cancelled and inputs and self.is_node:
@@ -344,8 +339,9 @@ class Task(Promise[Any]):
         return settled
 
     def fill_again(self, lost: Lost) -> None:
-        """In a turn. It was not begun, as what it takes was lost: that is computed once more.
-        Raises `lost` as `computed_again` does."""
+        """Compute the lost inputs of this task again, which was not begun because of the loss.
+
+        Raises `lost` like `computed_again`. Called while holding the reactor's lock."""
         if self.unfilled is None:
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
@@ -359,7 +355,7 @@ class Task(Promise[Any]):
         )
 
     def let_go(self) -> None:
-        """It is settled: it keeps nothing for which it waited."""
+        """Release the inputs and the arguments, because the task is settled."""
         inputs = self.inputs
         if inputs:
             self.inputs, self.payload = (), b""
@@ -384,13 +380,14 @@ class Task(Promise[Any]):
 
     @property
     def handle(self) -> DroneHandle | None:
-        """The drone it was sent to."""
-        sending = self.sending  # a turn in another thread may take it away
+        """The drone that the task was sent to, if any."""
+        sending = self.sending  # read once: a thread with the reactor's lock may clear it
         return sending.handle if sending is not None else None
 
     @property
     def label(self) -> str:
-        """What it does, in a word. (Where that could not be pickled, it has no definition.)"""
+        """A short name of the function. (If the function could not be pickled, there is no
+        definition.)"""
         definition = getattr(self, "definition", None)
         return "a call" if definition is None else str(definition.label)
 
@@ -410,9 +407,8 @@ class Task(Promise[Any]):
         if answer is None:
             return Spans(queued=self.queued, sent=sent, drone=name)
         there, back = answer.there, answer.back
-        if (
-            self.args is not None
-        ):  # they went together with others: so many bytes is what it would be by itself
+        # The arguments were pickled together with others: count the bytes that they take alone.
+        if self.args is not None:
             there = len(dumps(self.args, 5))
             back = back or len(dumps(self._result, 5))
         return Spans(
@@ -425,13 +421,15 @@ class Task(Promise[Any]):
 
 
 class LazyTask(Task):
-    """Such work from when its value lies somewhere, as its drone wrote it: to other work it goes
-    from there, and is opened here only when somebody asks. For a node of a graph that is shared
-    memory; for all work of a cluster's, a node of that."""
+    """A task whose value is stored elsewhere, as the drone has written it, and is unpickled on
+    first access. Other tasks receive the value from where it is stored.
+
+    The values of nodes of a graph stay in shared memory; with Ray, all values stay on a node of the
+    cluster."""
 
     _lies = True
     _opened = False
-    _unopened: Exception | None = None  # why it cannot be
+    _unopened: Exception | None = None  # why unpickling failed
     _again: Task | None = None
 
     def _bring_here(self) -> Any:
@@ -449,7 +447,7 @@ class LazyTask(Task):
         return self._result
 
     def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
-        """What asyncio asks for from CPython 3.14 on, in place of `result` and `exception`."""
+        """Replace `result` and `exception` for asyncio, from CPython 3.14 on."""
         return (
             self.done(),
             self.cancelled(),
@@ -457,8 +455,9 @@ class LazyTask(Task):
         )
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of any promise. Where there is a value that cannot be opened here, why; but one that
-        lies in another node is not brought here to find that out."""
+        """Return the error as any promise, or the error of unpickling the value.
+
+        A value on another node is not fetched just to find out whether unpickling fails."""
         error = super().exception(timeout)
         if error is None and not self._is_far():
             try:
@@ -472,8 +471,8 @@ class LazyTask(Task):
         return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
     def computed_again(self, lost: Lost) -> Task:
-        """The same work once more, on its way; the same again for who else asks. Raises `lost`
-        where `retries` do not allow it."""
+        """Return a task that computes the lost value again, the same one for all callers. Raises
+        `lost` if `retries` do not allow that."""
         if self._again is not None:
             return self._again
         if not self.retries or self.recipe is None:
@@ -497,17 +496,17 @@ class LazyTask(Task):
 
 
 class KeptTask(Task):
-    """Its value is a handle: what it computes stays in the drone."""
+    """A task whose value stays in the drone. Its result is a handle of the value."""
 
     keeps = True
-    weight = Task.weight + 1  # so that it does not go in a run of others
-    remote_object: RemoteObject | None = None  # where it computes once more what was lost
+    weight = Task.weight + 1  # so that `_more_of` does not put it into a run of plain calls
+    remote_object: RemoteObject | None = None  # if the task computes a lost value again
 
     read: Callable[[Any], Any] = staticmethod(Kept.of)
 
 
 class Sending:
-    """What works have in common that went to a drone in one message."""
+    """The data that tasks sent in one message have in common."""
 
     __slots__ = ("at", "by_bulk", "estimate", "handle")
 
@@ -516,12 +515,12 @@ class Sending:
     ) -> None:
         self.handle = handle
         self.at = at
-        self.estimate = estimate  # seconds, as each counts in the link's load; negative: not known
+        self.estimate = estimate  # seconds of each task in the drone's load; negative: unknown
         self.by_bulk = by_bulk
 
 
 class Answer(NamedTuple):
-    """Times, and bytes there and back."""
+    """The times of an answer, and the bytes in both directions."""
 
     started: float
     finished: float
@@ -531,7 +530,7 @@ class Answer(NamedTuple):
 
 
 class AnswersTogether:
-    """Those of many works, as they came."""
+    """The answers of many tasks, in the form in which they arrived."""
 
     __slots__ = ("_finished", "_numbers", "_received", "_started")
 
@@ -549,14 +548,14 @@ class AnswersTogether:
 
 
 class Slice(Task):
-    """Several calls of one function. Its value is `Answers`."""
+    """Several calls of one function. The value is an `Answers`."""
 
     kind = CALL_SLICE
     followers: Sequence[Slice] = ()
-    """What comes after it, where it was answered before its end."""
+    """The slices that take its place, if the drone answered before the last call."""
     continues = False
-    """It is the rest of a slice that was cut while it ran. It is cut once: a second cut is a
-    repeated message."""
+    """True for the rest of a slice that was cut while running. A slice is cut only once, so a
+    second cut is a repeated message."""
 
     def __init__(
         self, dispatcher: Dispatcher, definition: RemoteFunction, calls: bytes, count: int
@@ -569,12 +568,12 @@ class Slice(Task):
     read = staticmethod(Answers)
 
     def open(self, payload: Any) -> Answers:
-        """Wherever they lie: who takes them wants one after the other."""
+        """Return the answers at once, wherever they are stored: the reader takes one by one."""
         return Answers(payload)
 
     def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
-        """In a turn. Its first calls are `done`: the one that is being run, if there is one, and
-        the `rest`."""
+        """Return the running call, if any, and the `rest`, of a slice whose first `done` calls are
+        answered. Called while holding the reactor's lock."""
         begun = self.count - rest
         running, later = (
             Slice(
@@ -602,7 +601,7 @@ def _with_stand_ins(
 
 
 def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry) -> str:
-    """Which argument it was that does not pickle."""
+    """Return which argument cannot be pickled."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
             with Placeholders() as holes:
@@ -614,7 +613,7 @@ def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRe
 
 
 def _has_future(arg: Any) -> bool:
-    """Is it one of the library's, or has it one in it, where a promise could be?"""
+    """Return whether a `concurrent.futures.Future` is in `arg`, where a promise could be."""
     todo, seen = [arg], {id(arg)}
     for each in todo:
         if isinstance(each, Future) and not isinstance(each, Promise):

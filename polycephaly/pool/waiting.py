@@ -1,4 +1,4 @@
-"""`Waiting`: in what a drone has waited for a while."""
+"""`Waiting`: where a drone has been waiting for some time."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ __all__ = ["Waiting"]
 
 @dataclass(frozen=True)
 class Waiting:
-    """In what a drone has waited without processor time: see `Drone.waiting`. It prints as one
+    """Where a drone has waited without processor time: see `Drone.waiting`. ``str()`` gives one
     line.
-
-    A wait cannot be told from a hang, so nothing is done about either: this only says what is
-    known.
 
     Attributes
     ----------
     since : float
         When the wait began, in seconds since 1970 (`time.time`), up to half a second late.
     task : str or None
-        What the drone runs, as errors name it; None where it runs nothing yet.
+        The task of the drone, named as in errors. None if the drone does not run any yet.
     item : int or None
         The index in a `map`, if the task is one of its calls.
     file, line, function : str, int and str, or None
-        The innermost Python frame of the task that belongs neither to the standard library nor to this package; of a
-        coroutine, the line of its `await`, and what it awaits there. None while C code keeps the interpreter.
+        The innermost Python frame of the task that belongs neither to the standard library nor to
+        this package. For a coroutine, the line of its `await`, and the awaitable there. None while
+        C code keeps the interpreter.
     system_call : str or None
-        The system call in which the drone's main thread is; None where the kernel does not tell.
+        The system call in which the drone's main thread is. None if the kernel does not tell.
 
+    Notes
+    -----
+    A wait cannot be told from a hang, so neither is ended: this class only reports the known facts.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Drone() as drone:
     ...     print(drone.waiting)
@@ -47,16 +51,22 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """For how long, until now."""
+        """Seconds from the beginning of the wait until now."""
         return max(0.0, time.time() - self.since)
 
     @property
     def where(self) -> str | None:
-        """``file:line in function``, if these are known."""
+        """``file:line in function``, or None if these are unknown."""
         return None if self.file is None else f"{self.file}:{self.line} in {self.function}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, of which `Waiting` with these as keywords makes the same again."""
+        """Return the attributes as plain data.
+
+        Returns
+        -------
+        dict
+            Keyword arguments with which `Waiting` makes an equal object.
+        """
         return dict(self.__dict__)
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""Promises, and combinations of them."""
+"""Promises, and functions that combine them."""

@@ -1,9 +1,10 @@
-"""Several promises as one: `gather`, `race` and `as_completed`.
+"""Combine several promises into one: `gather`, `race` and `as_completed`.
 
-    settler of one ──> one_settled, its hook ──> the promise that stands for all, the first, or the next
+    settler of one promise ──> one_settled, its hook ──> the combined promise
 
-Of the threads that settle the parts, any may be the last, or the first: who that is, an atomic step
-decides (a pop, a `next`, a `_settle`, of which only the first has an effect)."""
+Any of the threads that settle the promises may be the first or the last. An atomic step decides
+which one: a pop, a `next`, or a `_settle`, of which only the first has an effect.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +37,28 @@ def gather(*promises: Future[T]) -> Promise[list[T]]: ...
 
 
 def gather(*promises: Future[Any]) -> Promise[list[Any]]:
-    """A promise of the list of values, in the order given; the first error rejects it.
+    """Return a promise of the list of values, in the order of `promises`.
 
-    Cancelling it cancels all of them, as `asyncio.gather` does. Raises `TypeError` for what is no
-    promise.
+    The first error rejects the promise. Cancelling the promise cancels all of `promises`, as
+    `asyncio.gather` does.
 
+    Parameters
+    ----------
+    *promises
+        Promises or `concurrent.futures.Future` objects.
+
+    Returns
+    -------
+    Promise
+        Settled when all of `promises` have values, or when one has an error.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a promise.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> a, b = poly.Promise(), poly.Promise()
     >>> both = poly.gather(a, b)
@@ -58,11 +76,12 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
         elif (error := future.exception()) is not None:
             everyone._settle(FINISHED, None, error)
         else:
-            waiting_for.pop()  # atomic; which one does not matter, only how many are left
+            # The pop is atomic. Only the number of entries matters, not which one is removed.
+            waiting_for.pop()
             if not waiting_for:
                 try:
                     values = [p.result() for p in promises]
-                except BaseException as lost:  # a value that lay elsewhere
+                except BaseException as lost:  # from opening a value that is stored elsewhere
                     everyone._settle(FINISHED, None, lost)
                 else:
                     everyone._settle(FINISHED, values, None)
@@ -81,10 +100,29 @@ def race(*promises: Future[T]) -> Promise[T]: ...
 
 
 def race(*promises: Future[Any]) -> Promise[Any]:
-    """A promise that settles as the first of them does. The others are left alone.
+    """Return a promise that settles as the first of `promises` does.
 
-    Raises `ValueError` when there is nobody to race, `TypeError` for what is no promise.
+    The others are left alone.
 
+    Parameters
+    ----------
+    *promises
+        Promises or `concurrent.futures.Future` objects, at least one.
+
+    Returns
+    -------
+    Promise
+        Has the value or the error of the first promise that settles.
+
+    Raises
+    ------
+    ValueError
+        If there are no promises.
+    TypeError
+        If an argument is not a promise.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> slow, quick = poly.Promise(), poly.Promise()
     >>> first = poly.race(slow, quick)
@@ -114,11 +152,25 @@ def race(*promises: Future[Any]) -> Promise[Any]:
 
 
 class as_completed(Iterator[F], AsyncIterator[F]):
-    """Iterates over promises in the order in which they settle; with ``async for`` too.
+    """Iterate over promises in the order in which they settle.
 
-    `timeout` (seconds, for the whole iteration) raises `TimeoutError` from the iterator, which ends
-    there; plain iteration only.
+    ``async for`` works too.
 
+    Parameters
+    ----------
+    promises
+        Promises or `concurrent.futures.Future` objects. Duplicates are yielded once.
+    timeout
+        Seconds for the whole iteration. Then the iterator raises `TimeoutError` and ends. Ignored
+        by ``async for``.
+
+    Raises
+    ------
+    TypeError
+        If an item is not a promise.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> a, b = poly.Promise(), poly.Promise()
     >>> b.set_result("b"); a.set_result("a")
@@ -130,17 +182,17 @@ class as_completed(Iterator[F], AsyncIterator[F]):
         self._open: dict[F, None] = {}
         everyone = tuple(dict.fromkeys(promises))
         _check("as_completed", everyone)
-        # One place a finisher: the k-th that settles fills the k-th place.
+        # One place per promise: the k-th promise that settles fills the k-th place.
         places: list[Promise[F]] = [Promise() for _ in everyone]
         self._places = places
-        self._open = still_open = dict.fromkeys(everyone)  # in their order
+        self._open = still_open = dict.fromkeys(everyone)  # in the order given
         self._next = 0
         self._end = None if timeout is None else monotonic() + timeout
         turn = itertools.count()
 
-        def one_settled(
-            future: Any,
-        ) -> None:  # does not know the iterator, which may be dropped before
+        # This hook has no reference to the iterator, so that an iterator which is no longer used
+        # can be dropped before all promises have settled.
+        def one_settled(future: Any) -> None:
             still_open.pop(future, None)
             places[next(turn)]._settle(FINISHED, future, None)
 
@@ -149,7 +201,9 @@ class as_completed(Iterator[F], AsyncIterator[F]):
             each.add_done_callback(one_settled)
 
     def _let_go(self) -> None:
-        """Nobody waits any more for those that are open: they keep nothing of this."""
+        """Remove the hook from the promises that are still open, so that they keep nothing
+        alive.
+        """
         for each in list(self._open):
             if isinstance(each, Promise):
                 each._unhook(self._hook)
@@ -188,7 +242,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):
 
 
 class _Gathered(Promise[list[Any]]):
-    """Cancelling it cancels all that it gathers."""
+    """The promise of `gather`. Cancelling it cancels all the promises that it gathers."""
 
     _can_be_interrupted = True
 
@@ -197,7 +251,7 @@ class _Gathered(Promise[list[Any]]):
         self._promises = promises
 
     def _withdraw(self) -> None:
-        for each in reversed(self._promises):  # the last first, as in `break_off`
+        for each in reversed(self._promises):  # the last one first, as in `break_off`
             each.cancel()
 
     def _waits_for(self) -> Iterable[Future[Any]]:

@@ -1,59 +1,24 @@
-"""Promises: a value that is not there yet.
+"""A value that is not there yet: `Promise`.
 
 A `Promise` is a `concurrent.futures.Future` that costs one object: no lock and no condition is made
-until somebody waits in a way that needs one.
+until a thread waits in a way that needs one.
 
-    settler (hub, canceller, user)                  waiter, callback, `await`
-    --------------------------------                -------------------------------------
-    S1  del self._open      (claims, once)          W1  append a hook to self._hooks
-    S2  result, exception, then _state              W2  look at _state: settled? pop hooks myself
+    settler (reactor, canceller, user)            waiter, callback, `await`
+    S1  del self._open      (claims, once)        W1  append a hook to self._hooks
+    S2  result, exception, then _state            W2  look at _state: if settled, pop hooks
     S3  pop hooks one by one, call each
 
-                                                    the standard library's wait(), as_completed()
-                                                    --------------------------------
-    between S1 and S2: look for a condition; if     C1  make self._made_condition
-    there is one, give the claim back, and do       C2  claimed, and not settled? wait for that
-    S1, S2 under it and tell self._waiters          C3  under it: look at _state, append to self._waiters
+    between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
+    If there is one, give the claim back, do      C1  make self._made_condition
+    S1 and S2 under the condition and notify      C2  if claimed but not settled: wait for S2
+    self._waiters                                 C3  look at _state, append to self._waiters
 
-Why nothing is lost or doubled. `del self._open` is one atomic step, so of several settlers exactly
-one goes on and the others learn that they lost. A hook is called by whoever pops it from the list,
-and `list.pop` is atomic: it runs once. If W1 came before S3 looked, the settler pops the hook; if
-it came after, then S2 came before W2, and the waiter finds the promise settled and pops the hook
-itself. While many hooks are being called (`_calling`), a new one is called at once and not put
-behind them: in a hook, that would be within all that are left.
+See docs/decisions/0005-lock-free-promises.md for the proof that no wake-up is lost.
 
-A pop from the front moves all the rest: 100,000 calls that wait for one promise took seconds so.
-Where there are many hooks, their list is turned round, once (`_turn`), and popped from its end from
-then on, as `_first` says. Turning takes no hook out and puts none in, so still each is popped by
-exactly one. `_first` is set and the list turned in one run of straight-line code, so Ctrl-C finds
-both as they belong together; another thread that is popping from the front just then pops from the
-wrong end, which is a matter of order only.
-
-**Conditions.** If C1 came before the settler looked, settler and waiter exclude each other by the
-condition. If C1 came after that look, it came after S1 too, so C2 sees the claim and waits until S2
-is done; C3 then finds the promise settled. So no waiter is installed between a settler's look and
-its S2, wherever threads are switched: tests/test_forced_switches.py forces a switch at every
-bytecode of either side.
-
-**RUNNING** is set under the condition only, which `set_running_or_notify_cancel` makes. So a
-settler that finds no condition has come before it (C2), and `cancel` looks for RUNNING under the
-condition.
-
-S1 and S2 stand in one run of straight-line code without a call or a loop: CPython runs signal
-handlers only at calls, loop ends and function entries, so Ctrl-C cannot fall between the claim and
-the state. Therefore no subclass may make a property of `_result`, `_exception` or `_state`: the
-store would be a call. A value that lies elsewhere is opened by `result`, which looks at `_lies`
-after the state: work may have become a `LazyTask` during the wait.
-
-CPython 3.11 collects garbage wherever it makes an object, also in the middle of making an
-instance's `__dict__` out of what the instance holds inline. What the collection runs may be at the
-same promise, or let another thread be, and make a `__dict__` of the same values, which are then
-freed twice: the interpreter crashed of it, minutes later. So there a promise has its `__dict__`
-from its birth (`DICT_AT_BIRTH`), when nobody else knows it.
-
-This module knows nothing of drones. Whoever works on a promise makes it of a class of its own,
-which says how it is withdrawn (`_withdraw`), whether it runs (`running`), and how a waiting thread
-can help (`_help`): see pool/task.py."""
+This module does not know drones. Other modules derive classes from `Promise` that define how a
+promise is withdrawn (`_withdraw`), whether its task runs (`running`) and how a waiting thread can
+help (`_help`): see pool/task.py.
+"""
 
 from __future__ import annotations
 
@@ -79,43 +44,49 @@ U = TypeVar("U")
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
-CANCELLED = (
-    "CANCELLED_AND_NOTIFIED"  # the standard library's waiters count only the notified state as done
-)
+# The standard library's waiters count only the notified state as done.
+CANCELLED = "CANCELLED_AND_NOTIFIED"
 FINISHED = "FINISHED"
 
+# On CPython 3.11 a `__dict__` that is made later can be freed twice: see decision record 0005.
 DICT_AT_BIRTH = sys.version_info < (3, 12)
 
 _MANY = 256
-"""Hooks: from more than these on, their list is turned round."""
+"""The list of hooks is reversed if it has more entries than this."""
 
 _chain = Trampoline(deep=50)
-"""Promises by `then`, each settled by the one before it."""
+"""Runs the settling of promises by `then`, each of which is settled by the one before it."""
 
 _STEPS_SHOWN = 10
-"""Of a circle of promises, in a message."""
+"""Maximum number of promises of a cycle that an error message shows."""
 
-logging.getLogger("polycephaly").addHandler(
-    logging.NullHandler()
-)  # the library's own loggers are below it
+# All loggers of the package are children of this one.
+logging.getLogger("polycephaly").addHandler(logging.NullHandler())
 callbacks = logging.getLogger("concurrent.futures")
-"""What users' callbacks raise is told where the standard library's futures tell it, so that it is
-never silent."""
+"""The standard library's futures log errors of callbacks here. So do promises, so that no error of
+a user's callback is silent.
+"""
 
 green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None = None
-"""Where green threads are in use: whether the caller is one, between two awaits; how it awaits a
-promise."""
+"""Set while green threads are in use. The first callable returns whether the caller is a green
+thread between two awaits. The second makes a green thread await a promise.
+"""
 
 waiting: dict[int, tuple[Promise[Any], float | None]] = {}
-"""The native threads that wait: for what, and until when (`time.monotonic`; None: for ever)."""
+"""For each native thread that waits: the promise, and the deadline (`time.monotonic`; None: no
+limit).
+"""
 
 asked_to_end: Callable[[int, bool], bool] | None = None
-"""Where green threads are in use: whether what that native thread waits for is to be cancelled;
-with True: it was."""
+"""Set while green threads are in use. Returns whether the native thread with this id was asked to
+end, so that the promise it waits for must be cancelled. True as second argument marks the request
+as delivered.
+"""
 
 in_turn: Callable[[], bool] | None = None
-"""Where there is a hub: whether this thread is in its turn. Code of users is only in a finalizer
-there."""
+"""Set while there is a reactor. Returns whether this thread holds the reactor's lock. The only user
+code that runs under the lock is in finalizers.
+"""
 
 
 class _Pickling(threading.local):
@@ -123,21 +94,41 @@ class _Pickling(threading.local):
 
 
 pickling = _Pickling()
-"""Where a thread pickles a call's arguments: what goes in place of a promise, as `__reduce__` gives
-it."""
+"""Set while a thread pickles the arguments of a call. Returns the value to pickle in place of a
+promise, in the form of `__reduce__`.
+"""
 
 settlers: set[int] = set()
-"""Threads that settle promises. One that waited for a promise would wait for itself, so it gets an
-error."""
+"""Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
+promise, so waiting there raises an error.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The life of one piece of work. Times are ``time.monotonic`` seconds, None while not reached.
+    """The times of one task, in ``time.monotonic`` seconds. None: not reached yet.
 
-    ``queued`` (the call; or when the last promise among its arguments had its value), ``sent`` (by
-    the hub), ``started`` and ``finished`` (on the drone), ``received`` (by the hub); ``bytes_sent``
-    and ``bytes_received`` count the pickles, and ``bytes`` both; ``drone`` is the drone's name."""
+    Attributes
+    ----------
+    queued
+        The call was made, or the last promise among its arguments got its value.
+    sent
+        The reactor sent the task.
+    started
+        The drone started the task.
+    finished
+        The drone finished the task.
+    received
+        The reactor received the result.
+    bytes_sent
+        Size of the pickled arguments.
+    bytes_received
+        Size of the pickled result.
+    bytes
+        The sum of both sizes.
+    drone
+        Name of the drone.
+    """
 
     queued: float | None = None
     sent: float | None = None
@@ -155,15 +146,20 @@ class Spans:
 
 def misplaced(promise: Promise[Any]) -> TypeError:
     return TypeError(
-        "a promise cannot be pickled, so not be in a set, a key, an object or what a function captures: give it as an "
+        "a promise cannot be pickled, so not be in a set, a key, an object or what a function "
+        "captures: give it as an "
         f"argument, or in lists, tuples and values of dicts that are ({promise!r})"
     )
 
 
 class Promise(Future[T], Generic[T]):
-    """A value to come. Settled once, by a value or an error; every method may be called from any
-    thread.
+    """A value that will exist later.
 
+    A promise is settled once, by a value, by an error or by being cancelled. All methods may be
+    called from any thread.
+
+    Examples
+    --------
     >>> from polycephaly import Promise
     >>> p = Promise()
     >>> p.set_result(41)
@@ -175,30 +171,44 @@ class Promise(Future[T], Generic[T]):
     _result: Any = None
     _exception: BaseException | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
-    _calling = False  # its hooks, of which there were several
-    _gone = 0  # hooks of works that wait no more, about: see pool/inputs.py
-    _first = 0  # of `_hooks`, the index of the next to be called: 0, or -1 where they have been turned round
+    _calling = False  # True while a settler calls several hooks
+    # Approximate number of hooks of tasks that no longer wait: see pool/inputs.py.
+    _gone = 0
+    # Index in `_hooks` of the next hook to call: 0, or -1 after the list was reversed.
+    _first = 0
     _made_condition: Condition | None = None
     output: str = ""
-    """The tail of what the work printed, once settled (at most 4 KiB)."""
+    """The end of the task's output, after the promise is settled (at most 4 KiB)."""
 
     def __init__(self) -> None:
-        # Future.__init__ is left out on purpose: it makes a lock and a condition.
+        # Future.__init__ is not called on purpose, because it makes a lock and a condition.
         self._open = None
         if DICT_AT_BIRTH:
-            self.__dict__  # noqa: B018 - looking makes it
+            self.__dict__  # noqa: B018 - reading creates the dict
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def value(self) -> T:
-        """Waits, then gives the value or raises the error: `result` without a timeout."""
+        """The value that `result` returns without a timeout. Waits, and may raise the error."""
         return self.result()
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, waiting for at most `timeout` seconds.
+        """Return the value, or raise the task's error.
 
-        Raises what the work raised, `TimeoutError`, or `concurrent.futures.CancelledError`.
+        Parameters
+        ----------
+        timeout
+            Maximum number of seconds to wait. None: no limit.
+
+        Raises
+        ------
+        TimeoutError
+            If the promise is not settled in time.
+        concurrent.futures.CancelledError
+            If the promise was cancelled.
+        RuntimeError
+            If this thread would wait for itself: in a callback of a promise or in a finalizer.
         """
         if self._state != FINISHED:
             self._wait(timeout)
@@ -212,95 +222,115 @@ class Promise(Future[T], Generic[T]):
             del error, self  # the traceback must not keep this frame, and so the promise, alive
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error, or None where there was a value. Waits like `result`."""
+        """Return the error, or None if there is a value. Wait and raise as `result` does."""
         if self._state != FINISHED:
             self._wait(timeout)
         return self._exception
 
     def done(self) -> bool:
-        """Whether it is settled: by a value, an error, or having been cancelled. Never waits."""
+        """Return whether the promise has a value, has an error or was cancelled. Never waits."""
         return self._state == FINISHED or self._state == CANCELLED
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled, as far as is known here."""
+        """Return whether the promise was cancelled, as far as this process knows."""
         return self._state == CANCELLED
 
     def running(self) -> bool:
-        """Whether the work is being run right now, as far as is known here."""
+        """Return whether the task runs now, as far as this process knows."""
         return self._state == RUNNING
 
     @property
     def spans(self) -> Spans:
-        """When it was queued, sent, started, finished and received; bytes; drone."""
+        """The times and sizes of the task, and the drone's name. See `Spans`."""
         return Spans()
 
-    # -- acting ------------------------------------------------------------------------------------
+    # -- cancelling --------------------------------------------------------------------------------
 
     def cancel(self, running: bool = True) -> bool:
-        """Withdraws work that is queued; interrupts work that runs, unless ``running=False``.
+        """Cancel the promise and withdraw its task if that is queued.
 
-        An interrupted drone that does not come back within its grace period is killed and replaced.
-        Returns whether the promise is now cancelled: False where it had settled before.
+        If the task runs, it is interrupted. A drone that does not react to the interrupt within its
+        grace period is killed and replaced.
+
+        Parameters
+        ----------
+        running
+            If False, a task that runs is left alone and the promise is not cancelled.
+
+        Returns
+        -------
+        bool
+            Whether the promise is cancelled now. False if it had already settled.
         """
         if not self.done() and not (running and self._can_be_interrupted) and self.running():
             return False
         try:
             self._settle(CANCELLED, None, None, not (running and self._can_be_interrupted))
-        finally:  # also where Ctrl-C came between, in a callback: or, by another call, after that
+        finally:
+            # Also if Ctrl-C arrives in a callback. If Ctrl-C arrives later still, the next call of
+            # `cancel` withdraws the task.
             if self._state == CANCELLED:
                 self._withdraw()
         return self._state == CANCELLED
 
-    # -- what those who work on promises say of theirs ---------------------------------------------
+    # -- defined by subclasses ---------------------------------------------------------------------
 
     _can_be_interrupted = False
     _cancels_with_waiter = True
-    """Whether a green thread or asyncio task that is cancelled while it waits for it cancels it."""
+    """Whether a green thread or asyncio task that is cancelled while waiting for the promise
+    cancels the promise too.
+    """
 
     _may_be_anywhere = False
-    """Whether it may also be found in objects among the arguments of a call: it is of a handle, not
-    a user's."""
+    """Whether the promise may also stand inside objects among the arguments of a call. True if the
+    promise belongs to a handle, not to a user.
+    """
 
     from_outside = True
-    """Whether something else than green threads of this image may settle it."""
+    """Whether anything but green threads of this process may settle the promise."""
 
     def _withdraw(self) -> None:
-        """It was cancelled: its work is to be withdrawn or interrupted. Must not block. Twice is no
-        error."""
+        """Withdraw or interrupt the task of the cancelled promise.
+
+        Must not block. May be called twice.
+        """
 
     def _help(self, end: float | None) -> None:
-        """The caller waits: it may do what settles promises, until this one is or
-        `time.monotonic()` is `end`."""
+        """Help to settle promises while the caller waits.
+
+        Return when the promise is settled or `time.monotonic()` reaches `end`.
+        """
 
     _stands_for: tuple[Future[Any], ...] = ()
-    """Of which it tells, while it is not settled."""
+    """The futures that this promise waits for while it is not settled."""
 
     def _waits_for(self) -> Iterable[Future[Any]]:
-        """What is to be settled before it can be, as far as is known."""
+        """Return the futures that must settle before this promise can, as far as is known."""
         return self._stands_for
 
     _lies = False
-    """Whether its value lies somewhere, and is opened only when somebody asks for it here."""
+    """True if the value is stored elsewhere and is deserialised on first access."""
 
     def _bring_here(self) -> Any:
-        """Opens such a value, once, and gives it. Raises what opening it raises."""
+        """Open the stored value once, and return it. Raise the error that opening raises."""
         raise NotImplementedError
 
     def _is_far(self) -> bool:
-        """Whether its value lies on another machine, perhaps, with which it may be lost."""
+        """Return whether the value may be on another machine, and may be lost with that machine."""
         return False
 
     def _part(self, registry: Any) -> Any:
-        """Such a value as a part of arguments (a `Serialized`), if it can go there as it is."""
+        """Return the stored value as a part of arguments, a `Serialized`; None if it must be
+        opened.
+        """
         return None
 
     def _break_off(self) -> None:
-        """Ctrl-C has ended the wait for it: whoever presses that wants what it waits for to
-        stop."""
+        """Cancel the tasks behind the promise, because Ctrl-C interrupted the wait for it."""
         break_off(self._stands_for)
 
     def _look_up(self) -> None:
-        """The caller still waits, and looks up now and then."""
+        """Called now and then while the caller waits."""
 
     @overload
     def then(self, fn: Callable[[T], Promise[U]]) -> Promise[U]: ...
@@ -308,14 +338,32 @@ class Promise(Future[T], Generic[T]):
     def then(self, fn: Callable[[T], U]) -> Promise[U]: ...
 
     def then(self, fn: Callable[[T], Any]) -> Promise[Any]:
-        """A promise of ``fn(value)``; an error passes by `fn`. A promise that `fn` returns is
-        followed.
+        """Return a promise of ``fn(value)``.
 
-        `fn` is called in the thread that settles this promise, so it must not wait. Where `fn` is
-        another promise's ``set_result`` for which this one waits, or gives a promise that waits for
-        the one given here, nobody would ever settle them: that raises `Deadlock`, or is what the
-        promise is rejected with.
+        An error skips `fn`. If `fn` returns a promise, the returned promise follows that one.
 
+        Parameters
+        ----------
+        fn
+            Is called with the value, in the thread that settles this promise, so `fn` must not
+            wait.
+
+        Returns
+        -------
+        Promise
+            Has the value of `fn`, the error of `fn` or the error of this promise.
+
+        Raises
+        ------
+        TypeError
+            If `fn` is not callable.
+        Deadlock
+            If `fn` is the ``set_result`` of a promise that this one waits for. If `fn` returns a
+            promise that waits for the promise returned here, the latter is rejected with
+            `Deadlock`. In both cases no thread would ever settle either promise.
+
+        Examples
+        --------
         >>> from polycephaly import Promise
         >>> price = Promise()
         >>> text = price.then(lambda value: value / 2).then(str)
@@ -327,7 +375,7 @@ class Promise(Future[T], Generic[T]):
             raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
         after: Promise[Any] = Promise()
         after._stands_for = (self,)
-        receiver = getattr(fn, "__self__", None)  # of a promise's `set_result`
+        receiver = getattr(fn, "__self__", None)  # the promise, if `fn` is its `set_result`
         if isinstance(receiver, Promise) and not self.done():
             _check_no_cycle(self, receiver)
             receiver._stands_for = (self,)
@@ -370,24 +418,50 @@ class Promise(Future[T], Generic[T]):
         return after
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Calls ``fn(promise)`` when settled, at once if it is: in the thread that settles it."""
+        """Call ``fn(promise)`` when the promise is settled; at once if it is settled already.
+
+        `fn` is called in the thread that settles the promise. An `Exception` of `fn` is logged.
+        """
         self._hook(cast(Callable[[Promise[Any]], object], fn))
 
     def set_result(self, result: T) -> None:
-        """Settles by a value. Raises `InvalidStateError` where it is settled already."""
+        """Settle the promise with a value.
+
+        Raises
+        ------
+        InvalidStateError
+            If the promise has settled already.
+        """
         if not self._settle(FINISHED, result, None):
             raise InvalidStateError(f"{self._state}: {self!r}")
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Settles by an error. Raises `InvalidStateError` where it is settled already."""
+        """Settle the promise with an error.
+
+        Raises
+        ------
+        InvalidStateError
+            If the promise has settled already.
+        """
         if not self._settle(FINISHED, None, exception):
             raise InvalidStateError(f"{self._state}: {self!r}")
 
     def set_running_or_notify_cancel(self) -> bool:
-        """For executors, as in the standard library: False where the promise was cancelled."""
-        with (
-            self._condition
-        ):  # whoever settles or cancels it from now on does so under it: see the head of this file
+        """Mark the promise as running, as executors of the standard library do.
+
+        Returns
+        -------
+        bool
+            False if the promise was cancelled.
+
+        Raises
+        ------
+        InvalidStateError
+            If the promise is running or has settled otherwise.
+        """
+        # From now on every thread that settles or cancels the promise does so under the condition:
+        # see the module's docstring.
+        with self._condition:
             if self._state == CANCELLED:
                 return False
             if self._state != PENDING:
@@ -404,7 +478,9 @@ class Promise(Future[T], Generic[T]):
             else:
                 yield from self._await_in_asyncio()
         if self._state == CANCELLED and not in_green:
-            _raise_asyncio_cancelled()  # to a green thread that is not cancelled itself it is an error like others
+            # In a green thread that is not itself cancelled, the cancellation is an error like any
+            # other.
+            _raise_asyncio_cancelled()
         return self.result()
 
     # -- settling and waiting ----------------------------------------------------------------------
@@ -412,13 +488,16 @@ class Promise(Future[T], Generic[T]):
     def _settle(
         self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False
     ) -> bool:
-        """Settles unless somebody else did; tells which. See the head of this file."""
+        """Settle the promise and return True, or return False if it was claimed before.
+
+        See the module's docstring for the steps.
+        """
         try:
             del self._open
         except AttributeError:
             return False
         if self._made_condition is not None:
-            self._open = None  # also if Ctrl-C ends the next call, it is as if nobody had tried
+            self._open = None  # first, so that a Ctrl-C in the next call leaves no claim behind
             return self._settle_watched(
                 self._made_condition, state, result, exception, unless_running
             )
@@ -437,9 +516,12 @@ class Promise(Future[T], Generic[T]):
         exception: BaseException | None,
         unless_running: bool,
     ) -> bool:
-        """The same where the standard library's `wait` or `as_completed` may be at it: they look at
-        `_state` and install their waiter under the condition, so it is set, and they are told,
-        under the condition too."""
+        """Settle the promise under its condition.
+
+        The standard library's `wait` and `as_completed` look at `_state` and install their waiters
+        under the condition. So `_state` is set and the waiters are notified under the condition
+        too.
+        """
         with condition:
             if unless_running and self._state == RUNNING:
                 return False
@@ -472,7 +554,8 @@ class Promise(Future[T], Generic[T]):
         hooks = self._hooks
         if hooks is None:
             hooks = []
-            if self._hooks is None:  # straight-line code up to here: no other thread comes between
+            # Straight-line code up to the store, so no other thread comes in between.
+            if self._hooks is None:
                 self._hooks = hooks
             else:
                 hooks = self._hooks
@@ -481,9 +564,12 @@ class Promise(Future[T], Generic[T]):
             self._run_hooks(self._first)
 
     def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        """By identity: comparing would run code of users. The look and the removal are
-        straight-line code. Where others pop from the front meanwhile, ours may be passed over; then
-        it is about to be called."""
+        """Remove `hook`, if present. Hooks are compared by identity, because `==` would run user
+        code.
+
+        The look and the removal are straight-line code. If other threads pop from the front
+        meanwhile, the scan may pass over `hook`; then `hook` is about to be called.
+        """
         hooks = self._hooks
         index = 0
         while hooks is not None:
@@ -491,7 +577,7 @@ class Promise(Future[T], Generic[T]):
                 if hooks[index] is hook:
                     del hooks[index]
                     return
-            except IndexError:  # it has been called, or is being called
+            except IndexError:  # the hook has been called, or is being called
                 return
             index += 1
 
@@ -507,12 +593,14 @@ class Promise(Future[T], Generic[T]):
             return
         try:
             hook = hooks.pop(first)
-        except IndexError:  # another thread popped the last one
+        except IndexError:  # another thread popped the last hook
             return
         if hooks:
             try:
                 self._run_many(hook, hooks, first)
-            finally:  # round a call, since the end of a loop, where Ctrl-C may come, is in no `try` on CPython 3.13
+            finally:
+                # Around a call, not around a loop: on CPython 3.13 the end of a loop, where Ctrl-C
+                # may arrive, is not covered by any `try`.
                 self._calling = False
             return
         try:
@@ -535,9 +623,8 @@ class Promise(Future[T], Generic[T]):
                 hook(self)
             except Exception:
                 callbacks.exception("exception calling callback for %r", self)
-            except (
-                BaseException
-            ) as error:  # SystemExit, Ctrl-C: for whoever settles it, when all have been told
+            # SystemExit and Ctrl-C are raised in the settling thread after all hooks were called.
+            except BaseException as error:
                 worst = error
             try:
                 hook = hooks.pop(first)
@@ -553,17 +640,20 @@ class Promise(Future[T], Generic[T]):
         if not self.done():
             if in_turn is not None and in_turn():
                 raise RuntimeError(
-                    f"a finalizer waited for {self!r} while its thread does what would settle that: "
-                    "call `promise`, `close` or `shutdown(wait=False)` in finalizers, and wait elsewhere"
+                    f"a finalizer waited for {self!r} while its thread does what would settle "
+                    "that: "
+                    "call `promise`, `close` or `shutdown(wait=False)` in finalizers, and wait "
+                    "elsewhere"
                 )
             if get_ident() in settlers:
                 raise RuntimeError(
-                    f"a callback waited for {self!r} in the thread that settles promises, which would then "
+                    f"a callback waited for {self!r} in the thread that settles promises, which "
+                    "would then "
                     "wait for itself; use .then(), or wait in a thread of your own"
                 )
             end = None if timeout is None else monotonic() + timeout
             me = get_ident()
-            before = waiting.get(me)  # in a callback, while it waits for something else
+            before = waiting.get(me)  # set if a callback waits for another promise
             try:
                 waiting[me] = self, end
                 if (
@@ -619,9 +709,8 @@ class Promise(Future[T], Generic[T]):
                 turn.set_result(None)
 
         def settled(_: Promise[Any]) -> None:
-            with suppress(
-                RuntimeError
-            ):  # the loop was closed in the meantime: nobody is there to be told
+            # RuntimeError: the loop was closed in the meantime, so no task is left to wake.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
         self._hook(settled)
@@ -640,9 +729,8 @@ class Promise(Future[T], Generic[T]):
         if condition is None:
             self.__dict__.setdefault("_waiters", [])
             condition = self.__dict__.setdefault("_made_condition", Condition())
-        if (
-            not hasattr(self, "_open") and not self.done()
-        ):  # the settler may not have seen the condition
+        # Claimed, but the settler may not have seen the condition.
+        if not hasattr(self, "_open") and not self.done():
             self._wait_for_settler(None, None)
         return condition
 
@@ -652,7 +740,7 @@ class Promise(Future[T], Generic[T]):
         return pickling.stand_in(self)
 
     def _named(self) -> str:
-        """How it is called in messages."""
+        """Return the name of this promise for messages."""
         return repr(self)
 
     def __repr__(self) -> str:
@@ -673,13 +761,16 @@ class Promise(Future[T], Generic[T]):
 
 
 class Signal(Promise[T]):
-    """One of the library's own, for which many may wait, and which none of them cancels."""
+    """A promise of the package itself. Many may wait for this promise, and no waiter cancels it."""
 
     _cancels_with_waiter = False
 
 
 def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
-    """Its value, its error. A value that lies elsewhere is opened, which may fail."""
+    """Return the value and the error of `settled`.
+
+    Opens a value that is stored elsewhere, which may fail.
+    """
     error = settled.exception()
     if error is None:
         try:
@@ -695,8 +786,10 @@ def _raise_asyncio_cancelled() -> NoReturn:
 
 
 def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
-    """`goal` is to wait for `waiting`. Raises `Deadlock` where that one waits for it, by whatever
-    steps."""
+    """Raise `Deadlock` if `waiting` waits for `goal`, by any number of steps.
+
+    `goal` is about to wait for `waiting`.
+    """
     came_from: dict[Future[Any], Future[Any] | None] = {waiting: None}
     todo: list[Future[Any]] = [waiting]
     while todo:
@@ -722,7 +815,10 @@ def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
 
 
 def break_off(promises: Iterable[Future[Any]]) -> None:
-    """The last first: a drone whose call ends by this would begin the next one."""
+    """Cancel the tasks behind `promises`, the last one first.
+
+    A drone whose task ends by this would otherwise start the next one.
+    """
     for each in reversed(list(promises)):
         if isinstance(each, Promise):
             each._break_off()

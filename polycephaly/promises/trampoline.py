@@ -1,12 +1,14 @@
-"""What leads to more of its kind, as one settled promise to those that follow it, without recursing
-too deep.
+"""A trampoline for steps that lead to further steps, to bound the depth of recursion.
 
-    step ──> step ──> … `deep` of them one within the other ──> the next is put off until the outermost is done
+A settled promise, for one, settles the promises that follow it.
 
-Each thread has a cascade of its own, so nothing here is shared. What is put off is done whatever a
-step raises: that is raised when all are. Ctrl-C may fall between two steps too (CPython runs signal
-handlers where a function is entered and at the end of a loop, and neither is in a `try` there):
-then the rest is gone through once more."""
+    step ──> step ──> ... `deep` steps nested ──> later steps wait until the outermost step is done
+
+Each thread has its own state, so nothing is shared between threads. Every postponed step is run,
+even if a step raises: the error is raised after all of them. Ctrl-C may also arrive between two
+steps, because CPython runs signal handlers at function entry and at the end of a loop, and neither
+place is inside a `try` there. If that happens, the remaining steps are run in a second pass.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ class Trampoline(threading.local):
         self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     def go(self, step: Callable[..., object], *args: Any) -> None:
-        """Does this step, now or before the outermost step of this thread returns."""
-        if (
-            self._pid != getpid()
-        ):  # forked within a step: those around it, and what is put off, are the parent's
+        """Run `step` now, or before the outermost step of this thread returns."""
+        if self._pid != getpid():
+            # This process was forked inside a step. The enclosing and the postponed steps belong to
+            # the parent.
             self._pid = getpid()
             self._depth = 0
             self._later = deque()
@@ -60,10 +62,10 @@ class Trampoline(threading.local):
             try:
                 step, args = self._later.popleft()
                 step(*args)
-            except BaseException as raised:  # SystemExit, Ctrl-C
+            except BaseException as raised:  # SystemExit and Ctrl-C too
                 worst = raised
         if worst is not None:
             try:
                 raise worst
             finally:
-                worst = None  # or it would hold itself by this frame
+                worst = None  # break the reference cycle through this frame

@@ -1,2 +1,1 @@
-"""The ground that all else stands on: the event loop, timers, signals, forks, and facts that the
-kernel tells."""
+"""The lowest layer: the event loop, timers, signals, forks and facts that the kernel reports."""

@@ -1,18 +1,21 @@
-"""Connections of the main image, which stay behind when it is forked.
+"""Close, in a forked process, the connections of the controller process.
 
-A connection ends, for its other side, when the last process that has its socket closes it, and a
-port is free when the last listener has gone. So the zygote, and with it each drone, keeps none of
-these:
+The other side of a connection sees its end when the last process that has the socket closes the
+socket, and a port is free when its last listener is gone. So the zygote, and with it each drone,
+replaces these descriptors:
 
-    stream sockets of a network; named unix ones (listening, or connected)  ──> one whose other end is closed
-    datagram sockets of a network                                           ──> a new one of the same kind
-    pipes to the standard streams of programs that were started             ──> one whose other end is closed
-    epoll descriptors, which all processes would share                      ──> a new one
+    stream sockets of a network, and named     ->  one whose other end is closed
+      unix ones (listening or connected)
+    datagram sockets of a network              ->  a new one of the same kind
+    pipes to the standard streams of programs  ->  one whose other end is closed
+      that the controller has started
+    epoll descriptors (shared by a fork)       ->  a new one
 
-The numbers stay taken, so code in a drone that closes its object, or a finalizer, closes nothing of
-anybody else's; and a library that uses its connection is told that the other side has closed it.
-What was made to cross a fork does: unnamed pairs of sockets and pipes, as `multiprocessing` makes
-them; and what is among the initargs of a pool."""
+The numbers stay in use, so code in a drone that closes its object, or a finalizer, closes no file
+of another owner. A library that uses its connection finds that the other side has closed it.
+Descriptors that were made to cross a fork stay: unnamed socket pairs and pipes, such as those of
+`multiprocessing`, and the descriptors in the initargs of a pool.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,12 @@ _STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 
 
 class Search(Pickler):
-    """Pickles to nowhere, and notes the descriptors (`found`) of open files, sockets and
-    connections that it meets, and whether it has met a lock, queue or the like of
-    `multiprocessing`, which says that it has to be inherited."""
+    """A pickler that writes nothing and records what must be inherited by a fork.
+
+    `found` holds the descriptors of the open files, sockets and connections in the pickled object.
+    `inherits` is true if the object contains a lock, queue or similar of `multiprocessing` whose
+    pickling fails because the object has to be inherited.
+    """
 
     def __init__(self) -> None:
         super().__init__(self, 5, buffer_callback=lambda _: False)
@@ -55,24 +61,27 @@ class Search(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, self._kinds):
-            with suppress(OSError, ValueError):  # closed, or of no file
+            with suppress(OSError, ValueError):  # closed, or without a file
                 self.found.add(obj.fileno())
                 return int, ()
         if any(base.__module__.startswith("multiprocessing.") for base in type(obj).__mro__):
             try:
                 return obj.__reduce_ex__(5)
-            except RuntimeError:  # what else is beside it is still looked at
+            except RuntimeError:  # the rest of the object is still searched
                 self.inherits = True
                 return int, ()
         return NotImplemented
 
 
 def leave_connections(owner: int, given: Iterable[object]) -> None:
-    """In a fork of the process `owner`, single-threaded. What is among `given` stays."""
+    """Replace the connections of the process `owner`, of which this process is a fork.
+
+    The process must be single-threaded. Descriptors found in `given` stay open.
+    """
     stays = {0, 1, 2}
     for each in given:
         search = Search()
-        with suppress(Exception):  # whoever needs it pickled will say so
+        with suppress(Exception):  # the code that needs the pickle reports the error
             search.dump(each)
         stays |= search.found
     programs = _streams_of_programs(owner)
@@ -81,20 +90,19 @@ def leave_connections(owner: int, given: Iterable[object]) -> None:
         closed.close()
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd not in stays and fd != ended.fileno():
-                with suppress(OSError):  # the listing's own
+                with suppress(OSError):  # the descriptor of the listing itself
                     _leave(fd, ended, programs)
 
 
 def _leave(fd: int, ended: socket.socket, programs: set[tuple[str, int]]) -> None:
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind == stat.S_IFSOCK:
-        end = socket.SocketType(
-            fileno=fd
-        )  # without the Python part of `socket.socket`, which takes four times as long
+        # Not `socket.socket`: its Python part takes four times as long.
+        end = socket.SocketType(fileno=fd)
         try:
             if end.type == socket.SOCK_DGRAM and end.family in _NETWORK:
                 with socket.socket(end.family, end.type, end.proto) as fresh:
-                    with suppress(OSError):  # it is not connected
+                    with suppress(OSError):  # not connected
                         fresh.connect(end.getpeername())
                     os.dup2(fresh.fileno(), fd, inheritable=False)
             elif end.type in _STREAMS and (end.family != socket.AF_UNIX or _has_name(end)):
@@ -118,13 +126,15 @@ def _has_name(end: socket.SocketType) -> bool:
         return True
     try:
         return bool(end.getpeername())
-    except OSError:  # it is not connected
+    except OSError:  # not connected
         return False
 
 
 def _streams_of_programs(owner: int) -> set[tuple[str, int]]:
-    """Pipes, and in which way the owner of the other end uses them: as the standard streams of its
-    children."""
+    """Return the pipes that are standard streams of children of `owner`.
+
+    Each pipe comes with the access mode (`O_RDONLY`, `O_WRONLY`) of the end that `owner` has.
+    """
     found: set[tuple[str, int]] = set()
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{owner}/task"):

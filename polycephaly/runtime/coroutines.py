@@ -1,5 +1,7 @@
-"""What is a coroutine, and what a coroutine function. Asked for often, so without `inspect` where
-it can be."""
+"""Recognise coroutines and coroutine functions.
+
+The questions are asked often, so `inspect` is imported only if nothing cheaper answers.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from typing import Any
 
 __all__ = ["is_awaitable", "is_coroutine", "is_coroutine_function"]
 
-_ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: of `types.coroutine`
+_ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: set by `types.coroutine`
 _FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
 
 
 def is_coroutine(value: Any) -> bool:
-    """Whether it is one, be it made by `types.coroutine`, or what a green thread's `sleep` gives in
-    place of one."""
+    """Return True if `value` is a coroutine.
+
+    Generators of `types.coroutine` count, and so does the object that a green thread's `sleep`
+    returns in place of a coroutine.
+    """
     if isinstance(value, GeneratorType):
         return bool(value.gi_code.co_flags & _ITERABLE)
     return isinstance(value, CoroutineType) or getattr(type(value), "is_parking", False)
@@ -25,12 +30,14 @@ def is_awaitable(value: Any) -> bool:
 
 
 def is_coroutine_function(fn: Any) -> bool:
-    """Whether calling `fn` gives a coroutine: partials, methods and instances with ``async
-    __call__`` too."""
+    """Return True if calling `fn` gives a coroutine.
+
+    Partials, methods and instances with ``async __call__`` count too.
+    """
     code = getattr(fn, "__code__", None)
     if code is not None and code.co_flags & _FLAGS:
         return True
-    if getattr(fn, "parks", False):  # as `green.sleep` does: see green/parking.py
+    if getattr(fn, "parks", False):  # as `green.sleep` has: see green/parking.py
         return True
     from inspect import iscoroutinefunction
 

@@ -1,13 +1,15 @@
-"""Ctrl-C must not fall into a turn.
+"""Keep Ctrl-C out of critical sections.
 
-Code that changes the hub's state may run in the main thread (it drives while it waits), where
-CPython runs signal handlers between any two bytecodes, and Python's own handler for SIGINT raises.
-A `DeferredSigint` puts a handler in its place that only takes a note; the real one is called when
-the shield is lowered, with the state whole again. Swapping twice costs about 0.5 us.
+Code that changes the reactor's state may run in the main thread, because the main thread drives the
+reactor while it waits. CPython runs signal handlers in the main thread between any two bytecodes,
+and Python's own handler for SIGINT raises. `DeferredSigint` replaces that handler by one that only
+records the signal. On exit, when the state is consistent again, the original handler is called.
+Swapping twice costs about 0.5 us.
 
-Other signals' handlers may raise as well (an alarm used as a time limit). Their swapping would cost
-more than it is worth: where the program has installed one, the shield cannot be raised, and the
-work is left to the hub's thread, which no handler ever enters."""
+Handlers of other signals may raise as well (an alarm used as a time limit). Swapping those too
+would cost more than it is worth. If the program has installed a handler for one of `_NAMES`, SIGINT
+is not deferred: the task is left to the reactor's thread, where no handler ever runs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _OTHERS = tuple(int(getattr(signal, name)) for name in _NAMES)
 
 
 def can_be_raised() -> bool:
-    """Whether this thread can be kept free of handlers that raise."""
+    """Return True if, with SIGINT deferred, no handler (of `_NAMES`) can raise in this thread."""
     if get_ident() != threading.main_thread().ident:
         return True
     for number in _OTHERS:  # noqa: SIM110 - a plain loop: this is on the path of every round trip
@@ -38,9 +40,10 @@ def can_be_raised() -> bool:
 
 
 class DeferredSigint:
-    """``with Shield(on_trip):`` in any thread; does something in the main thread only.
+    """A context manager that defers SIGINT in the main thread, and does nothing in other threads.
 
-    `tripped` tells that a SIGINT waits; `on_trip` is called when it comes, to end a wait.
+    ``with DeferredSigint(on_trip):`` sets `tripped` if a SIGINT arrives, and then calls `on_trip`,
+    which ends a wait. The deferred handler runs on exit.
     """
 
     __slots__ = ("_frame", "_handler", "_on_trip", "tripped")

@@ -1,22 +1,23 @@
-"""Forking an image that has threads of ours.
+"""Fork a process that has threads of this package.
 
-A fork copies one thread. Whatever another thread had half done, and whatever lock it held, stays so
-in the child for ever. So while `fork` forks, each of our threads stands at a *safe point*, where it
-holds no lock and has nothing half done: each does its work under a lock of its own, a *turn*,
-listed here, and `fork` takes all turns first. Afterwards the parent gives them back; in the child,
-hooks make everything anew.
+A fork copies one thread only. In the child, state that another thread was changing stays half
+changed for ever, and a lock that another thread held stays locked. So while `fork` forks, each
+thread of this package waits at a *safe point*, where it holds no lock and its state is consistent.
+Each such thread runs under a lock of its own, which `add_turn` registers, and `fork` takes all
+these locks first. Afterwards the parent releases them. In the child, hooks make everything anew.
 
-A thread that has nothing half done is an `OwnThread` and needs no turn. One that runs code of users
-all the time, as green threads' does, cannot be under a lock for so long; it gives a context manager
-(`add_pause`) in which it stands still, if it can do so soon.
+An `OwnThread` never leaves inconsistent state and needs no such lock. The thread of green threads
+runs code of users all the time and cannot hold a lock for so long. Instead it registers a context
+manager (`add_pause`) in which it stands still, if it can do so soon.
 
-Lock order: `guard` before turns; a thread in its turn never takes `guard`, and runs no code of
-users.
+Lock order: `guard` before the threads' locks. A thread that holds its own lock never takes `guard`,
+and runs no code of users.
 
-Python 3.12 warns of every fork with threads. Where all Python threads but this one are ours, they
-stand safe and the warning would be wrong; silencing it changes `warnings`' global state for a
-moment, and that is safe for the same reason: nobody else is there to see it. With threads of the
-user's own it is left to speak."""
+Python 3.12 warns of every fork with threads. If all other Python threads belong to this package,
+the warning would be wrong and is suppressed. Suppression changes the global state of `warnings` for
+a moment, which is safe for the same reason: no other thread runs. If the user has threads, the
+warning is shown.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +32,21 @@ from typing import Any
 __all__ = ["GuardedLock", "OwnThread", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
 
 guard = threading.RLock()
-"""Held while a hub begins, ends or forks."""
+"""Held while a reactor starts, ends or forks."""
 
 
 class GuardedLock:
-    """The lock of a turn. It knows whose it is, and is taken once."""
+    """The lock under which a thread runs, which knows whether the calling thread holds it.
+
+    Despite the `RLock`, a thread takes it once only.
+    """
 
     def __init__(self) -> None:
         lock: Any = threading.RLock()
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
         self.is_mine: Callable[[], bool] = lock._is_owned
-        """Has this thread got it?"""
+        """Return True if the calling thread holds the lock."""
 
     def __enter__(self) -> None:
         self.acquire()
@@ -56,7 +60,7 @@ _pauses: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of ours that needs no turn."""
+    """A daemon thread of this package that needs no lock."""
 
     def __init__(self, name: str, target: Callable[[], object] | None = None) -> None:
         super().__init__(name=name, target=target, daemon=True)
@@ -68,7 +72,10 @@ def add_turn(thread: threading.Thread, turn: AbstractContextManager[Any]) -> Non
 
 
 def add_pause(pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """To be entered before each fork; once, when the module that it belongs to is loaded."""
+    """Register a context manager that `fork` enters before each fork.
+
+    Called once, when the module that owns `pause` is loaded.
+    """
     _pauses.append(pause)
 
 
@@ -78,12 +85,14 @@ def remove_turn(thread: threading.Thread) -> None:
 
 
 def fork() -> int:
-    """`os.fork` at a safe point. In the child every lock of ours is new and no thread of ours
-    exists."""
+    """Call `os.fork` while all threads of this package are at a safe point.
+
+    In the child, every lock of this package is new, and none of its threads exists.
+    """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            Exception
-        ):  # None, closed, or a stand-in: what it holds must not be written twice
+        # Flushed, so that buffered text is not written twice. A stream may be None, closed or a
+        # stand-in.
+        with suppress(Exception):
             stream.flush()
     with guard, ExitStack() as standing:
         for pause in _pauses:
@@ -93,12 +102,13 @@ def fork() -> int:
         with _no_warning_of_our_threads():
             pid = os.fork()
         if pid == 0:
-            standing.pop_all()  # those locks are not ours any more: `_after_fork_in_child` forgot them
+            # The parent's threads own these locks; `_after_fork_in_child` has forgotten them.
+            standing.pop_all()
         return pid
 
 
 def own_idents() -> set[int]:
-    """The identities of our threads that are under a turn, or need none."""
+    """Return the identities of this package's threads that have such a lock or need none."""
     ours = (t for t in threading.enumerate() if t in _turns or isinstance(t, OwnThread))
     return {thread.ident for thread in ours if thread.ident is not None}
 

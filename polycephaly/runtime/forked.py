@@ -1,12 +1,13 @@
-"""Forks by code of users, in a thread of ours.
+"""End a child that code of users forked in a thread of this package.
 
-    our frames ──> code of users ── os.fork() ──> parent: back to our frames
-                                        └───────> child: its copy of our frames must not go on
+    package frames ──> code of users ── os.fork() ──> parent: back to the package frames
+                                            └───────> child: its copy of the frames must not go on
 
-A frame of ours that calls such code takes `generation` before the call and compares it afterwards.
-Where the two differ, this is a child that was forked meanwhile, and the queue, socket or promise
-that the frame would go on with is the parent's. `leave_if_forked` then ends the child as the main
-program of an interpreter ends."""
+A frame that calls such code reads `generation` before the call and compares it afterwards. If the
+two differ, this process is a child that was forked during the call, and the queue, socket or
+promise that the frame would continue with belongs to the parent. `leave_if_forked` then ends the
+child as the main program of an interpreter ends.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ generation = 0
 
 
 def leave_if_forked(since: int, error: BaseException | None = None) -> None:
-    """End this process if it was forked after the generation `since`. Code of users has returned,
-    or raised `error`.
+    """End this process if it was forked after the generation `since`.
 
-    The exit status is 0 after a return, that of ``sys.exit`` after a `SystemExit`, and 1 after any
-    other error, of which the traceback is printed. Threads that the child has started end first,
-    then its exit handlers run."""
+    Called when code of users has returned, or has raised `error`. The exit status is 0 after a
+    return, that of ``sys.exit`` after a `SystemExit`, and 1 after any other error, whose traceback
+    is printed. Threads that the child has started end first, then its exit handlers run.
+    """
     if generation != since:
         _leave(error)
 

@@ -1,24 +1,23 @@
-"""How the end of one process becomes the end of those that depend on it.
+"""End the processes that depend on a process when that process ends.
 
-    controller ── lifeline (its only other end) ·· pidfd ──> zygote ── PR_SET_PDEATHSIG ──> drone ──> what it started
-                                                           └── kills the process group, and each orphan ─────┘
+    controller ── parent-death pipe, pidfd ──> zygote ── PR_SET_PDEATHSIG ──> drone ──> programs
+                                                 └── kills the process group, and orphans ──┘
 
-Three means, each for what the others cannot see:
+Three means are used, because each sees cases that the others miss:
 
-* a **lifeline**: a socket pair; the owner alone holds the other end. However the owner ends, the
-  kernel closes that end, and the zygote reads end-of-file. A copy of it in any other process would
-  keep it alive, so what must not cross a fork is listed in `OURS` and closed first thing in every
-  forked child.
-* a **pidfd** of the owner: readable when that process has ended, whatever copies of descriptors
-  there are (Linux 5.3). It also covers a child that C code forked behind Python's back.
-* **PR_SET_PDEATHSIG**: the kernel kills the child when the *thread* that forked it ends. So it
-  serves only where that thread is a process's main one, as the zygote's. It is lost when the parent
-  ends before it is armed: hence the look at `getppid()` afterwards.
+* The parent-death pipe is a socket pair. The owner alone holds the other end. However the owner
+  ends, the kernel closes that end and the zygote reads end-of-file. A copy of that end in another
+  process would keep it open, so `OURS` lists the files that every forked child closes first.
+* A pidfd of the owner is readable when that process has ended, whatever copies of descriptors exist
+  (Linux 5.3). A pidfd also covers a child that C code forked without Python's hooks.
+* PR_SET_PDEATHSIG: the kernel kills the child when the *thread* that forked it ends. So it serves
+  only if that thread is the main thread of its process, as in the zygote.
 
-`PR_SET_CHILD_SUBREAPER` makes orphans of a dead drone children of the zygote, even those that made
-a session of their own, so that it can find and kill them. Where the zygote itself was killed,
-nobody is their parent; then its owner finds them by the *family* in their environment, a name that
-each program started by a drone inherits."""
+`PR_SET_CHILD_SUBREAPER` makes orphans of a dead drone children of the zygote, even those in a
+session of their own, so that the zygote can find and kill them. If the zygote itself was killed,
+its owner finds orphans by the *family* in their environment: a name that each program started by a
+drone inherits.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Closable(Protocol):
 
 
 class Descriptor:
-    """One that knows when it is closed."""
+    """A file descriptor that records when it is closed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -55,8 +54,11 @@ class Descriptor:
 
 
 OURS: set[Closable] = set()
-"""What this image has open and no forked child may keep. Objects, not numbers: each knows when it
-is closed, so that closing twice cannot hit another file that has got the number since."""
+"""Open files of this process that no forked child may keep.
+
+They are objects, not numbers: each knows when it is closed, so closing twice cannot close another
+file that has got the number since.
+"""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,9 +77,8 @@ def own(file: F) -> F:
 def close(file: Closable) -> None:
     with suppress(OSError):
         file.close()
-    OURS.discard(
-        file
-    )  # after that: a child forked in between closes it once more, which is nothing
+    # Removed after closing: a child forked in between closes the file again, which has no effect.
+    OURS.discard(file)
 
 
 def _after_fork_in_child() -> None:
@@ -89,8 +90,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def receive_fds(end: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A message, and the descriptors that came with it, which no program started here inherits.
-    (The flag for that is what `socket.recv_fds` takes, and ignores.)"""
+    """Return a message and the descriptors sent with it, which no program started here inherits.
+
+    `socket.recv_fds` takes the flag for that, and ignores it.
+    """
     fds = array.array("i")
     message, beside, _, _ = end.recvmsg(
         size, socket.CMSG_SPACE(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -102,8 +105,10 @@ def receive_fds(end: socket.socket, size: int, most: int) -> tuple[bytes, list[i
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that is readable once process `pid` has ended; None where the kernel has no such
-    thing."""
+    """Return a descriptor that is readable once process `pid` has ended.
+
+    None if the kernel has no pidfds.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -111,10 +116,10 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """To be called in a forked child: SIGKILL for this process when the thread that forked it
-    ends."""
+    """Have this forked child killed (SIGKILL) when the thread that forked it ends."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The signal is lost if the parent ended before prctl.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -125,7 +130,7 @@ def become_subreaper() -> None:
 
 
 def children() -> set[int]:
-    """The direct children of this (single-threaded) process, zombies included."""
+    """Return the direct children of this (single-threaded) process, zombies included."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as listed:
             return set(map(int, listed.read().split()))
@@ -144,8 +149,10 @@ def _children_by_search() -> set[int]:
 
 
 def end_process_group(leader: int) -> None:
-    """SIGKILL for every process of that group. Safe while the leader is unreaped: its number is not
-    reused."""
+    """Send SIGKILL to every process of the group of `leader`.
+
+    Safe while the leader is not reaped, because until then its number is not reused.
+    """
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
@@ -156,20 +163,26 @@ _ROUNDS = 20
 
 
 def new_family() -> str:
-    """Of a zygote that is to be made; it completes it by its own number. Those of zygotes below
-    begin with it."""
+    """Return the family name for a zygote that is about to start.
+
+    The zygote completes the name with its pid (`join_family`). Names of zygotes below begin with
+    it.
+    """
     return os.environ.get(_FAMILY) or secrets.token_hex(8)
 
 
 def join_family(family: str) -> None:
-    """In the zygote: all programs that are started below it belong to its family."""
+    """In the zygote: make all programs started below it members of its family."""
     os.environ[_FAMILY] = f"{family}/{os.getpid()}"
 
 
 def end_family(family: str, zygote: int) -> None:
-    """SIGKILL for all programs of the family of a zygote that is dead: again until there is none,
-    as what is about to be killed may still be starting others; not for ever, since some may be
-    where even SIGKILL takes its time."""
+    """Send SIGKILL to all programs of the family of a dead zygote.
+
+    The search is repeated until none is found, because a program may start others just before it is
+    killed. There are at most `_ROUNDS` rounds, because even SIGKILL may take long for some
+    programs.
+    """
     mark = f"{_FAMILY}={family}/{zygote}".encode()
     for _ in range(_ROUNDS):
         if not sum(
@@ -179,8 +192,10 @@ def end_family(family: str, zygote: int) -> None:
 
 
 def _killed_if_marked(pid: int, mark: bytes) -> bool:
-    """Whether there was one to kill. By a descriptor, so that it hits nobody who has got the number
-    since."""
+    """Kill `pid` if `mark` is in its environment, and return True if it was killed.
+
+    The signal goes to a pidfd, so no other process that has got the number since is hit.
+    """
     fd = open_pidfd(pid)
     if fd is None:
         return False
@@ -192,7 +207,7 @@ def _killed_if_marked(pid: int, mark: bytes) -> bool:
         if marked and pid != os.getpid():
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             return True
-    except OSError:  # it has just ended, or is somebody else's
+    except OSError:  # just ended, or of another user
         pass
     finally:
         os.close(fd)

@@ -1,5 +1,7 @@
-"""What the kernel tells of a process. Of one that is gone, or where there is no /proc: nothing, or
-0."""
+"""Facts about processes, from /proc.
+
+For a process that is gone, or if there is no /proc, the functions return an empty value or 0.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ _GENERIC = {
     449: "futex_waitv",
 }  # fmt: skip
 _SYSTEM_CALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
-"""Those that may wait, by number. The kernel tells numbers only; x86_64 has its own, newer machines
-common ones."""
+"""The calls that may wait, by number.
+
+The kernel reports numbers only. x86_64 has numbers of its own; newer architectures share theirs.
+"""
 _OWN = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
 def _stat(what: str) -> list[str]:
-    """Of a process, or of one of its threads: the fields after the name, from the state on."""
+    """Return the fields of a process or thread after the name: the first is its state."""
     try:
         with open(f"/proc/{what}/stat") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -46,14 +50,20 @@ def _stat(what: str) -> list[str]:
 
 
 def state_of(pid: int, thread: str = "") -> str:
-    """Of its main thread, or of another. One letter: R(unning), S(leeping), D(isk), T (stopped), t
-    (traced), Z(ombie); empty where there is none."""
+    """Return the state of the main thread of `pid`, or of `thread`, as one letter.
+
+    R(unning), S(leeping), D(isk), T (stopped), t (traced) or Z(ombie); empty if there is no such
+    thread.
+    """
     return (_stat(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
 
 
 def birth_of(pid: int) -> str:
-    """What tells it from all others that have had its pid: the boot of the machine, and when it
-    began after that. Empty where there is none, or nothing of it but an exit status."""
+    """Return text that distinguishes a process from all others with the same pid.
+
+    The text consists of the boot of the machine and the start time after that. Empty if there is no
+    such process, or only its exit status is left.
+    """
     fields = _stat(str(pid))
     if not fields or fields[0] in "ZX":
         return ""
@@ -62,7 +72,7 @@ def birth_of(pid: int) -> str:
 
 
 def boot_of_this_machine() -> str:
-    """What tells it from all other machines, and from itself before."""
+    """Return the boot ID, which tells this machine from others and from its earlier boots."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return boot.read().strip()
@@ -71,7 +81,7 @@ def boot_of_this_machine() -> str:
 
 
 def threads_of(pid: int) -> list[str]:
-    """Their numbers; the main thread's is `pid`."""
+    """Return the numbers of the threads of `pid`; the main thread's is `pid`."""
     try:
         return os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -79,18 +89,21 @@ def threads_of(pid: int) -> list[str]:
 
 
 def processor_times(pid: int, thread: str) -> tuple[float, float]:
-    """Seconds that a thread has run, and that it was ready to but had to wait for a processor."""
+    """Return the seconds that a thread has run, and that it was ready but had no processor."""
     try:
         with open(f"/proc/{pid}/task/{thread}/schedstat") as told:
             ran, waited, _ = map(int, told.read().split())
         return ran / 1e9, waited / 1e9
-    except (OSError, ValueError):  # it has ended, or the kernel does not count what waits
+    except (OSError, ValueError):  # ended, or a kernel that does not count waiting
         return sum(int(ticks) for ticks in _stat(f"{pid}/task/{thread}")[11:13]) / _TICKS, 0.0
 
 
 def system_call_of(pid: int, thread: str) -> str | None:
-    """In which one a thread waits, by name, or by number for a rare one; None where it runs, or the
-    kernel does not tell. (It tells who may trace the process: its user, in most containers too.)"""
+    """Return the name of the system call in which a thread waits, or the number of a rare one.
+
+    None if the thread runs, or the kernel does not permit the question. A process that may trace
+    the other one is permitted: one of the same user, in most containers too.
+    """
     try:
         with open(f"/proc/{pid}/task/{thread}/syscall") as told:
             number = int(told.read().split()[0])
@@ -100,7 +113,7 @@ def system_call_of(pid: int, thread: str) -> str | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """What it has started, and they. Those that come or go meanwhile may be missed."""
+    """Return the children of `pid`, and theirs. Those that start or end meanwhile may be missed."""
     found: list[int] = []
     parents = [pid]
     for parent in parents:
@@ -113,12 +126,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_of(pid: int, at_least: int) -> int:
-    """Bytes that it and its descendants hold for themselves: in memory or swapped out, and shared
-    with nobody.
+    """Return the bytes that `pid` and its descendants hold alone, in memory or swapped out.
 
-    What a fork has in common with its parent is not its own. Telling that takes the kernel
-    milliseconds a gigabyte, so it is not asked while all that is in memory is less than `at_least`;
-    then that is the answer."""
+    Pages that a fork shares with its parent do not count. The kernel takes milliseconds a gigabyte
+    to find those, so it is asked only if the resident memory reaches `at_least`. If not, the
+    resident size is returned.
+    """
     everyone = [pid, *descendants(pid)]
     resident = sum(map(_resident, everyone))
     return resident if resident < at_least else sum(map(_own, everyone))
@@ -134,5 +147,5 @@ def _own(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/smaps_rollup") as rollup:
             return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(_OWN))
-    except OSError:  # an older kernel; or another user's, if it has changed its user
+    except OSError:  # an older kernel, or a process that has changed its user
         return _resident(pid)

@@ -1,38 +1,23 @@
-"""The hub: the image's switchboard. It owns the sockets and all that is said on them.
+"""The event loop of a controller process, which owns the sockets to all drones.
 
-    callers ──append──> crew.queue ┐            ┌──WORK──> lane, or ROUTER ──> drones
-    callers ──post────> inbox ─────┤── a turn ──┤
-    drones ──RESULTS──> lanes ─────┤            └──> deliveries ── after the turn ──> promises
-                        ROUTER ────┤
-    zygotes ──reports──> lifeline ─┤
-    drones' output ────> pipes ────┘
+    callers ──append──> dispatcher.queue ┐           ┌──WORK──> fast transport, or ROUTER ──> drones
+    callers ──post────> inbox ───────────┤──lock─────┤
+    drones ──RESULTS──> fast transports ─┤           └──> deliveries ── after release ──> promises
+                        ROUTER ──────────┤
+    zygotes ──> parent-death pipes ──────┤
+    drones' output ────> pipes ──────────┘
 
-All state of crews and links is changed in a *turn*, by whoever holds the turn's lock: the hub's
-thread, a caller that finds a drone idle (it sends its work itself), or a caller that waits (it
-reads the answers itself). So a round trip crosses no thread. A turn calls no code of users (but the
-garbage collector may run a finalizer of theirs in it: that can submit, and an attempt to wait is
-refused): values are unpickled, promises settled (and so callbacks called) and lines printed after
-it, from `deliveries`, by one thread at a time and in order.
+All state of dispatchers and drone handles is changed while holding the reactor's lock (`_turn`): by
+the reactor's thread, by a caller that finds a drone idle (and sends its task itself), or by a
+caller that waits (and reads the results itself). So a round trip crosses no thread. No code of
+users runs under the lock, except that the garbage collector may run a finalizer of theirs there: a
+finalizer can submit, and an attempt to wait is refused. Values are unpickled, promises settled,
+callbacks called and lines printed after the release, from `deliveries`, by one thread at a time and
+in order.
 
-Waiting is driving. The lanes have an epoll of their own inside the hub's. A waiting thread takes it
-out (the lanes are *lent*) and reads them itself until its promise is settled. All else (zygotes,
-output, ZeroMQ, timers) goes on waking the hub's thread. A promise that is settled by another thread
-nudges the driver. One thread drives at a time; the others wait for locks. Lanes stay lent after the
-drive, since another is likely to follow, and the hub's thread would otherwise be woken by each
-answer for nothing; so while they are lent it ticks, and takes them back at the first tick that saw
-no drive.
-
-Going to sleep without losing a wake-up:
-    sleeper  H1 `hungry`, then offers the bell   H2 looks at inbox and queues   H3 sleeps in epoll
-    caller   C1 appends                          C2 looks at `hungry`           C3 takes a turn, or rings the bell
-If C1 comes before H2, the sleeper sees the entry. If it comes after, then H1 came before C2, so the caller sees
-that the crew is hungry, and takes the turn itself; or, where another holds it, finds the bell (or another
-caller has just taken it, and rings). Who ends a turn looks again (H2), so an entry made during it is not left.
-Taking the bell and writing to the eventfd are straight-line code up to the call itself, where CPython runs no
-signal handler, so Ctrl-C cannot come between them.
-
-The hub starts with the first crew and ends with the last: an image without drones has no thread of
-ours."""
+The reactor starts with the first dispatcher and ends with the last. Why waiting threads read the
+results, and why no wake-up is lost: see docs/decisions/0004-waiting-is-driving.md.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +56,23 @@ __all__ = ["Reactor", "lease_reactor"]
 
 log = logging.getLogger(__name__)
 
-BULK_MOST = 100  # messages read in one turn: a stranger may send without end, and is not to keep all others waiting
-LONGEST = 3600.0  # seconds: of what is years away, the kernel could not be told
-TOGETHER = 32  # pieces of work that a delivery makes ready: fewer wait for its end, to be sent as one message
-TICK = 0.002  # seconds that an answer nobody waits for may lie in a lent lane
+# Messages read while holding the lock once: a stranger that sends without end must not delay all
+# others.
+BULK_MOST = 100
+LONGEST = 3600.0  # seconds: the kernel does not accept a timeout of years
+# Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.
+TOGETHER = 32
+# Seconds that a result that no thread waits for may stay unread on a lent fast transport.
+TICK = 0.002
 
 _reactor: Reactor | None = None
 
 
 def lease_reactor() -> Reactor:
-    """This image's hub, started if need be. It lives until `Hub.give_back` was called as often."""
+    """Return this process's reactor, started if need be.
+
+    The reactor lives until `Reactor.give_back` was called as often.
+    """
     global _reactor
     with fork_guard.guard:
         if _reactor is None:
@@ -90,8 +82,10 @@ def lease_reactor() -> Reactor:
 
 
 def _forget_reactor() -> None:
-    """In a forked child: the hub stayed behind with its threads; nothing of it may be used or
-    tidied up here."""
+    """In a forked child: abandon the reactor, which stayed in the parent with its threads.
+
+    No part of it may be used or cleaned up here.
+    """
     global _reactor
     if _reactor is not None:
         _reactor.stay_behind()
@@ -106,15 +100,17 @@ os.register_at_fork(after_in_child=_forget_reactor)
 
 
 def _end_with_interpreter() -> None:
-    """As a ``with`` block ends: what was given to `submit` is finished, as the standard library
-    does; after an error that ended the program it is not."""
+    """Finish submitted tasks as the end of a ``with`` block does, and then end the reactor.
+
+    The standard library does so, too. After an error that ended the program, tasks are not
+    finished.
+    """
     reactor = _reactor
     if reactor is None:
         return
     try:
-        if (
-            hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None
-        ):  # at a prompt, errors do not end it
+        # At an interactive prompt, an error does not end the program.
+        if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
             for dispatcher in list(reactor.dispatchers):
                 if dispatcher.has_promised_to_finish:
                     dispatcher.finish()
@@ -131,11 +127,17 @@ class Reactor:
         self.left_behind = False
         self.dispatchers: list[Dispatcher] = []
         self.ending: list[Promise[None]] = []
-        """Told when the hub has ended too, if they were the last: then nothing of theirs is
-        left."""
+        """Promises that are settled when their dispatcher has ended.
+
+        If no dispatcher is left, they are settled after the reactor has ended too, so that nothing
+        is left of either.
+        """
         self.last_zygotes: list[Launcher] = []
-        """Of crews that have ended. If this process is killed they remove its directory, so those
-        of the last crew end when that is gone."""
+        """Zygotes of dispatchers that have ended.
+
+        If this process is killed, they remove its directory. So those of the last dispatcher end
+        when that directory is gone.
+        """
         self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
         self._turn = fork_guard.GuardedLock()
@@ -145,11 +147,11 @@ class Reactor:
         self._handles: dict[bytes, LocalHandle] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self.timers = Timers()
-        """Set in turns. Its `now` is the time of limits, grace and looks."""
+        """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
         self._delivering = False
-        self._deliverer: int | None = None  # the thread that does, if any
+        self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._driver = threading.Lock()
-        self._driving = 0  # the thread that has it
+        self._driving = 0  # the thread that holds `_driver`
         self._lent = False
         self._drives = self._drives_seen = 0
         self._next_tick = 0.0
@@ -170,8 +172,10 @@ class Reactor:
         self.thread.start()
 
     def stay_behind(self) -> None:
-        """In a forked child: what crossed the fork says so when used; the threads it would wait for
-        are not here."""
+        """In a forked child: have all that crossed the fork refuse its use.
+
+        The threads that it would wait for do not exist here.
+        """
         self.gone = self.left_behind = True
         self._asleep = False
         for dispatcher in self.dispatchers:
@@ -182,16 +186,21 @@ class Reactor:
     # -- from any thread ---------------------------------------------------------------------------
 
     def open_endpoint(self) -> None:
-        """Makes the directory and the socket, once the first zygote is there to see to their
-        end."""
+        """Make the directory and the socket.
+
+        Called once the first zygote exists, because that ensures that both are removed.
+        """
         with fork_guard.guard, self._turn:
             if self._router is None:
                 self._router = self.endpoint.open()
-                # Its descriptor tells of news only: so before each sleep `has_news` is asked.
+                # The descriptor reports new messages only: `has_news` is asked before each sleep.
                 self._epoll.register(news_fd(self._router), select.EPOLLIN | select.EPOLLET)
 
     def post(self, act: Callable[[], object]) -> None:
-        """Has `act` called in the hub's next turn. Takes no lock, so finalizers may call it."""
+        """Have the reactor's thread call `act` under the lock.
+
+        Takes no lock, so finalizers may call it.
+        """
         self._inbox.append(act)
         self.wake()
 
@@ -199,14 +208,17 @@ class Reactor:
         if self._asleep:
             try:
                 del self._bell
-            except AttributeError:  # somebody else rings it
+            except AttributeError:  # another thread rings it
                 return
             os.eventfd_write(self._wake_fd, 1)
 
     def serve(self, dispatcher: Dispatcher) -> None:
-        """A crew with an idle drone has got work: sends it from here, if nobody else is at it."""
+        """Send the tasks of `dispatcher` from this thread, if no other thread holds the lock.
+
+        Called when a dispatcher with an idle drone has got a task.
+        """
         if get_ident() == self._deliverer and len(dispatcher.queue) < TOGETHER:
-            return  # it looks at the queues when it has delivered
+            return  # the queues are checked after the delivery
         if self._turn.is_mine() or not can_be_raised():
             self.wake()
             return
@@ -224,13 +236,16 @@ class Reactor:
                     self.wake()
 
     def catch_up(self) -> None:
-        """A caller submits much, and leaves no other thread the interpreter: sends and hears in
-        between. What was heard is settled by the hub's thread, since here it is not waited for."""
+        """Send tasks and receive results in the thread of a caller that submits much.
+
+        Such a caller leaves the interpreter to no other thread. The reactor's thread settles the
+        results, because this thread does not wait for them.
+        """
         if can_be_raised() and not self._turn.is_mine():
             with DeferredSigint():
-                if self._turn.acquire(
-                    timeout=TICK
-                ):  # who has it may be waiting for the interpreter, which we have
+                # The thread that holds the lock may be waiting for the interpreter, which this
+                # thread has.
+                if self._turn.acquire(timeout=TICK):
                     try:
                         self._read_lanes(self._lanes.poll(0))
                         self._serve_dispatchers(self.timers.now())
@@ -240,8 +255,11 @@ class Reactor:
                     self.wake()
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
-        """Reads the lanes until `promise` is settled or the time is `end`. Returns at once where
-        another thread does so, or this one cannot: then its caller waits for a lock."""
+        """Read the fast transports until `promise` is settled or the time is `end`.
+
+        Returns at once if another thread does so, or this one cannot. The caller then waits for a
+        lock.
+        """
         if self.left_behind:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
@@ -249,9 +267,8 @@ class Reactor:
         if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
             return
         with DeferredSigint(self._nudge) as deferred_sigint:
-            again = (
-                self._driving == get_ident()
-            )  # a finalizer in a drive of this thread: nobody else would drive
+            # A finalizer in a drive of this thread: no other thread would drive.
+            again = self._driving == get_ident()
             if not again and not self._driver.acquire(blocking=False):
                 return
             self._driving = get_ident()
@@ -261,7 +278,7 @@ class Reactor:
                 if not self._lent and not self.gone:
                     self._lent = True
                     self._epoll.unregister(self._lanes.fileno())
-                    self.wake()  # so that it ticks
+                    self.wake()  # so that its thread ticks
                 promise._hook(hook)
                 self._drive(promise, end, deferred_sigint)
             finally:
@@ -271,11 +288,14 @@ class Reactor:
                     self._driver.release()
 
     def can_be_waited_for(self) -> bool:
-        """Would what settles promises go on while this thread waits?"""
+        """Return True if promises go on being settled while this thread waits."""
         return not (self.gone or get_ident() in settlers or self._turn.is_mine())
 
     def _take_back_lanes(self) -> None:
-        """In the hub's thread: at a tick, if they were not used since the last one."""
+        """Take back the fast transports, if they were not used since the last tick.
+
+        Called by the reactor's thread at a tick.
+        """
         now = self.timers.now()
         if now < self._next_tick:
             return
@@ -295,9 +315,8 @@ class Reactor:
             waits = not any(
                 dispatcher.hungry and dispatcher.queue for dispatcher in self.dispatchers
             )
-            if (
-                waits and not promise.done()
-            ):  # a finalizer may just have driven, and heard the answer
+            # A finalizer may just have driven, and have received the result.
+            if waits and not promise.done():
                 left = None if end is None else end - monotonic()
                 if left is not None and left <= 0:
                     return
@@ -315,13 +334,16 @@ class Reactor:
             os.eventfd_write(self._nudge_fd, 1)
 
     def _nudge_driver(self, promise: Promise[Any]) -> None:
-        """In the thread that settles it. `_end` closes the descriptor under the same lock; while
-        somebody drives, whom a Ctrl-C may nudge without it, there is no end."""
+        """Wake the driving thread, from the thread that settles its promise.
+
+        `_end` closes the descriptor under the same lock. A Ctrl-C may nudge without the lock, but
+        only while a thread drives, and then the reactor does not end.
+        """
         if get_ident() not in settlers or get_ident() == self.thread.ident:
             with self._nudging:
                 self._nudge()
 
-    # -- in a turn: what crews use -----------------------------------------------------------------
+    # -- holding the lock: used by dispatchers -----------------------------------------------------
 
     def add_link(self, handle: LocalHandle) -> None:
         self._handles[handle.identity] = handle
@@ -351,32 +373,39 @@ class Reactor:
 
     def after(self, seconds: float, act: Callable[[], object]) -> Timer:
         timer = self.timers.set(self.timers.now() + seconds, partial(self._guarded, act))
-        self.wake()  # if it sleeps, it does not know of this one
+        self.wake()  # a sleeping thread does not know of this timer
         return timer
 
     @property
     def router(self) -> zmq.Socket[bytes]:
-        assert self._router is not None  # the local engine opens the endpoint before it has a link
+        # The local engine opens the endpoint before it has a drone handle.
+        assert self._router is not None
         return self._router
 
     def deliver(self, act: Callable[[], object]) -> None:
-        """After the turn: `act` may run code of users. In the order of the calls."""
+        """Have `act` called after the lock is released.
+
+        The order is that of the calls. `act` may run code of users.
+        """
         self._deliveries.append(act)
 
     def run_errand(self, act: Callable[[], object]) -> None:
-        """Outside any turn, in the hub's thread: for what forks."""
+        """Have the reactor's thread call `act` without the lock: for code that forks."""
         self._errands.append(act)
         self.wake()
 
     def receive_by_lane(self, handle: LocalHandle, *, all_of_it: bool = False) -> None:
-        """Reads one message (the lane's descriptor tells if there are more), or all that there
-        are."""
+        """Read one message, or all that there are.
+
+        One is enough if the transport's descriptor will report the next.
+        """
         while handle.fast_transport is not None:
             try:
                 frames = handle.fast_transport.receive()
                 if frames is None:
                     return
-                if not frames:  # its other end is closed; the zygote will tell how the drone ended
+                # The other end is closed; the zygote will report how the drone ended.
+                if not frames:
                     self._unwatch_lane(handle)
                     return
                 hear(handle, frames)
@@ -389,15 +418,14 @@ class Reactor:
                 return
 
     def receive(self, most: int) -> None:
-        """Reads what drones have sent by bulk; at most so many messages."""
+        """Read messages that drones have sent by the bulk transport, `most` at most."""
         router = self._router
         while router is not None and most > 0 and has_news(router):
             most -= 1
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
             handle = self._handles.get(identity)
-            if (
-                handle is None
-            ):  # a drone that is gone by now, or a stranger: nothing of it is looked at
+            # A drone that is gone by now, or a stranger: its message is not parsed.
+            if handle is None:
                 log.info("a message of nobody's drone was dropped")
                 continue
             if not handle.bulk_open:
@@ -414,7 +442,7 @@ class Reactor:
         for dispatcher in list(self.dispatchers):
             dispatcher.abandon()
 
-    # -- the hub's thread: its life ----------------------------------------------------------------
+    # -- the reactor's thread ----------------------------------------------------------------------
 
     def _live(self) -> None:
         while True:
@@ -423,7 +451,7 @@ class Reactor:
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
-                batch = None  # nothing of it is kept while this sleeps
+                batch = None  # nothing of it is kept during the sleep
             self._run_errands()
             gone = self.leases == 0 and self._end()
             if gone or self.leases:
@@ -467,14 +495,16 @@ class Reactor:
             act()
         except Exception as error:
             owner: Any = getattr(getattr(act, "func", act), "__self__", None)
-            if hasattr(owner, "fail"):  # a crew, or its roster
+            if hasattr(owner, "fail"):  # a dispatcher, or its supervisor
                 owner.fail(error)
             else:
                 log.exception("a bug in polycephaly: %r failed", act)
 
     def _take_deliveries(self) -> list[Callable[[], object]] | None:
-        """In a turn: what is to be delivered, unless another thread is at it; that one will see to
-        it."""
+        """Return the callbacks to deliver, or None if there are none or another thread delivers.
+
+        That thread will deliver these, too. Called while holding the lock.
+        """
         if self._delivering or not self._deliveries:
             return None
         self._delivering = True
@@ -489,7 +519,7 @@ class Reactor:
             for act in batch:
                 try:
                     act()
-                except BaseException:  # SystemExit from a callback too: this serves everybody
+                except BaseException:  # SystemExit too: this thread serves all
                     callbacks.exception("a callback failed")
             del act
             with self._turn:
@@ -507,7 +537,7 @@ class Reactor:
     def _sleep(self) -> None:
         self._bell = True
         self._asleep = True
-        with self._turn:  # the socket has one user at a time, and so have timers
+        with self._turn:  # one thread at a time may use the socket and the timers
             waits, left = not self._anything_to_do(), self.timers.left()
         if waits:
             timeout = LONGEST if left is None else min(left, LONGEST)
@@ -517,16 +547,16 @@ class Reactor:
             if self._lent:
                 self._take_back_lanes()
         else:
-            news = self._epoll.poll(
-                0
-            )  # or who sends by bulk without end would keep it from all others
+            # Descriptors are polled even so: a drone that sends by bulk without end must not starve
+            # them.
+            news = self._epoll.poll(0)
         self._asleep = False
         try:
             del self._bell
-        except (
-            AttributeError
-        ):  # somebody has taken it: he rings now, if he has not yet, and not later
-            ring = select.poll()  # not select(), which takes no descriptor from 1024 on
+        except AttributeError:
+            # If `_bell` is gone, a caller has taken it: the eventfd has been written or is about to
+            # be. Its write is awaited, so that it does not come later.
+            ring = select.poll()  # not select(): no descriptors from 1024 on
             ring.register(self._wake_fd, select.POLLIN)
             ring.poll()
             os.eventfd_read(self._wake_fd)
@@ -554,8 +584,10 @@ class Reactor:
         )
 
     def _end(self) -> bool:
-        """Ends the hub, unless somebody has leased it again; not while anybody drives, but soon
-        after."""
+        """End the reactor, unless it has been leased again.
+
+        While a thread drives, the reactor does not end. Its thread tries again soon after.
+        """
         global _reactor
         with fork_guard.guard, ExitStack() as last:
             if self.leases or self._inbox or not self._driver.acquire(blocking=False):
@@ -574,7 +606,7 @@ class Reactor:
         return True
 
     def give_back(self) -> None:
-        """Undoes one `lease_hub`. Not in a turn: it takes the guard."""
+        """Undo one `lease_reactor`. Not while holding the lock, because it takes the fork guard."""
         with fork_guard.guard:
             self.leases -= 1
         self.wake()

@@ -1,5 +1,4 @@
-"""The machine's limits, named when they are met: an error number alone does not tell what to
-raise."""
+"""Name the limit of the machine that was reached, because an error number alone does not."""
 
 from __future__ import annotations
 
@@ -13,8 +12,11 @@ __all__ = ["ZMQ_THREADS", "check_descriptors", "check_threads", "named", "shared
 
 
 def check_descriptors(drones: int) -> None:
-    """Three a drone (two pipes, one connection) and some for the rest, or libzmq would abort in
-    mid-start."""
+    """Raise `OSError` if `drones` drones would exceed the limit of file descriptors.
+
+    Each takes three (two pipes, one connection), and some are kept in reserve, because libzmq
+    aborts the process if it runs out in mid-start.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
@@ -36,10 +38,11 @@ ZMQ_THREADS = 2
 
 
 def check_threads(count: int) -> None:
-    """Start and end `count` threads: libzmq aborts the process where it cannot start its own.
+    """Start and end `count` threads; raise `OSError` if that fails.
 
-    Other processes of this user, of a container or of a control group count too, so a look at the
-    limit would not tell. Raises `OSError`."""
+    libzmq aborts the process if it cannot start its own threads. Other processes of this user, of a
+    container or of a control group count too, so reading the limit would not be enough.
+    """
     gate = allocate_lock()
     threads: list[int] = []
     begun = allocate_lock()
@@ -66,13 +69,13 @@ def check_threads(count: int) -> None:
         ) from None
     finally:
         gate.release()
-        for each in threads:  # until the kernel does not count it any more
+        for each in threads:  # until the kernel no longer counts the thread
             while os.path.exists(f"/proc/self/task/{each}"):
                 pass
 
 
 def named(error: Exception) -> BaseException:
-    """An error of the system with the name of the limit that was reached."""
+    """Return `error`, with the name of the system's limit if one was reached."""
     if not isinstance(error, OSError):
         return error
     limits = {
@@ -90,8 +93,10 @@ def named(error: Exception) -> BaseException:
 
 
 def shared_memory_ceiling() -> int:
-    """Bytes that one pool may have in shared memory: half of this machine's, or of what its control
-    group may use."""
+    """Return the bytes of shared memory that one pool may have.
+
+    Half of the machine's memory, or half of the control group's limit if that is less.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError), open(limit) as file:

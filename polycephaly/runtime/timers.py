@@ -1,10 +1,12 @@
-"""Timers: a heap of things to do at some time. The time is real, or a test's (green/testing.py,
-tests/in_time.py).
+"""Timers: a heap of callbacks, each with a time.
 
-The scheduler of green threads, the hub and each connection have one. Only its owner touches more
-than `now`: the scheduler's thread, the hub's turn, the connection's thread. A timer that is called
-off stays in the heap, marked, until its time or until the marked ones are the majority; then all of
-those go at once, so that a loop under a long `timeout` costs no memory."""
+The time is real, or that of a test (green/testing.py, tests/in_time.py). The scheduler of green
+threads, the reactor and each connection have one `Timers` object. Only the owner may touch more
+than `now`: the scheduler's thread, the holder of the reactor's lock, or the connection's thread.
+
+A cancelled timer stays in the heap, marked, until its time, or until the marked ones are the
+majority and are removed together. So a loop under a long `timeout` costs no memory.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from typing import Protocol
 
 __all__ = ["Alarm", "Timer", "Timers"]
 
-_FEW = 64  # so many that were called off are not worth a sweep
+_FEW = 64  # cancelled timers, up to which no sweep is worth its time
 
 
 class Alarm(Protocol):
-    """`go_off` is called by the owner, once, unless it was called off before."""
+    """An entry of the heap. The owner calls `go_off` once, unless cancelled before."""
 
     off: bool
-    """It has gone off, or was called off."""
+    """True after the alarm has gone off or was cancelled."""
 
     def go_off(self) -> object: ...
 
 
 class Timer:
-    """An alarm that calls `go_off`."""
+    """An alarm that calls the given function."""
 
     __slots__ = ("go_off", "off")
 
@@ -43,12 +45,15 @@ def _nothing() -> None:
 
 
 class Timers:
-    """Times are seconds of `now`. What is due at the same time goes off in the order of setting."""
+    """Timers of one owner. Times are seconds of `now`.
+
+    Timers with the same time fire in order of setting.
+    """
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = monotonic
         self.jump: Callable[[float], bool] | None = None
-        """In a test's time: make it `when`, and return True, if everybody waits."""
+        """In a test's time: advance it to `when` and return True, if all threads wait."""
         self.heap: list[tuple[float, int, Alarm]] = []
         self._order = count()
         self._called_off = 0
@@ -66,7 +71,7 @@ class Timers:
             return
         alarm.off = True
         if type(alarm) is Timer:
-            alarm.go_off = _nothing  # what it held is not kept until its time
+            alarm.go_off = _nothing  # frees the objects that the callback holds
         self._called_off += 1
         if self._called_off > _FEW and self._called_off * 2 > len(self.heap):
             self.heap[:] = [entry for entry in self.heap if not entry[2].off]
@@ -74,7 +79,7 @@ class Timers:
             self._called_off = 0
 
     def fire(self) -> None:
-        """Does what is due."""
+        """Call all alarms that are due."""
         heap, now = self.heap, self.now()
         while heap and heap[0][0] <= now:
             alarm = heappop(heap)[2]
@@ -85,8 +90,11 @@ class Timers:
                 alarm.go_off()
 
     def left(self) -> float | None:
-        """Seconds until the next one is due, None if there is none; or if that is not told, because
-        a test's time stands still while somebody runs."""
+        """Return the seconds until the next alarm is due, or None if there is none.
+
+        In a test's time, None is also returned while a thread runs, because the time stands still
+        then.
+        """
         heap = self.heap
         while heap and heap[0][2].off:
             heappop(heap)
@@ -99,7 +107,7 @@ class Timers:
         return left
 
     def keep_to(self, now: Callable[[], float], jump: Callable[[float], bool] | None) -> None:
-        """From now on, in this time. What was set for later comes when as much of it has passed."""
+        """Switch to another clock. The time that is left of each alarm stays the same."""
         change = now() - self.now()
         self.heap[:] = [(when + change, order, alarm) for when, order, alarm in self.heap]
         self.now, self.jump = now, jump

@@ -1,4 +1,4 @@
-"""Times and sizes that are no part of the interface: no user has to set them, and tests do."""
+"""Times and sizes that are not part of the interface: users need not set them, and tests do."""
 
 from __future__ import annotations
 
@@ -9,66 +9,74 @@ __all__ = ["Tuning", "tuning"]
 
 @dataclass(slots=True)
 class Tuning:
-    """Read when they are used, unless said otherwise. Drones have those that held when they were
-    forked."""
+    """The values. They are read when used, unless a comment says otherwise.
+
+    Drones have the values that held when they were forked.
+    """
 
     # Pools
     batch_seconds: float = 0.005
-    """Of work that a drone may hold ahead: enough to hide the way there and back, little to wait
-    behind."""
+    """Work that a drone may hold ahead: enough to hide a round trip, little for another task to
+    wait for.
+    """
     grace_seconds: float = 1.0
-    """Between the interrupt of a task and the kill of its drone."""
+    """Time between the interrupt of a task and the kill of its drone."""
     health_check_seconds: float = 0.5
-    """Between two looks at whether drones make progress. Read when a pool is made."""
+    """Time between two checks that drones make progress. Read when a pool is made."""
     stalled_seconds: float = 2.0
-    """Without progress, after which a drone is reported as unresponsive. Read when a pool is
-    made."""
+    """Time without progress, after which a drone is reported as unresponsive. Read when a pool is
+    made.
+    """
     stopped_zygote_seconds: float = 5.0
-    """That a stopped zygote may keep a start or a death waiting, before it is continued."""
+    """Time that a stopped zygote may delay a start or a death, before it is continued."""
     stall_report_seconds: float = 5.0
-    """Without anything to run, after which a pool warns that somebody waits for a promise that
-    nobody will settle."""
+    """Time with nothing to run, after which a pool warns that a thread waits for a promise that no
+    task will settle.
+    """
     start_report_seconds: float = 10.0
-    """That a drone may take to start on Ray, before a warning tells for which resources it
-    waits."""
+    """Time for a drone to start on Ray, before a warning names the resources that are awaited."""
     thread_settle_seconds: float = 0.25
-    """Of its own processor time in which a native thread that runs ends or waits: on a busy machine
-    that may take long. One that was joined a moment ago may still be about to end, and those of
-    LLVM's and Intel's OpenMP spin for 200 ms (`KMP_BLOCKTIME`) before they wait."""
+    """Processor time of this process in which a running native thread ends or waits.
+
+    On a busy machine that may take long. A thread that was just joined may still be about to end,
+    and threads of LLVM's and Intel's OpenMP spin for 200 ms (`KMP_BLOCKTIME`) before they wait.
+    """
 
     # Waits
     signal_check_seconds: float = 0.5
-    """After which a waiting main thread looks for a signal that came just before the wait, too late
-    to end it."""
+    """Interval at which a waiting main thread checks for a signal that came just before the wait,
+    too late to end it.
+    """
     settled_check_seconds: float = 5.0
-    """After which any other waiting thread looks whether the promise was settled: a Ctrl-C between
-    that and its hooks may leave these uncalled."""
+    """Interval at which any other waiting thread checks whether the promise was settled, because a
+    Ctrl-C between settling and the hooks may leave the hooks uncalled.
+    """
 
     # Memory
     warm_seconds: float = 1.0
-    """That a free block of shared memory keeps its pages for the next value."""
+    """Time that a free block of shared memory keeps its pages for the next value."""
     trace_spans: int = 30_000
-    """Kept of a pool for its timeline, about: 15 MB at most."""
+    """Spans that are kept of a pool for its timeline, about: 15 MB at most."""
     trace_segments: int = 100
-    """In which they are kept; the oldest one is summed up when there are more."""
+    """Segments in which the spans are kept. If there are more, the oldest is aggregated."""
     trace_names: int = 1000
-    """Of functions on drones, in these sums. The rest, as every code string has a name, is added up
-    together."""
+    """Names of functions on drones in the aggregates. The rest is added up together, because every
+    code string has a name of its own.
+    """
 
     # Served pools
     client_check_seconds: float = 1.0
-    """Between two looks at whether clients are silent."""
+    """Time between two checks for silent clients."""
     client_silence_seconds: float = 15.0
-    """Counted in these looks, after which a client is let go."""
+    """Time, counted in these checks, after which a silent client is dropped."""
     client_sign_seconds: float = 2.0
-    """Between two signs of life (LIVES) of a client."""
+    """Time between two heartbeats (LIVES) of a client."""
     handshake_seconds: float = 5.0
-    """For a connection to prove that it has an allowed key. Read when a server is made."""
+    """Time for a connection to prove that its key is allowed. Read when a server is made."""
     unread_bytes: int = 64 << 20
-    """That lie ready in libzmq for a client, beside the message that passes this."""
+    """Bytes that may lie ready in libzmq for a client, beside the message that exceeds this."""
     unseen_bytes: int = 8 << 20
-    """Of output that a client may have before it; the lines after these are counted and left
-    out."""
+    """Bytes of output that may be under way to a client. Further lines are counted and left out."""
 
 
 tuning = Tuning()

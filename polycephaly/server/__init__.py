@@ -1,1 +1,1 @@
-"""A pool served to other processes, and drones of other processes that join it."""
+"""A pool served to other processes, and hosts that join it with their drones."""

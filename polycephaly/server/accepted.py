@@ -1,16 +1,17 @@
-"""The TCP connections of a server, as the kernel sees them: who has sent much that makes no
-message.
+"""The TCP connections of a server as the kernel sees them, to find peers that complete no message.
 
-libzmq keeps the frames of a multipart message until the last one has come, and bounds neither their
-number nor their sum. The kernel tells how many bytes were taken from each connection (TCP_INFO),
-and libzmq tells of each message by which descriptor it came. What was taken since a connection's
-last message is what libzmq may be holding of it. A peer of ours sends no message of more than
-`LARGEST` bytes, so a sum over `HELD` and that for each connection is not theirs.
+libzmq keeps the frames of a multipart message until the last one arrives, and limits neither their
+number nor their sum. The kernel reports how many bytes were read from each connection (TCP_INFO),
+and libzmq reports by which descriptor each message arrived. The bytes read since a connection's
+last message are the most that libzmq can hold of an unfinished one. A regular peer sends no message
+of more than `LARGEST` bytes. So if the connections together exceed `HELD` plus that much for each,
+an irregular peer is among them.
 
-Descriptors are libzmq's, which closes them in its own thread, so that a number may stand for
-another file at any moment. What is shut down is therefore a duplicate, and only while its two
-addresses are those of the connection that was meant: these can be no other's while that one is
-open."""
+libzmq owns the descriptors and closes them in its own thread, so that a number may refer to another
+file at any moment. Therefore a duplicate is shut down, and only while its peer address is that of
+the connection that was meant: while that one is open, no other connection to the server's port can
+have the same peer address.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +26,9 @@ from ..engines.remote.messages import LARGEST
 
 __all__ = ["Accepted"]
 
-HELD = 64 << 20  # bytes of unfinished messages, all connections together
-_BYTES_RECEIVED = (
-    128  # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
-)
+HELD = 64 << 20  # bytes of unfinished messages of all connections together
+# offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
+_BYTES_RECEIVED = 128
 
 
 class _Tcp:
@@ -36,12 +36,14 @@ class _Tcp:
         self.number = number
         self.condemned = False
         self.peer = end.getpeername()
-        self.silent = 0  # looks
+        self.silent = 0  # looks since its last message
         self.taken = _taken(end)
         self.unfinished = 0
 
 
 class Accepted:
+    """The accepted connections, by descriptor. Used in the server's thread."""
+
     def __init__(self) -> None:
         self.count = 0
         self._tcps: dict[int, _Tcp] = {}
@@ -52,14 +54,16 @@ class Accepted:
 
     def add(self, fd: int) -> None:
         self.count += 1
-        with suppress(OSError), _duplicate(fd) as end:  # it may have ended already
+        with suppress(OSError), _duplicate(fd) as end:  # the connection may have ended already
             self._tcps[fd] = _Tcp(end, self.count)
 
     def condemn(self, fd: int, known: int) -> None:
-        """Have the next look shut the connection by which a message came, of a peer that was let in
-        when `known` connections had been accepted. If its descriptor is another connection's by
-        now, that one was accepted later: after the peer had been let in, because its own was open
-        until then."""
+        """Have the next look shut the connection by which a message arrived.
+
+        `known` is the number of connections accepted when the message's peer was let in. If the
+        descriptor is another connection's by now, that connection has a higher number: the peer's
+        own connection was open until then.
+        """
         tcp = self._tcps.get(fd)
         if tcp is not None and tcp.number <= known:
             tcp.condemned = True
@@ -68,13 +72,16 @@ class Accepted:
         self._tcps.pop(fd, None)
 
     def hear(self, fd: int) -> None:
-        """A message has come by that descriptor."""
+        """Note that a message arrived by that descriptor."""
         self._heard.add(fd)
 
     def look(self, silence: float, every: float) -> list[str]:
-        """Shut connections that send no messages; return of each who it was, and why. To be called
-        `every` so many seconds; `silence` is counted in these, or a server that stood still would
-        shut all."""
+        """Shut connections that send no messages; return a line with peer and reason for each.
+
+        Call this every `every` seconds. Silence is counted in calls, so that a server that was
+        stopped for a while does not shut all connections. Condemned connections are shut without a
+        line.
+        """
         shut = []
         for fd, tcp in list(self._tcps.items()):
             try:
@@ -82,7 +89,7 @@ class Accepted:
                     taken = _taken(end) if end.getpeername() == tcp.peer else None
             except OSError:
                 taken = None
-            if taken is None:  # its end will be told, or has been
+            if taken is None:  # libzmq reports its end, or has
                 del self._tcps[fd]
                 continue
             tcp.silent += 1
@@ -115,7 +122,7 @@ class Accepted:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Raises `OSError` if it is closed, or no socket any more."""
+    """Return a socket on a duplicate of `fd`. Raise `OSError` if `fd` is closed or no socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -125,7 +132,7 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def _taken(end: socket.socket) -> int:
-    """Bytes that were read from it. Raises `OSError`."""
+    """Return how many bytes were read from the socket. Raise `OSError`."""
     told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED)
     (waiting,) = struct.unpack("i", fcntl.ioctl(end, termios.FIONREAD, bytes(4)))

@@ -1,11 +1,11 @@
-"""What clients ask beside work: status, the end, single drones; and what they want to lie in shared
-memory.
+"""Admin requests of clients: status, the end of the pool, single drones; and shared values.
 
-    ASK, SHARE ──> here ──> at once, or in a short-lived thread ── tell ──> TELL
+    ASK, SHARE ──> AdminService ──> at once, or in a short-lived thread ── tell ──> TELL
 
-In a thread of its own is what may take long (a status looks at memory, a timeline is long, a
-refresh forks, a large value is copied), and what is code of the pool's owner (`on_stop`). All else
-is done in the server's turn."""
+A thread of its own is used for requests that may take long (a status reads memory figures, a
+timeline is long, a refresh forks, a large value is copied) and for code of the pool's owner
+(`on_stop`). All else is done in the server's thread, holding the server's lock.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdminService"]
 
-SOON = 5.0  # seconds that joined drones have to tell what they have done
-ASIDE = 1.0  # seconds that the server's end waits for an answer that is just being made
+SOON = 5.0  # seconds that joined hosts have to send their timelines
+ASIDE = 1.0  # seconds that closing the server waits for a reply in preparation
 
 
 class AdminService:
@@ -40,22 +40,19 @@ class AdminService:
         self._server = server
         self._pool = server._pool
         self._on_stop = on_stop
-        self._long = (
-            threading.Lock()
-        )  # one at a time of what takes the processor for long; each client's in turn
+        # Long computations run one at a time; `Client.asking` queues those of one client.
+        self._long = threading.Lock()
         self._asides: set[threading.Thread] = set()
 
     def finish(self) -> None:
-        """Who has asked for the server's end is to be told that he was heard, though it comes at
-        once."""
+        """Wait for replies in preparation: a client that asks for the server's end gets a reply."""
         for aside in list(self._asides):
-            if (
-                aside is not threading.current_thread() and aside.is_alive()
-            ):  # not if it is just being started
+            # A thread that is just being started cannot be joined yet.
+            if aside is not threading.current_thread() and aside.is_alive():
                 aside.join(ASIDE)
 
     def ask(self, client: Client, note: dict[str, Any]) -> None:
-        """Raises `Malformed`."""
+        """Answer an admin request. Raise `Malformed`."""
         what, number, drone = note.get("what"), note.get("id"), note.get("drone", 0)
         if not (isinstance(what, str) and isinstance(number, int) and isinstance(drone, int)):
             raise Malformed("a question that is none")
@@ -104,10 +101,13 @@ class AdminService:
         return self._look(client, look)
 
     def _look(self, client: Client, look: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """One question of each client waits for those of others, so many that one asks delay
-        himself only."""
+        """Compute a long reply, one at a time.
+
+        At most one request of each client waits for those of others, so that a client with many
+        requests delays only itself.
+        """
         with client.asking, self._long:
-            if client.identity not in self._server._clients:  # it has gone: nobody needs it
+            if client.identity not in self._server._clients:  # the client has left
                 return None
             return look()
 
@@ -117,7 +117,7 @@ class AdminService:
         self._aside(tell, partial(self._on_stop, now))
 
     def hold(self, client: Client, number: int, asked: int, runs: list[list[bytes]]) -> None:
-        """Puts it into the pool's shared memory."""
+        """Copy a client's value into the pool's shared memory."""
 
         def put() -> None:
             store = self._pool._dispatcher.registry.store
@@ -127,15 +127,15 @@ class AdminService:
         self._aside(partial(self._tell, client, asked), put)
 
     def _keep(self, client: Client, number: int, value: Shared[Any]) -> None:
-        if self._server._clients.get(client.identity) is client:  # it has not left in the meantime
+        # The client may have left in the meantime.
+        if self._server._clients.get(client.identity) is client:
             client.desk.shared[number] = value
 
     def _tell(self, client: Client, number: int, **said: Any) -> None:
-        """In any thread."""
+        """Send a reply. Any thread may call this."""
         server = self._server
-        note = pack_note(
-            TELL, {"id": number, **said}
-        )  # here, as it may be long: not in the server's turn
+        # A note may be long: pack it here, not in the server's thread.
+        note = pack_note(TELL, {"id": number, **said})
         server._post(lambda: server._say(client, note, questions=1))
 
     def _aside(self, tell: Tell, act: Callable[[], Any]) -> None:

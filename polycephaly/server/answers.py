@@ -1,5 +1,7 @@
-"""What may be asked of a pool's single drones, from another process. `tell` takes the answer, in
-any thread."""
+"""Admin requests about single drones of a pool.
+
+`tell` takes the reply, and may be called in any thread.
+"""
 
 from __future__ import annotations
 
@@ -44,4 +46,4 @@ OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {
     "interrupt": _interrupt,
     "kill": _kill,
 }
-"""Each raises `RuntimeError` where there is no such drone any more."""
+"""The handlers. Each raises `RuntimeError` if the drone has ended."""

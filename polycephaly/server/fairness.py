@@ -1,9 +1,9 @@
-"""Clients take turns: whoever has one call waits for one of each other, however many these have
-given.
+"""Fairness between the clients of a served pool: their queued calls take turns.
 
     the pool's queue   a1 a2 a3 a4 ... b1 c1      ── order ──>      a1 b1 c1 a2 a3 a4 ...
 
-Within a client the order stays. What the pool's owner has given himself is taken as one client's.
+A client with one call waits for at most one queued call of each other client. The order of one
+client's calls stays. Tasks that the pool's owner submitted count as those of one more client.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ if TYPE_CHECKING:
 __all__ = ["FairTurns"]
 
 REST = 20
-"""Times as long as the last ordering took nothing is ordered again: the hub has other things to
-do."""
+"""Pause after an ordering, as a multiple of its duration: the reactor has other things to do."""
 
 
 class FairTurns:
+    """Reorders the dispatcher's queue."""
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._asked = False
         self._not_before = 0.0
-        self.due = False  # a client has given calls that others' may stand before
+        self.due = False  # a client has submitted calls that may overtake those of others
 
     def look(self) -> None:
-        """In the server's turn."""
+        """Post an ordering if one is due. Called holding the server's lock."""
         if self.due and not self._asked and monotonic() >= self._not_before:
             self.due, self._asked = False, True
             self._dispatcher.reactor.post(self._order)
 
     def _order(self) -> None:
-        """In a turn of the hub: others only add to the queue's end, and take nothing, until the
-        crew is over."""
+        """Reorder the queue, holding the reactor's lock.
+
+        Until the dispatcher is over, other threads only append to the queue and take nothing.
+        """
         begun, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.over:
             queue = dispatcher.queue

@@ -1,15 +1,16 @@
-"""`join`: drones of this process for a pool that another one serves, on another machine perhaps.
+"""`join`: lend the drones of this process to a pool that another process serves.
 
-    server ── WORK, as much as our window says ──> desk ──> pool._crew.queue ──> our drones
+    server ── WORK, within our window ──> client session ──> dispatcher.queue ──> our drones
            <── RESULTS ───────────────────────────────────── promises, as they settle
-           <── RETURNED ── what is asked back, or when we leave ── crew.lend ──┘
+           <── RETURNED ── recalled, or when we leave ── leases.lend ──┘
 
-The header of joined.py says who owns a call at each moment. Here: what is given back is taken out
-of the crew's queue in a turn of the hub, so no drone has got it. All else is finished and answered,
-and then the worker says BYE.
+The header of joined.py says who owns a call at each moment. A call is given back by removing it
+from the dispatcher's queue, holding the reactor's lock, so no drone has been sent it. All other
+calls are finished and answered; then the host sends BYE.
 
-The worker knows the server by its key, and runs what that says: see docs/security.md. As in the
-server, nothing of a client's is unpickled in this process."""
+This process knows the server by its key and runs all code that the server sends: see
+docs/security.md. As in the server, nothing from a client is unpickled in this process.
+"""
 
 from __future__ import annotations
 
@@ -75,16 +76,24 @@ log = logging.getLogger("polycephaly")
 
 NEWS_EVERY = 1.0  # seconds
 AHEAD = 0.05
-"""Seconds of work that each drone has waiting here: the way there and back, and some of what others
-do meanwhile."""
-MOST_AHEAD = 500  # calls for each drone
+"""Seconds of tasks that wait here for each drone: the round trip, and a margin for other activity.
+"""
+MOST_AHEAD = 500  # calls that wait here for each drone
 
 
 class Joined:
-    """A pool whose drones work for another; made by `join`. Any thread may call it.
+    """A pool whose drones work for a pool that another process serves; made by `join`.
 
-    ``address`` is the server's, ``name`` its pool's. An exception in its ``with`` block leaves at
-    once; else the block ends as `leave` does."""
+    An exception in the ``with`` block leaves at once; otherwise the block ends with `leave`. Any
+    thread may use this object.
+
+    Attributes
+    ----------
+    address : str
+        The server's address.
+    name : str
+        The name of the server's pool.
+    """
 
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
@@ -102,7 +111,7 @@ class Joined:
         self._leaving = self._at_once = self._dismissed = False
         self._giving_back = 0
         self._window = -1
-        self._seconds: float | None = None  # that calls take
+        self._seconds: float | None = None  # duration of a call
         self._news_at = 0.0
         self._turn = fork_guard.GuardedLock()
         try:
@@ -126,18 +135,32 @@ class Joined:
     # -- any thread --------------------------------------------------------------------------------
 
     def leave(self, now: bool = False) -> None:
-        """Gives back what no drone has begun, finishes the rest, and goes; or goes `now`: then what
-        runs is cancelled here, and rejected there with `DroneDied`. Returns when it is gone. Twice
-        is no error."""
+        """Leave the server's pool and return when the connection is closed.
+
+        Calls that no drone has begun are given back; the others are finished. May be called more
+        than once.
+
+        Parameters
+        ----------
+        now : bool
+            If true, running calls are cancelled here and rejected at the server with `DroneDied`.
+        """
         self._leaving = True
         self._at_once |= now
         self._bell.ring()
         while self._thread.is_alive():
-            self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
+            self._thread.join(0.5)  # time-limited, so that Ctrl-C is handled
 
     def run(self) -> None:
-        """Works until the server ends or the connection is lost, which is a `ConnectionError`;
-        Ctrl-C `leave`s, and a second one leaves at once."""
+        """Work until the server ends.
+
+        After Ctrl-C, `leave` and raise `KeyboardInterrupt`; after a second Ctrl-C, leave at once.
+
+        Raises
+        ------
+        ConnectionError
+            If the server ends or the connection is lost.
+        """
         try:
             self._over.result()
         except KeyboardInterrupt:
@@ -179,7 +202,7 @@ class Joined:
         self._acts.append(act)
         self._bell.ring()
 
-    # -- the thread --------------------------------------------------------------------------------
+    # -- the connection's thread -------------------------------------------------------------------
 
     def _live(self) -> None:
         settlers.add(get_ident())
@@ -208,7 +231,7 @@ class Joined:
 
     def _once(self) -> None:
         self._bell.hush()
-        self._leaving |= self._dispatcher.refusal is not None  # its pool takes no more
+        self._leaving |= self._dispatcher.refusal is not None  # this pool was shut down
         for frames in self._dealer.received():
             try:
                 self._hear(frames)
@@ -227,7 +250,7 @@ class Joined:
         self._open_window()
 
     def _leaves(self) -> bool:
-        """It is to leave, and has not said so."""
+        """Whether this host is to leave, and has not announced so."""
         return self._leaving and self._window != 0 and self._dealer.welcomed
 
     def _is_over(self) -> bool:
@@ -302,9 +325,8 @@ class Joined:
                 and self._dispatcher.refusal is not None
                 and not isinstance(self._desk.tasks[item.number], Task)
             ):
-                del self._desk.tasks[
-                    item.number
-                ]  # our pool was shut down just now, and did not take it
+                # This pool was shut down just now and has not accepted the call.
+                del self._desk.tasks[item.number]
                 back.append(item.number)
                 self._leaving = True
         if back:
@@ -317,8 +339,11 @@ class Joined:
         self._dispatcher.reactor.post(partial(self._find_some, most))
 
     def _find_some(self, most: int) -> None:
-        """In a turn of the hub. Only what came to this desk: the pool may be served itself, or work
-        for others too."""
+        """Take queued calls back, holding the reactor's lock.
+
+        Only calls of this session: the pool may have tasks of its own, or of other servers and
+        clients.
+        """
         ours = set(map(id, list(self._desk.tasks.values())))
         tasks = self._dispatcher.leases.lend(most, lambda task: id(task) in ours)
         self._dispatcher.leases.settled(tasks)
@@ -333,7 +358,7 @@ class Joined:
         if not self._dealer.lost:
             self._dealer.send(pack_numbers(RETURNED, numbers))
 
-    # -- what it tells -----------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -351,8 +376,10 @@ class Joined:
             self._dealer.send(pack_results(results))
 
     def _follow(self, promise: Promise[Any]) -> None:
-        """How long calls take: what its definition has lately taken, and with the others some of
-        what they have."""
+        """Update the estimated duration of a call from the recent durations of its function.
+
+        Longer durations count at once, shorter ones gradually.
+        """
         seconds = (
             promise.definition.seconds
             if isinstance(promise, Task) and hasattr(promise, "definition")
@@ -363,6 +390,11 @@ class Joined:
             self._seconds = seconds if old is None or seconds > old else old + (seconds - old) * 0.1
 
     def _open_window(self) -> None:
+        """Announce how many calls to send here.
+
+        One call for each drone if calls are long; if they are short, as many more as hide the round
+        trip.
+        """
         if self._leaving:
             return
         ahead = (
@@ -385,7 +417,7 @@ class Joined:
         def tell(**said: Any) -> None:
             self._post(lambda: self._dealer.send(pack_note(TELL, {"id": note["id"], **said})))
 
-        if note["what"] == "timeline":  # it may be long
+        if note["what"] == "timeline":  # a timeline may be long: pack it in another thread
 
             def say() -> None:
                 tell(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
@@ -409,14 +441,32 @@ def join(
     keys: tuple[str, str] | None = None,
     timeout: float = 5.0,
 ) -> Joined:
-    """Lets the drones of `pool` work for the pool that another process serves. `where`, the keys
-    and what is raised are as for `connect`; a connection file of a server on another host, which
-    was told to listen at an address that can be reached, is copied from there.
+    """Lend the drones of `pool` to a pool that another process serves.
 
-    Clients of that pool need not know: it gives their calls to whichever drones are free. Functions
-    come by value or by the modules that both hosts have; what is only in the memory of the server's
-    image is not here.
+    The server sends clients' calls to whichever drones are free; clients need not know. Functions
+    arrive by value, or by modules that both hosts have. Objects that exist only in the memory of
+    the server process are not available here.
 
+    Parameters
+    ----------
+    pool : Pool
+        A pool of this process.
+    where, server_key, keys, timeout
+        As for `connect`. For a server on another host, copy the connection file from there; that
+        server must listen at an address that can be reached.
+
+    Returns
+    -------
+    Joined
+        The connection; `Joined.leave` ends it.
+
+    Raises
+    ------
+    ConnectionError, PermissionError, ValueError
+        As `connect` does.
+
+    Examples
+    --------
     >>> import polycephaly as poly, os, tempfile
     >>> from polycephaly.server.join import join
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
@@ -434,9 +484,10 @@ _left_behind: list[Joined] = []
 
 
 def _forget_joined() -> None:
-    """In a forked child: they stayed behind with their threads."""
+    """In a forked child: give up all connections, because their threads do not exist here."""
     for joined in _joined:
-        joined._bell.asleep = False  # its lock may be held by a thread that is not here
+        # The bell's lock may be held by a thread that does not exist in the child.
+        joined._bell.asleep = False
     _left_behind.extend(_joined)
     _joined.clear()
 

@@ -1,24 +1,21 @@
 """The server's side of `join`: clients' calls that drones of another process run.
 
-    crew.queue ── lend, in a turn of the hub ──> worker.flight ── WORK ──> the worker's queue ──> its drones
-        ^                                             │ RESULTS ──> the call's promise
-        ├── come back <── RETURNED ───────────────────┤
-        └── retries, or DroneDied <── it was lost ────┘
+    dispatcher.queue ── lend ──> host.in_flight ── WORK ──> the host's queue ──> its drones
+        ^                             │ RESULTS ──> the call's promise
+        ├── come_back <── RETURNED ───┤
+        └── retries, or DroneDied <───┘ the host was lost
 
-Who owns a call, and so why each runs once. It is in one place at any moment: in the crew's queue,
-where no drone has got it (only turns of the hub take from it); in the flight of one worker; or in
-that of one of our own drones. It leaves a worker's flight by its result, because the worker gives
-it back, or by the worker's loss. A worker gives back what it has taken out of its own crew's queue
-in the same way, so it has not begun and cannot begin there any more: it is queued here again. Of a
-worker that is lost nobody knows what it had begun, so all that it had counts as begun: it is
-rejected with `DroneDied`, or, where it has `retries`, run again.
+Each call runs once, because it is in one place at any moment: in the dispatcher's queue, before any
+drone has it (only holders of the reactor's lock take from the queue); in flight at one joined host;
+or in flight at a drone of this pool. A call leaves a host's in-flight table by its result, because
+the host gives it back, or by the host's loss. The host takes a returned call out of its own
+dispatcher's queue in the same way, so the call cannot begin there any more and is queued here
+again. If a host is lost, which calls had begun is unknown, so all count as begun: they are rejected
+with `DroneDied`, or run again if they have `retries`.
 
-How much a worker gets it says itself, by its window: one call for each drone where calls are long,
-as many as fill the way there and back where they are short. What turns out to lie there behind long
-calls, while somebody else is idle, is asked back.
-
-A worker that leaves sets its window to 0. We answer BYE: nothing more comes. So when it has had
-that, and has nothing left, nothing is on its way to it."""
+A host that leaves sets its window to 0. The server answers BYE and sends no further calls, so a
+host that has received BYE and has no calls left can disconnect.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +69,12 @@ __all__ = ["JoinedHost", "JoinedHosts"]
 log = logging.getLogger("polycephaly")
 
 _INDEX = 32
-"""A drone of a worker has the worker's index above so many bits, and its number there below."""
+"""Bits of a drone's number at its host. The bits above hold the host's index."""
 
 
 class JoinedHost(Flow):
+    """One joined host, as the server sees it."""
+
     def __init__(self, identity: bytes, key: str, index: int, who: dict[str, Any]) -> None:
         super().__init__(monotonic())
         self.identity = identity
@@ -97,7 +96,7 @@ class JoinedHost(Flow):
 
 
 class JoinedHosts:
-    """Used in the server's turns, except where something else is said."""
+    """The joined hosts of a server. Methods need the server's lock, unless stated otherwise."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -123,8 +122,7 @@ class JoinedHosts:
     # -- calls -------------------------------------------------------------------------------------
 
     def share(self) -> None:
-        """Has the hub lend what no drone has got to those who have room; those who have what is not
-        used any more are told."""
+        """Lend queued calls to hosts that have room, and tell hosts which definitions to forget."""
         for each in self:
             if each.defined.unused:
                 unused = [Item(number, 0, FORGET) for number in each.defined.take_unused()]
@@ -135,7 +133,7 @@ class JoinedHosts:
             self._dispatcher.reactor.post(partial(self._lend, roomy))
 
     def _lend(self, roomy: list[tuple[JoinedHost, int]]) -> None:
-        """In a turn of the hub."""
+        """Take calls from the queue, holding the reactor's lock."""
         for worker, room in roomy:
             tasks = self._dispatcher.leases.lend(room, _is_relayed)
             if tasks:
@@ -152,11 +150,11 @@ class JoinedHosts:
         items: list[Item] = []
         given: list[Task] = []
         for task in tasks:
-            if task.done():  # cancelled on its way
+            if task.done():  # cancelled meanwhile
                 continue
             try:
                 kind, payload = task.captured()
-            except Exception as error:  # the pool has ended, and its memory with it
+            except Exception as error:  # the pool has ended and its memory was freed
                 self._post(partial(self._dispatcher.leases.lost, [task], error))
                 continue
             self._define(worker, task.relays, items)
@@ -201,7 +199,7 @@ class JoinedHosts:
             )
 
     def _look_if_cancelled(self, worker: JoinedHost, task: Promise[Any]) -> None:
-        """In any thread."""
+        """Cancel the call at its host if the task was cancelled. Any thread may call this."""
         if task._state == CANCELLED:
             assert isinstance(task, Task)
             self._server._post(partial(self._withdraw, worker, task.number))
@@ -211,7 +209,10 @@ class JoinedHosts:
             self._server._send(worker.identity, pack_numbers(CANCEL, [number]))
 
     def take_back(self) -> None:
-        """What waits at a worker while somebody else is idle is asked back."""
+        """Recall calls that wait at one host while drones elsewhere are idle.
+
+        A host's window was sized for short calls; calls may turn out to wait behind long ones.
+        """
         if self._dispatcher.queue:
             return
         idle = sum(
@@ -231,10 +232,10 @@ class JoinedHosts:
                     worker.identity, pack_numbers(RECALL, [min(waiting, idle + others)])
                 )
 
-    # -- what a worker says ------------------------------------------------------------------------
+    # -- messages of a joined host -----------------------------------------------------------------
 
     def hear(self, worker: JoinedHost, frames: list[bytes]) -> None:
-        """Raises `Malformed`."""
+        """Handle a message of a host. Raise `Malformed`."""
         kind = frames[0]
         if kind == RESULTS:
             self._settle(worker, list(read_results(frames)))
@@ -247,7 +248,7 @@ class JoinedHosts:
             ]
             self._post(partial(self._dispatcher.leases.come_back, back))
         elif kind == WINDOW:
-            worker.window = sum(read_numbers(frames))  # of one
+            worker.window = sum(read_numbers(frames))  # one number
             if not worker.window:
                 worker.leaves = True
                 self._server._send(worker.identity, [BYE])
@@ -281,7 +282,7 @@ class JoinedHosts:
             if task is None:
                 continue
             task.output = tail
-            if status == WITHDRAWN:  # its pool was told to end
+            if status == WITHDRAWN:  # the host's pool was shut down
                 task.cancel()
             else:
                 task._settle(FINISHED, (status, payload), None)
@@ -318,7 +319,7 @@ class JoinedHosts:
     # -- single drones -----------------------------------------------------------------------------
 
     def drones(self) -> list[dict[str, Any]]:
-        """In any thread: as their workers last told."""
+        """Return the drones' states as their hosts last reported them. Any thread may call this."""
         now = monotonic()
         return [
             {
@@ -342,7 +343,7 @@ class JoinedHosts:
         )
 
     def run(self, given: ClientFunction, item: Item) -> Promise[Any]:
-        """A call for one of its drones. Raises `RuntimeError` where its worker is gone."""
+        """Run a call on one drone of a host. Raise `RuntimeError` if the host is gone."""
         worker = self._worker_of(item.target)
         dispatcher = self._dispatcher
         dispatcher.check_open()
@@ -356,11 +357,11 @@ class JoinedHosts:
         return task
 
     def ask(self, what: str, number: int, tell: Callable[..., None]) -> None:
-        """Raises `RuntimeError` where its worker is gone."""
+        """Send an admin request to a drone's host. Raise `RuntimeError` if the host is gone."""
         self._ask(self._worker_of(number), what, number, tell)
 
     def timelines(self) -> list[Promise[Timeline]]:
-        """Of each worker, a promise of what its drones have done, in times of our clock."""
+        """Return, for each host, a promise of its drones' timeline, by this machine's clock."""
         told: list[Promise[Timeline]] = []
         for worker in self:
             promise: Promise[Timeline] = Promise()
@@ -379,7 +380,7 @@ class JoinedHosts:
 
 
 def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:
-    """In the server's turn. What a worker says may be anything."""
+    """Settle `promise`, holding the server's lock. A host may send any value."""
     try:
         timeline = unpack_timeline(value["timeline"], value["now"] - monotonic())
     except (TypeError, ValueError, LookupError, AttributeError) as wrong:
@@ -393,7 +394,7 @@ def _is_relayed(task: Task) -> bool:
 
 
 def _checked(drones: Any) -> list[dict[str, Any]]:
-    """Raises `Malformed`."""
+    """Return `drones` if well-formed; else raise `Malformed`."""
     if not isinstance(drones, list) or not all(
         isinstance(each, dict) and each.keys() >= {*KNOWN} and isinstance(each["number"], int)
         for each in drones

@@ -1,30 +1,23 @@
-"""`serve`: a pool for other processes, by TCP, for whoever has a key.
+"""`serve` and `Server`: a pool for other processes, over TCP, for clients with an allowed key.
 
-    strangers ──x                      ┌──> pool.promise(relayed, bytes) ──> drones
+    strangers ──x                       ┌──> pool.promise(relayed, bytes) ──> drones
     clients ──CURVE──> ROUTER ── thread ┤
-                          └── ZAP: is this public key one of ours?
+                          └── ZAP: is this public key allowed?
     clients <── RESULTS <── thread <── outcomes <── promises, as they settle
-            <── OUTPUT <─────────────────┘     <── lines with the client's tag, as they come
-            <── TELL <──── thread <── acts <── short-lived threads: what may take long (status, refresh, on_stop)
+            <── OUTPUT <─────────────────┘      <── lines with the client's tag, as they come
+            <── TELL <──── thread <── acts <── short-lived threads: slow admin requests
 
-One thread owns the sockets. It opens no payload: see drone/forwarded.py. What somebody sends who
-has not proved that he has the secret of a key on the allow-list ends in libzmq's handshake: nothing
-of it comes here, and he gets nothing but the greeting that every ZeroMQ socket sends (64 bytes: the
-protocol's version and "CURVE").
+One thread owns the sockets and unpickles no payload (see drone/forwarded.py). A peer without the
+secret half of an allowed key fails in libzmq's handshake: only its public key reaches Python, and
+the peer receives only the greeting of every ZeroMQ socket.
 
-Each client has a desk (session.py) with its own definitions and work. A client that leaves, or is
-not heard of for `tuning.client_silence_seconds`, has its work cancelled; nobody else's is touched.
+Each client has a session (session.py) with its own functions and calls. If a client leaves, or is
+silent for `tuning.client_silence_seconds`, its calls are cancelled and no other client's.
 
-A turn reads a bounded number of messages, of which libzmq gives each peer its share. A peer may
-send and leave unread only so much (flow_control.py). A peer that goes beyond, or sends malformed
-messages, is put out: a ROUTER closes no single peer, so its TCP connection is shut beneath libzmq
-(accepted.py). A high-water mark (RCVHWM) must not be set, nor may a peer's identity be handed over:
-libzmq 4.3.5 then stops reading the connection and, if the connection ends while a heartbeat is due,
-aborts the process ("Assertion failed: !_io_error").
-
-Forks. The thread works under a turn (runtime/fork_guard.py), so nothing is half done in a child.
-What a child has inherited of this server's sockets is closed there at once, or a zygote would keep
-the port, and clients would wait for it."""
+In one round the thread reads a bounded number of messages; libzmq gives each peer its share. A peer
+that exceeds its limits (flow_control.py) or sends malformed messages is disconnected. See
+docs/decisions/0010-flow-control-and-security-of-served-pools.md.
+"""
 
 from __future__ import annotations
 
@@ -106,35 +99,44 @@ __all__ = ["Server", "serve"]
 log = logging.getLogger(__name__)
 
 DOMAIN = b"polycephaly"
-LOOK_AT_CONNECTIONS = 0.2  # seconds between looks at what they have sent, where there are any
-A_TURN = 100  # messages that are read in one
-DEFINITIONS = 1024  # of one client
-LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, where somebody has joined
+LOOK_AT_CONNECTIONS = 0.2  # seconds between looks at connections, if there are any
+A_TURN = 100  # messages that are read in one round
+DEFINITIONS = 1024  # of one client: function definitions
+LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, if hosts have joined
 HEARTBEAT_MS = 3000
 
 
 class Client(ClientFlow):
+    """A connected client."""
+
     desk: ClientSession
 
     def __init__(self, identity: bytes, key: str) -> None:
         super().__init__(monotonic())
         self.identity = identity
         self.key = key
-        self.tag = secrets.token_hex(8)  # of what its work prints
-        self.unseen = 0  # bytes of that which it has not dealt with yet
-        self.left_out = 0  # lines
-        self.asking = threading.Lock()  # one at a time of what takes the processor for long
+        self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print
+        self.unseen = 0  # bytes of such lines that the client has not handled yet
+        self.left_out = 0  # lines that were left out
+        self.asking = threading.Lock()  # held for a long request: one at a time
 
 
 class Server:
-    """Serves `pool`; made by `serve`. Closed by `close`, at the end of its ``with`` block, or with
-    the pool's process.
+    """A pool that is served to other processes; made by `serve`.
 
-    ``address`` is where it listens, ``key`` its public key. Any thread may call it.
+    The server is closed by `close`, at the end of its ``with`` block, or with the pool's process.
+    Any thread may call its methods.
+
+    Attributes
+    ----------
+    address : str
+        Where the server listens.
+    key : str
+        The server's public key.
     """
 
     card: Card | None = None
-    """Under which it is found by name, if it is."""
+    """The connection file that is registered under the pool's name, or None."""
 
     def __init__(
         self,
@@ -144,9 +146,8 @@ class Server:
         on_stop: Callable[[bool], object] | None = None,
         setup: dict[str, Any] | None = None,
     ) -> None:
-        self.setup = (
-            setup  # what its drones had loaded before they were forked: for those that are to join
-        )
+        # Modules and the file that were loaded before the drones were forked, for joining hosts.
+        self.setup = setup
         self._pool = pool
         check_address(address)
         self.key, secret = new_pair()
@@ -155,18 +156,22 @@ class Server:
         self._workers = JoinedHosts(self)
         self._turns = FairTurns(pool._dispatcher)
         self._questions = AdminService(self, on_stop)
-        self._gone: set[bytes] = set()  # who cannot be sent anything any more
-        self._mute: set[bytes] = set()  # who was put out, and may not be heard
+        self._gone: set[bytes] = set()  # peers that cannot be sent to any more
+        self._mute: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
         self._acts: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
         self._turned_away = 0
         self._accepted = Accepted()
         self._ceiling = shared_memory_ceiling() // 2
-        self._put_out: dict[str, tuple[int, str]] = {}  # by key: how many, and why the last one
+        # Disconnected peers by key: number, last reason.
+        self._put_out: dict[str, tuple[int, str]] = {}
         self._bell = Bell()
         self._closing = self._over = self._somebody_left = False
         self.started = time()
+        # The thread works under this lock, so that a fork copies nothing half done. A forked child
+        # closes its copies of the sockets at once (engines/remote/forks.py): a zygote would
+        # otherwise keep the port, and clients would wait for the child.
         self._turn = fork_guard.GuardedLock()
         with ExitStack() as undo:
             undo.callback(self._bell.close)
@@ -177,6 +182,9 @@ class Server:
             self._zap.bind("inproc://zeromq.zap.01")
             self._router = context.socket(zmq.ROUTER)
             undo.callback(self._router.close)
+            # RCVHWM must stay 0 and ROUTER_HANDOVER must stay unset. With either, libzmq 4.3.5
+            # stops reading the connection and, if the connection ends while a heartbeat is due,
+            # aborts the process ("Assertion failed: !_io_error").
             for option, value in (
                 (zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.ROUTER_MANDATORY, 1),
                 (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, DOMAIN),
@@ -204,29 +212,38 @@ class Server:
 
     @property
     def name(self) -> str:
-        """Under which it is found, if it is; else its pool's."""
+        """The name by which the pool is found, or else the pool's own name."""
         return self.card.name if self.card is not None else self._pool._dispatcher.config.name
 
     @property
     def port(self) -> int:
+        """The TCP port on which the server listens."""
         return int(self.address.rpartition(":")[2])
 
     def allow(self, key: str) -> None:
-        """Lets in whoever has the secret half of this public key. Raises `ValueError` for what is
-        no key."""
+        """Let in clients that hold the secret half of this public key.
+
+        Raises
+        ------
+        ValueError
+            If `key` is malformed.
+        """
         self._allowed.add(check_key(key))
 
     def forbid(self, key: str) -> None:
-        """Lets him in no more; who is in stays until he leaves."""
+        """Let in no further clients with this key. Connected clients stay until they leave."""
         self._allowed.discard(check_key(key))
 
     @property
     def clients(self) -> int:
+        """The number of connected clients."""
         return len(self._clients)
 
     def close(self) -> None:
-        """Lets nobody in any more and cancels clients' work. The pool goes on. Twice is no
-        error."""
+        """Disconnect all clients and cancel their tasks. The pool goes on.
+
+        May be called more than once.
+        """
         if self.card is not None:
             pool_registry.leave(self.card)
         self._questions.finish()
@@ -259,15 +276,17 @@ class Server:
         self._bell.ring()
 
     def _post(self, act: Callable[[], object]) -> None:
-        """Has it called in the server's next turn."""
+        """Call `act` in the server's next round. Any thread may call this."""
         self._acts.append(act)
         self._bell.ring()
-        if self._over:  # nobody will: what it holds is not kept
+        if self._over:  # no round follows: drop what `act` refers to
             self._acts.clear()
 
     def status(self) -> dict[str, Any]:
-        """What `RemotePool.status` tells. It may take milliseconds for each gigabyte that drones
-        hold."""
+        """Return the dict of `RemotePool.status`.
+
+        This may take milliseconds for each gigabyte that drones hold.
+        """
         dispatcher = self._pool._dispatcher
         return {
             "name": self.name,
@@ -287,9 +306,9 @@ class Server:
     # -- the server's thread -----------------------------------------------------------------------
 
     def _live(self) -> None:
-        settlers.add(
-            get_ident()
-        )  # it must not wait for the pool: its clients' credit bounds it, not `max_queued`
+        # This thread must not wait for room in the pool: clients are bounded by their credit and
+        # not by `max_queued`.
+        settlers.add(get_ident())
         poller = zmq.Poller()
         for each in (self._router, self._zap, self._monitor, self._bell):
             poller.register(each, zmq.POLLIN)
@@ -327,7 +346,8 @@ class Server:
                             if begun := client.desk.begun():
                                 self._say(client, pack_numbers(RUNNING, begun))
                         self._check_ceiling()
-                        patience = 2 * tuning.client_silence_seconds  # clients are told before
+                        # Clients are disconnected earlier, with a reason.
+                        patience = 2 * tuning.client_silence_seconds
                         for why in self._accepted.look(patience, LOOK_AT_CONNECTIONS):
                             self._note_put_out("of no key yet", why)
                     if late:
@@ -355,7 +375,7 @@ class Server:
         settlers.discard(get_ident())
 
     def _let_in(self) -> None:
-        """ZeroMQ's authentication protocol (RFC 27): libzmq asks whether this key may come in."""
+        """Answer libzmq's requests whether a key may connect (ZeroMQ's ZAP protocol, RFC 27)."""
         for _ in range(A_TURN):
             if not has_news(self._zap):
                 return
@@ -366,19 +386,19 @@ class Server:
                 if mechanism == b"CURVE" and len(request) == 7
                 else ""
             )
-            # Compared with each in constant time: how long it takes tells nothing of the keys.
+            # Compare with each key in constant time, so that the duration reveals nothing about the
+            # keys.
             known = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
             self._see_connections()
-            user = (
-                f"{key} {self._accepted.count}".encode()
-            )  # whose, and not of a connection accepted later than these
+            # The key, and how many connections were accepted so far: the peer's is one of these.
+            user = f"{key} {self._accepted.count}".encode()
             status = (b"200", b"OK", user) if known and domain == DOMAIN else (b"400", b"", b"")
             if not known:
                 self._turned_away += 1
             self._zap.send_multipart([version, number, *status, b""])
 
     def _hear_all(self, gone: set[bytes]) -> None:
-        """Also what those have said who are gone, before they are let go."""
+        """Handle messages, also those of peers that have gone, before these are dropped."""
         for _ in range(A_TURN):
             if not has_news(self._router):
                 for identity in gone:
@@ -395,11 +415,14 @@ class Server:
                 self._hear(identity, key, frames)
             except (Malformed, LookupError, OverflowError) as wrong:
                 self._put(identity, key, fd, int(known), str(wrong))
-        self._gone |= gone  # when all that they have said was heard
+        self._gone |= gone  # to be dropped when all their messages were read
 
     def _put(self, identity: bytes, key: str, fd: int, known: int, why: str) -> None:
-        """Out: its connection is shut when it has had time to get our last word, and it is heard no
-        more."""
+        """Disconnect a peer, with a reason, and drop its further messages.
+
+        A ROUTER closes no single peer, so the TCP connection is shut beneath libzmq (accepted.py),
+        after there was time to send the reason.
+        """
         self._note_put_out(key[:8], why)
         self._send(identity, [REFUSED, f"put out: {why}".encode()])
         self._let_go(identity, f"put out: {why}")
@@ -411,8 +434,10 @@ class Server:
         self._put_out[key] = times + 1, why
 
     def _check_ceiling(self) -> None:
-        """Who has most is put out: what it still sends is of nobody's, and so ends its
-        connection."""
+        """Disconnect the peer that holds most, if all together exceed the ceiling.
+
+        Its further messages are those of an unknown peer, and thus end its connection.
+        """
         peers: list[Client | JoinedHost] = [*self._clients.values(), *self._workers]
         if sum(each.held for each in peers) > self._ceiling:
             most = max(peers, key=lambda each: each.held)
@@ -449,7 +474,7 @@ class Server:
         if worker is not None:
             self._workers.hear(worker, frames)
             return
-        if client is None:  # it was let go, or has not said hello
+        if client is None:  # it was dropped, or has sent no HELLO
             if kind != BYE:
                 raise Malformed("the server does not know it (any more): connect again")
             return
@@ -484,7 +509,7 @@ class Server:
             raise Malformed(f"a message of type {kind[:8]!r}")
 
     def _take(self, client: Client, frames: list[bytes]) -> None:
-        """Raises `Malformed`."""
+        """Take a client's calls and definitions. Raise `Malformed`."""
         defined = False
         for item in read_work(frames):
             if item.kind & ~SHARES >= CALL:
@@ -531,7 +556,7 @@ class Server:
             )
         return self._workers.run(given, item)
 
-    # -- what goes back ----------------------------------------------------------------------------
+    # -- messages to clients -----------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
         results: dict[Client, list[Result]] = {}
@@ -542,13 +567,11 @@ class Server:
                 printed.setdefault(client, []).append(settled)
                 continue
             if client.desk.tasks.pop(number, None) is None:
-                continue  # nobody waits for it
+                continue  # the session was dropped
             self._tasks_done += not settled.cancelled()
             results.setdefault(client, []).append(outcome(number, settled))
-        for (
-            client,
-            lines,
-        ) in printed.items():  # what work has printed is there before what came of it
+        # A task's output arrives before its result.
+        for client, lines in printed.items():
             self._send_lines(client, lines)
         for client, some in results.items():
             client.gave(max(len(payload) for _, _, payload, _ in some))
@@ -556,7 +579,7 @@ class Server:
             self._begin(client)
 
     def _send_lines(self, client: Client, lines: list[Line]) -> None:
-        """Not to one who does not read them, or they would fill the memory."""
+        """Send lines; leave lines out for a client that does not read them, to bound the memory."""
         told: list[tuple[str, str, str]] = []
         for line in lines:
             if client.unseen > tuning.unseen_bytes:
@@ -573,7 +596,7 @@ class Server:
             self._say(client, pack_note(OUTPUT, {"lines": told}))
 
     def tell_lines(self, told: list[tuple[str, str, str, str]]) -> None:
-        """In the server's turn: what a worker's drones have printed."""
+        """Pass on lines that a joined host's drones have printed; needs the server's lock."""
         output_listeners = self._pool._dispatcher.output_listeners
         for text, drone, stream, tag in told:
             listener = output_listeners.get(tag)
@@ -583,7 +606,7 @@ class Server:
     def _say(
         self, client: Client, frames: list[bytes], answers: Sequence[int] = (), questions: int = 0
     ) -> None:
-        """As soon as it has read enough of what was said before."""
+        """Send a message as soon as the client has read enough of the earlier ones."""
         client.outbox.append((frames, answers, questions))
         client.outbox_bytes += sum(map(len, frames))
         self._send_on(client)
@@ -613,7 +636,7 @@ class Server:
                 self._accepted.add(event["value"])
             else:
                 self._accepted.discard(event["value"])
-                self._somebody_left = True  # perhaps only a stranger
+                self._somebody_left = True  # perhaps only a peer that was never let in
 
     def _drop_the_gone(self, look: bool) -> None:
         silence = tuning.client_silence_seconds
@@ -625,14 +648,14 @@ class Server:
                 self._send(peer.identity, peer.probe())
 
     def _let_go(self, identity: bytes, why: str) -> None:
-        """Whoever that is."""
+        """Drop a client or a joined host."""
         if (client := self._clients.get(identity)) is not None:
             self._drop(client, why)
         elif (worker := self._workers.get(identity)) is not None:
             self._workers.drop(worker, why)
 
     def _tell_of_strangers(self) -> None:
-        if self._turned_away:  # now and then, or they could fill the log
+        if self._turned_away:  # only now and then: strangers could otherwise fill the log
             log.warning(
                 "%s: %d times somebody without an allowed key was turned away",
                 self.address,
@@ -666,7 +689,7 @@ class Server:
 
 
 def _discard(line: Line) -> None:
-    """Of a client that does not want it."""
+    """Ignore a line: the client does not want output."""
 
 
 _serving: set[Server] = set()
@@ -682,21 +705,48 @@ def serve(
     on_stop: Callable[[bool], object] | None = None,
     _setup: dict[str, Any] | None = None,
 ) -> Server:
-    """Lets other processes use `pool`, by TCP, encrypted and for known keys only.
+    """Let other processes use `pool` over TCP, encrypted and for known keys only.
 
-    `address` is ``tcp://HOST:PORT``; port 0 takes any that is free. By `name`, other processes of
-    yours on this machine find it (``connect(name)``) for as long as it is served: a file in your
-    runtime directory tells them. `file` gets what a client of your own needs to `connect`, a secret
-    key included, with mode 0600. `allow` are public keys of other clients, who made theirs with
-    `zmq.curve_keypair()` and need ``server.address`` and ``server.key``. **Whoever has a key runs
-    code as you**; see docs/security.md. `on_stop` is called, in a thread of its own, when a client
-    asks for the pool's end (`RemotePool.stop`); with True if that is to be at once. Without it they
-    are refused.
+    Parameters
+    ----------
+    pool : Pool
+        A pool of this process.
+    address : str
+        ``tcp://HOST:PORT``; port 0 takes any free port.
+    name : str, optional
+        Register the pool under this name, so that this user's processes on this machine find it
+        (``connect(name)``) while it is served. A connection file in the user's runtime directory is
+        used.
+    file : str or path, optional
+        Write a connection file there, with mode 0600. It contains all that a client needs to
+        `connect`, including a secret key.
+    allow : iterable of str
+        Public keys of further clients. They make their keys with `zmq.curve_keypair()`, and need
+        ``server.address`` and ``server.key``.
+    on_stop : callable, optional
+        Called in a thread of its own if a client asks for the end of the pool (`RemotePool.stop`),
+        with True if the pool is to end at once. If None, such requests are refused.
 
-    Raises `ValueError` for an address, name or key that is none, `OSError` where it cannot listen
-    there, and `FileExistsError` (with the other's pid) where a pool of that name is being served
-    already.
+    Returns
+    -------
+    Server
+        The running server.
 
+    Raises
+    ------
+    ValueError
+        If an address, name or key is malformed.
+    OSError
+        If the server cannot listen at `address`.
+    FileExistsError
+        If a pool of that name is being served already. The message contains its pid.
+
+    Notes
+    -----
+    **A process with an allowed key can run code as this user**; see docs/security.md.
+
+    Examples
+    --------
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
     >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
@@ -739,10 +789,13 @@ def serve(
 
 
 def _forget_servers() -> None:
-    """In a forked child. Their objects stay, untouched: libzmq's part of them belongs to threads
-    that are not here."""
+    """In a forked child: give up all servers.
+
+    The objects stay as they are, because libzmq's state belongs to threads that do not exist here.
+    """
     for server in _serving:
-        server._bell.asleep = False  # its lock may be held by a thread that is not here
+        # The bell's lock may be held by a thread that does not exist in the child.
+        server._bell.asleep = False
     _left_behind.extend(_serving)
     _serving.clear()
 

@@ -1,10 +1,11 @@
-"""A desk: one peer's calls on their way through a pool, as bytes, and the bytes that come of them.
+"""The session of one peer: its calls on their way through a pool, and their results, all as bytes.
 
     WORK ── take ──> definitions: label, ForwardedFunction(bytes)
-                └──> calls that wait ── begin ──> a promise for each ── settled ──> outcome ──> RESULTS
+                └──> waiting calls ── begin ──> promises ── settled ──> outcome ──> RESULTS
 
-Each client of a server has one, with definitions and numbers of its own. Nothing of a peer's is
-unpickled here: see drone/forwarded.py."""
+Each client of a server has a session, with definitions and numbers of its own. Nothing of a peer is
+unpickled here: see drone/forwarded.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ __all__ = ["ClientFunction", "ClientSession", "find", "outcome", "run"]
 
 
 class ClientFunction:
-    """A definition of a peer's. `number` tells it from all others of this process."""
+    """A function that a peer has defined. `number` is unique in this process."""
 
     __slots__ = ("__weakref__", "call", "kind", "label", "number", "payload", "tag")
 
@@ -57,8 +58,11 @@ _numbers = itertools.count(1)
 
 
 class ClientSession:
-    """`settled` is called with the number and the promise of each call, in any thread. What the
-    calls print is marked with `tag`; None: with what came with their definition."""
+    """The functions and calls of one peer.
+
+    `settled` is called with the number and the promise of each call, in any thread. Output of the
+    calls is marked with `tag`; if None, with the tag in the call's definition.
+    """
 
     def __init__(
         self,
@@ -72,11 +76,11 @@ class ClientSession:
         self._definitions: dict[int, ClientFunction] = {}
         self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
         self.tasks: dict[int, Promise[Any]] = {}
-        self._told: set[int] = set()  # of these, those that `begun` has given
-        self.shared: dict[int, Shared[Any]] = {}  # its values that lie in the pool's shared memory
+        self._told: set[int] = set()  # those of `tasks` that `begun` has returned
+        self.shared: dict[int, Shared[Any]] = {}  # the peer's values in the pool's shared memory
 
     def take(self, item: Item) -> None:
-        """Raises `Malformed`."""
+        """Take a definition or a call. Raise `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
             label, payload, tag = read_definition(item.payload)
             self._definitions[item.number] = ClientFunction(
@@ -99,14 +103,13 @@ class ClientSession:
             raise Malformed(f"an item of kind {item.kind}")
 
     def begin(self, room: int = sys.maxsize) -> None:
-        """Give waiting calls to the pool, in their order, until it has `room` calls of this
-        desk."""
+        """Submit waiting calls in order, until the pool has `room` calls of this session."""
         while self.waiting and len(self.tasks) < room:
             number = next(iter(self.waiting))
             given, item, shared = self.waiting.pop(number)
             try:
                 promise = self._run(given, item, shared)
-            except Exception as error:  # it takes no more
+            except Exception as error:  # the pool takes no more tasks
                 promise = Promise()
                 promise.set_exception(another(error))
             self._add(number, promise)
@@ -116,7 +119,7 @@ class ClientSession:
         promise._hook(partial(self._settled, number))
 
     def begun(self) -> list[int]:
-        """The calls that are running, and were not told of by this."""
+        """Return the running calls that no earlier call of this method has returned."""
         self._told &= self.tasks.keys()
         begun = [
             number
@@ -135,16 +138,15 @@ class ClientSession:
                 promise.cancel(running=running)
 
     def drop(self) -> int:
-        """Cancels all; nobody is told what comes of it. How many there were."""
+        """Cancel all calls without reporting their outcomes; return their number."""
         tasks = list(self.tasks.values())
         count = len(tasks) + len(self.waiting)
         self.tasks.clear()
         self.waiting.clear()
         self.shared.clear()
         self._definitions.clear()
-        for promise in reversed(
-            tasks
-        ):  # those that wait first, or they would begin as what runs is broken off
+        # Newest first: a waiting call would otherwise begin when a running one is cancelled.
+        for promise in reversed(tasks):
             promise.cancel()
         return count
 
@@ -152,8 +154,10 @@ class ClientSession:
 def run(
     pool: Pool, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
 ) -> Promise[Any]:
-    """Raises what `Pool.promise` raises, and `RuntimeError` where the drone that was asked for has
-    ended."""
+    """Submit a call to the pool.
+
+    Raise the errors of `Pool.promise`, and `RuntimeError` if the call's target drone has ended.
+    """
     dispatcher = pool._dispatcher
     handle = find(pool, item.target) if item.target else None
     task_options = None
@@ -162,20 +166,19 @@ def run(
         task_options = TaskOptions(
             item.timeout or own.timeout, own.retries if item.retries is None else item.retries
         )
-    dispatcher.registry.define(
-        given.call
-    ).label = given.label  # before it is recorded; each time: a refresh makes new ones
+    # Set the label before the call is recorded, and each time: a refresh makes new definitions.
+    dispatcher.registry.define(given.call).label = given.label
     task = dispatcher.submit(
         given.call, (item.kind, item.payload, *shared), {}, handle, task_options
     )
     if hasattr(task, "definition"):
         task.party = given.tag
-        task.relays = None if shared else given  # shared memory is for our own drones
+        task.relays = None if shared else given  # shared values are for local drones
     return task
 
 
 def find(pool: Pool, number: int) -> DroneHandle:
-    """The drone of that number. Raises `RuntimeError` where there is none."""
+    """Return the drone of that number. Raise `RuntimeError` if it has ended."""
     for handle in list(pool._dispatcher.handles):
         if handle.number == number and handle.state is not State.DEAD:
             return handle
@@ -185,7 +188,7 @@ def find(pool: Pool, number: int) -> DroneHandle:
 
 
 def outcome(number: int, promise: Promise[Any]) -> Result:
-    """Of what is settled, under the number that its peer knows."""
+    """Return the result of a settled promise, under the number that the peer knows."""
     error, tail = promise._exception, promise.output
     if promise._state == CANCELLED:
         return number, WITHDRAWN, b"", tail

@@ -1,4 +1,4 @@
-"""What a pool is doing, as plain data: for whoever asks from another process."""
+"""The state of a pool as plain data, for reports to other processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ KNOWN = ("number", "name", "pid", "host")
 
 
 def drones_of(pool: Pool) -> list[dict[str, Any]]:
-    """One entry for each drone. `memory` is what it and what it has started hold for themselves, in
-    bytes; asking for that may take milliseconds for each gigabyte."""
+    """Return one entry for each drone.
+
+    `memory` is the bytes that the drone and the processes it started hold for themselves; reading
+    the figure may take milliseconds for each gigabyte.
+    """
     handles = [
         handle for handle in list(pool._dispatcher.handles) if handle.state is not State.DEAD
     ]
@@ -35,7 +38,7 @@ def known_of(handle: DroneHandle) -> dict[str, Any]:
 
 
 def queued_in(pool: Pool) -> int:
-    """Work that no drone has got."""
+    """Return the number of tasks that no drone has been sent."""
     dispatcher = pool._dispatcher
     return len(dispatcher.queue) + sum(len(handle.dedicated) for handle in list(dispatcher.handles))
 
@@ -53,9 +56,8 @@ def _doing(handle: DroneHandle) -> dict[str, Any]:
         since = running.sending.at if running.sending is not None else since
     if handle.unresponsive is not None:
         state = f"unresponsive: {handle.unresponsive}"
-    elif (
-        handle.state < State.READY and not started
-    ):  # it may be at work before its greeting is read
+    # A drone may run a task before its HELLO is read.
+    elif handle.state < State.READY and not started:
         state = "starting"
     elif handle.state > State.READY:
         state = "retiring"

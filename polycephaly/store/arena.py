@@ -1,29 +1,19 @@
-"""The arena: memory that a controller and all its drones share, for what is too large to go through
-a socket.
+"""The arena: memory shared by a controller and its drones, for data too large for a socket.
 
-    writer                       the arena, one memfd                        reader
-    Store.put ──one copy──> [ block ][ block ]..  ..[ block ]  ──mmap──> views, copy-on-write
-       ^                     region 0: controller    region 7: drone 7            │
-       └── recycled <── Segment dies <── ... the number of the loan comes back <──┘ Loan dies with the last view
+    writer                       the arena, one memfd                   reader
+    Store.put ──one copy──> [ block ][ block ] .. [ block ]  ──mmap──> views, copy-on-write
+       ^                     region 0: controller, 7: drone 7            │
+       └─ reused <─ Segment dies <── number of the reference <── ObjectRef dies with the last view
 
-Made before the zygote, so that every drone has it by inheritance: no descriptor is ever passed, and
-what one of them wrote stays when it dies. The kernel owns it: it has no name, cannot be left
-behind, and is freed with the last process that has it. It is sparse: each writer has a region of
-addresses to itself, so writers need no lock between them, and a drone gets a region that no other
-has had.
+The arena is made before the zygote, so every drone inherits it: no descriptor is ever passed, and
+data written by a drone remain when the drone dies. The memfd is sparse, and each writer has an
+address region of its own, so that writers need no lock between them.
 
-Who may look at a range has a `Keep` on it: a `Segment` at the writer's, a `ObjectRef` at the
-reader's. They end with Python's own references, in any thread and in the middle of anything, so
-their ends only append to a deque.
+A process that may read a range has a `Keep` on it: a `Segment` in the writer, an `ObjectRef` in the
+reader. Keeps die with Python's own references, in any thread and at any point of its code, so their
+finalizers only append to a deque.
 
-Why nobody's data changes under him:
-* a block is used again only when its Segment is gone, and whoever has lent it holds that until the
-  reader's Loan came back, or the reader is dead;
-* a Loan is held by the mapping, and the mapping by every view of it;
-* a fork takes mappings along. So before each fork a reference to every mapped Keep is taken, until
-  the child has ended: of our own forks the launcher knows when; of those of others a pipe tells,
-  whose other end the child has.
-* what is written into a mapping is the reader's alone: it is private (copy-on-write).
+See docs/decisions/0006-object-references.md for the reasons why no reader's data change.
 """
 
 from __future__ import annotations
@@ -55,9 +45,9 @@ __all__ = [
 ]
 
 SPAN = 1 << 41
-"""Addresses of one region: 2 TiB, of which only what is written takes memory."""
+"""Size in bytes of one region's addresses: 2 TiB. Only pages that were written take memory."""
 REGIONS = 1 << 21
-"""A drone that comes after so many others has none, and finds no room."""
+"""Number of regions. A drone started after that many others has no region, and finds no room."""
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
@@ -76,14 +66,15 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Full(MemoryError):
-    """There is no room for it. The message says how much there is."""
+    """The arena has no room for a value. The message reports how much there is."""
 
 
 class Arena:
-    """The memory itself, and what this image may look at in it. Any thread may call it.
+    """The shared memory itself, and the ranges in use by this process. Any thread may call it.
 
-    `ceiling` bounds the bytes in use, all writers together; writers that come to it at the same
-    time may pass it by what each of them writes."""
+    `ceiling` limits the bytes in use by all writers together. Writers that reach the limit at the
+    same time may exceed it by the bytes that each of them writes.
+    """
 
     def __init__(self, ceiling: int, fd: int | None = None) -> None:
         self.ceiling = ceiling
@@ -95,17 +86,16 @@ class Arena:
         self._keeps: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, weakref.ref[Mapping]] = {}
         self.ring: Callable[[], object] = lambda: None
-        """Called, in any thread and in the middle of anything, when there may be something to
-        tidy."""
+        """Called when cleaning up may be useful, in any thread and at any point of its code."""
         self._warned = False
         key = id(self)
         _arenas[key] = weakref.ref(self, lambda _: _arenas.pop(key, None))
 
     def enter(self) -> None:
-        """In a drone: it is now this image's, too. (It does not warn: the controller sees which way
-        results come.)
+        """Take the arena over in a drone, where it was inherited.
 
-        What came along from the images that it descends from is theirs: its end here means nothing.
+        Keeps inherited from the drone's ancestors belong to these: their end here frees nothing. A
+        drone does not warn, because the controller sees which way results come.
         """
         self._pid = os.getpid()
         self._image += 1
@@ -114,7 +104,7 @@ class Arena:
         self._keeps.clear()
 
     def warn(self, error: Exception) -> None:
-        """Once: that large values go another way."""
+        """Warn, once, that large values take another path."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -124,23 +114,25 @@ class Arena:
             )
 
     def used(self) -> int:
-        """Bytes of memory that all writers together have in it."""
+        """Return the bytes of memory in use, by all writers together."""
         return os.fstat(self.fd).st_blocks * 512
 
     def size(self) -> int:
         return os.fstat(self.fd).st_size
 
     def punch(self, offset: int, length: int) -> None:
-        """Gives the memory of a range's pages back to the system. Not from a forked child: it is
-        its parent's."""
+        """Return a range's pages to the system.
+
+        Does nothing in a forked child, because the pages are its parent's.
+        """
         marker = object()
-        self._keeps[id(marker)] = (0, 0)  # from here on it is not closed: see `_let_go`
+        self._keeps[id(marker)] = (0, 0)  # prevents closing from here on: see `_let_go`
         if self._open and os.getpid() == self._pid:
             _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, _whole_pages(length))
         self._let_go(id(marker))
 
     def clear(self, start: int, end: int) -> None:
-        """Gives back all of it that this image does not look at."""
+        """Free all memory from `start` to `end` that this process does not use."""
         kept = sorted(each for each in list(self._keeps.values()) if start <= each[0] < end)
         for offset, length in kept:
             if offset > start:
@@ -150,12 +142,15 @@ class Arena:
             self.punch(start, end - start)
 
     def end(self) -> None:
-        """Nobody else uses it any more. What this image still looks at stays until it does not."""
-        self._keeps[0] = (0, 0)  # so that no Keep that ends now closes it meanwhile
+        """End the arena, which no other process uses any more.
+
+        Ranges in use here stay until they are released.
+        """
+        # Prevents a Keep that ends now from closing the arena in the meantime.
+        self._keeps[0] = (0, 0)
         self.ended = True
-        for keep in (
-            forked := _forked_from(self)
-        ):  # a child of somebody's may look at them for ever
+        # A child that user code forked may read these ranges for ever.
+        for keep in (forked := _forked_from(self)):
             keep.lasting = True
         self.clear(0, REGIONS * SPAN)
         forked.clear()
@@ -163,9 +158,12 @@ class Arena:
         self._let_go(0)
 
     def _let_go(self, key: int = -1) -> None:
-        """The last one closes it. The look and the taking are one run of straight-line code, in
-        which CPython gives the interpreter to nobody; so whoever entered himself before it is seen,
-        and who does after it finds nothing open."""
+        """Remove `key` from the keeps; close the descriptor if the arena has ended without keeps.
+
+        The check and `pop` are straight-line code, in which CPython never switches threads. So a
+        thread that entered its marker before is seen, and a thread that does so later finds no open
+        descriptor.
+        """
         self._keeps.pop(key, None)
         if self._open and os.getpid() != self._pid:
             return
@@ -177,13 +175,12 @@ class Arena:
             os.close(fd)
 
 
-_arenas: dict[
-    int, weakref.ref[Arena]
-] = {}  # its values are listed in one step, while others make some
+# The values are listed in one step, because other threads may be adding arenas.
+_arenas: dict[int, weakref.ref[Arena]] = {}
 
 
 class Keep:
-    """A range that stays as it is for as long as this object lives."""
+    """A range that stays unchanged for as long as this object lives."""
 
     __slots__ = ("__weakref__", "_image", "arena", "lasting", "length", "offset")
 
@@ -191,17 +188,17 @@ class Keep:
         self.arena = arena
         self.offset = offset
         self.length = length
-        self.lasting = False  # its end does not end the range
+        self.lasting = False  # True if the end of this object does not free the range
         self._image = arena._image
         arena._keeps[id(self)] = (offset, length)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """In any thread, at any point of its code; when the interpreter ends, the kernel sees to
-        all of it.
+        """Free the range, in any thread and at any point of its code.
 
-        It leaves the keeps first, and looks then who else has come to an end; `Arena.end`, and
-        `Ledger.close`, say that they have, and look at the keeps then. So one of the two gives the
-        memory back."""
+        At interpreter exit there is nothing to do: the kernel frees all of it. The keep is removed
+        first, then `ended` is checked. `Arena.end` and `RefTable.close` work in the opposite order:
+        they set their flag, then look at the keeps. So at least one of the two frees the memory.
+        """
         if finalizing():
             return
         arena = self.arena
@@ -224,21 +221,22 @@ def _whole_pages(length: int) -> int:
     return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-# -- looking at a range ----------------------------------------------------------------------------
+# -- mapping a range -------------------------------------------------------------------------------
 
 
 class Mapping(mmap.mmap):
-    """Memory of an arena in this image. Every view of it holds it, and it holds the Keep."""
+    """Arena memory mapped in this process. Every view holds its mapping, which holds the Keep."""
 
     keep: Keep
-    pristine = False  # nobody in this image writes into it
+    pristine = False  # True if this process never writes to it
 
 
 def view(keep: Keep) -> memoryview:
-    """The range, to be read and written: what is written is this image's alone.
+    """Return a private, writable view of the range: writes stay in this process.
 
-    It is copied where the system allows no more mappings. Raises `ValueError` for a range that is
-    not there."""
+    The range is copied if the system allows no more mappings. Raises `ValueError` if the range is
+    beyond the end of the arena.
+    """
     arena = keep.arena
     if keep.offset + keep.length > _whole_pages(arena.size()):
         raise ValueError(
@@ -255,10 +253,11 @@ def view(keep: Keep) -> memoryview:
 
 
 def map_range(fd: int, offset: int, length: int, flags: int) -> Mapping:
-    """A mapping that holds no descriptor, while each `mmap.mmap` of a file has one of its own.
+    """Map a range without holding a descriptor: each `mmap.mmap` of a file would duplicate one.
 
-    So that thousands of arrays can be held, an anonymous mapping is replaced by that of the file,
-    in place."""
+    An anonymous mapping is replaced, in place, by that of the file. So thousands of arrays can be
+    held.
+    """
     mapping = Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = address_of(mapping)
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
@@ -276,7 +275,7 @@ def _read(fd: int, offset: int, length: int) -> bytearray:
     rest = memoryview(target)
     while rest:
         done = os.preadv(fd, [rest[: 64 << 20]], offset)
-        if not done:  # the file ends before the padding does
+        if not done:  # The file ends before the padding does.
             break
         rest, offset = rest[done:], offset + done
     return target
@@ -285,19 +284,21 @@ def _read(fd: int, offset: int, length: int) -> bytearray:
 # -- forks -----------------------------------------------------------------------------------------
 
 _starting: dict[int, tuple[list[Keep], tuple[int, int]]] = {}
-"""By thread: what is mapped at the moment of its fork, and the pipe that will tell of the child's
-end."""
+"""By thread: the ranges mapped at the moment of its fork, and the pipe that will report the child's
+end.
+"""
 _ours: dict[int, list[Keep]] = {}
-"""By thread: it forks for us, and holds on to these until the child has ended."""
+"""By thread: for our own forks, the list to fill with the ranges kept until the child has ended."""
 _forks: dict[int, list[Keep]] = {}
-"""By the pipe's descriptor (-1: there was none to be had): what is held for a child that somebody
-else has forked."""
+"""By the pipe's descriptor (-1: no pipe could be made): the ranges kept for a child that user code
+forked.
+"""
 _looking = threading.Lock()
 
 
 @contextmanager
 def kept_through_fork(keeps: list[Keep]) -> Iterator[None]:
-    """A fork in this block puts into `keeps` what has to be held until its child has ended."""
+    """Collect in `keeps` the ranges to hold until the child forked in this block has ended."""
     me = threading.get_ident()
     _ours[me] = keeps
     try:
@@ -308,7 +309,7 @@ def kept_through_fork(keeps: list[Keep]) -> Iterator[None]:
 
 def _before_fork() -> None:
     look_for_ended_forks()
-    me = os.getpid()  # what this image has inherited is held by who lent it
+    me = os.getpid()  # inherited ranges are kept by the process that lent them
     arenas = [
         arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me
     ]
@@ -316,7 +317,7 @@ def _before_fork() -> None:
     held = [each.keep for each in mapped if each is not None and each.keep.is_of_this_image()]
     pipe = -1, -1
     if held and threading.get_ident() not in _ours:
-        with suppress(OSError):  # no descriptors left: then it is held for ever
+        with suppress(OSError):  # no descriptors left: the ranges are kept for ever
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     _starting[threading.get_ident()] = held, pipe
 
@@ -335,8 +336,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Of its own pipe this one keeps the writing end, to its end or until it becomes another
-    program."""
+    """Close the inherited pipe ends, except this child's writing end.
+
+    The child keeps that end until it exits or executes another program.
+    """
     _, mine = _starting.pop(threading.get_ident(), ([], (-1, -1)))
     others = [fd for _, pipe in _starting.values() for fd in pipe]
     for fd in (mine[0], *others, *_forks):
@@ -348,8 +351,11 @@ def _after_fork_in_child() -> None:
 
 
 def look_for_ended_forks() -> None:
-    """At the end of a pipe, all who had its other end have closed it. One thread at a time: it
-    closes what it reads."""
+    """Release the ranges kept for children that have ended.
+
+    A pipe is at its end when no process has the other end open any more. One thread at a time does
+    this, because it closes the descriptors that it reads.
+    """
     if _forks and _looking.acquire(blocking=False):
         try:
             for fd, held in list(_forks.items()):
@@ -361,7 +367,7 @@ def look_for_ended_forks() -> None:
 
 
 def forks_run() -> bool:
-    """Is anything held for a child that may end?"""
+    """Return whether ranges are kept for a child whose end can be detected."""
     return len(_forks) > (-1 in _forks)
 
 
@@ -373,7 +379,7 @@ def _at_end(pipe: int) -> bool:
 
 
 def _forked_from(arena: Arena) -> list[Keep]:
-    """What is held of it for children: takes that out."""
+    """Remove and return the ranges of `arena` that are kept for children."""
     taken = []
     for held in list(_forks.values()):
         taken += [keep for keep in held if keep.arena is arena]

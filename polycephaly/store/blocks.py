@@ -1,10 +1,10 @@
-"""The store: where an image writes what others shall look at; blocks of its region of the arena,
-used again and again.
+"""The store of one process: blocks of its arena region, written for other processes and reused.
 
-How fast: fresh pages cost more than the copy (100 MB on a 2-core machine: 47 ms by `write`, 81 by
-memory mapped; used again 8 by memory mapped, 16 by `write`). So blocks are kept warm for a while,
-and fresh ones are filled by `write`, which saves zeroing them. The GIL is let go between pieces of
-a copy."""
+Fresh pages cost more than the copy. 100 MB on a two-core machine take 47 ms with `write` and 81 ms
+through a memory mapping; in a reused block, 16 ms with `write` and 8 ms through a mapping. So
+blocks are kept warm for a while, and fresh blocks are filled by `write`, which avoids zeroing them.
+The GIL is released between the pieces of a copy.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ Buffer = bytes | bytearray | memoryview
 
 ALIGN = 64
 LARGE_PICKLE = 32 * 1024
-"""Bytes from which a pickle goes through shared memory: what is smaller fits into the lane."""
+"""Minimum size in bytes of a pickle in shared memory; smaller ones fit into the fast transport."""
 MAPPED_FROM = 1 << 20
-"""Bytes of a block that its writer maps when it is used again; smaller ones are written, which is
-as fast."""
+"""Minimum size in bytes of a reused block that its writer maps; below, `write` is as fast."""
 PIECE = 4 << 20
 """Bytes copied between two chances for other threads."""
 
@@ -55,13 +54,13 @@ class _Block:
     def __init__(self, offset: int, room: int) -> None:
         self.offset = offset
         self.room = room
-        self.filled = 0  # so many bytes from its start have memory
+        self.filled = 0  # number of bytes from its start that have memory
         self.mapping: mmap.mmap | None = None
         self.idle_since = 0.0
 
 
 class Segment(Keep):
-    """What somebody has written: a block, until nobody needs it any more."""
+    """A block that was written, for as long as any process needs it."""
 
     __slots__ = ("_block", "_store")
 
@@ -76,26 +75,25 @@ class Segment(Keep):
 
 
 class Store:
-    """One image's region: where it writes. Any thread may call it."""
+    """The region that one process writes to. Any thread may call it."""
 
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
         self._pid = os.getpid()
         self._top = number * SPAN
         self._end = self._top + SPAN if number < REGIONS else self._top
-        self._free: dict[int, deque[_Block]] = {}  # by size; the warm ones at the right
-        self._warm = 0  # bytes that they have
+        self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
+        self._warm = 0  # bytes of memory in the free blocks
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
-        self._owner = 0  # the thread that has it
+        self._owner = 0  # the thread that holds the lock
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
-        """Copies each of `runs`, its pieces end to end: the segment, and each run's offset in it
-        and length.
+        """Copy `runs`, each run's pieces end to end; return the segment, and the runs' places.
 
-        Raises `Full` where that would be more than the ceiling, and `OSError` where the system
-        refuses."""
-        if os.getpid() != self._pid:  # somebody forked: what it would write into is its parent's
+        Raises `Full` if the ceiling would be exceeded, and `OSError` if the system refuses.
+        """
+        if os.getpid() != self._pid:  # a forked child: this region is its parent's
             raise Full("the pool belongs to another process")
         places: list[tuple[int, int]] = []
         size = 0
@@ -105,11 +103,11 @@ class Store:
             size += -(-length // ALIGN) * ALIGN
         if self._owner == threading.get_ident():
             raise Full("a finalizer came while memory was being taken")
-        with self._lock, DeferredSigint():  # Ctrl-C between the lines would lose the block
+        with self._lock, DeferredSigint():  # a Ctrl-C between the lines would lose the block
             self._owner = threading.get_ident()
             try:
                 block = self._take(size)
-                segment = Segment(self, block, size)  # before the look: see Arena.end
+                segment = Segment(self, block, size)  # before `ended` is checked: see Arena.end
             finally:
                 self._owner = 0
         if self.arena.ended:
@@ -119,14 +117,17 @@ class Store:
         try:
             self._fill(block, runs, places, size)
         except BaseException:
-            self._cool(block)  # nobody knows how much of it has memory
-            del segment  # or the traceback would hold it
+            self._cool(block)  # how much of the block has memory is unknown
+            del segment  # otherwise the traceback would hold it
             raise
         return segment, places
 
     def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Serialized:
-        """Puts a pickle, if it is large, and the buffers beside it there; those that lie in the
-        arena stay where they are. Raises `Full`, or `OSError`, where there is no room."""
+        """Put a large pickle, and the buffers beside it, into shared memory.
+
+        Buffers that are in the arena already stay there. Raises `Full` or `OSError` if there is no
+        room.
+        """
         inline = b"".join(pieces) if sum(map(len, pieces)) < LARGE_PICKLE else b""
         borrowed = [place_of(buffer, self.arena) for buffer in buffers]
         runs: list[Sequence[Any]] = [] if inline else [pieces]
@@ -142,7 +143,7 @@ class Store:
         return Serialized(inline, ordered, written)
 
     def warn(self, error: Exception) -> None:
-        """Something had to go another way."""
+        """Warn that a value had to take another path."""
         self.arena.warn(error)
 
     def _take(self, size: int) -> _Block:
@@ -207,13 +208,14 @@ class Store:
         block.filled = max(block.filled, size)
 
     def tidy(self, idle: float | None = None) -> bool:
-        """Gives back the memory of blocks that nobody has used for `idle` seconds
-        (`tuning.warm_seconds` if None), and lets go of what was held for forked children that have
-        ended. Is there more to come?"""
+        """Free the memory of unused blocks; return whether there will be more to do.
+
+        Blocks unused for `idle` seconds (`tuning.warm_seconds` if None) lose their memory. Ranges
+        kept for forked children that have ended are released.
+        """
         look_for_ended_forks()
-        if not self._lock.acquire(
-            blocking=False
-        ):  # who has it may run a finalizer that waits for who calls this
+        # The lock's holder may be running a finalizer that waits for this thread: do not wait.
+        if not self._lock.acquire(blocking=False):
             return True
         try:
             self._owner = threading.get_ident()
@@ -239,8 +241,10 @@ class Store:
 
 
 def _rounded(size: int) -> int:
-    """Whole pages, and few different sizes: a sixteenth more at most. What is not written takes no
-    memory."""
+    """Return `size` rounded up to whole pages, in few distinct sizes, at most a sixteenth larger.
+
+    Pages that are never written take no memory.
+    """
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
     return max(step, -(-size // step) * step)
 
@@ -258,8 +262,10 @@ def _copy(target: memoryview, at: int, piece: memoryview) -> None:
 
 
 def pristine_view(segment: Keep) -> memoryview:
-    """A view of what this image has written itself: nobody may write into it. What is pickled of it
-    is not copied."""
+    """Return a view of data that this process wrote and never changes.
+
+    Pickling parts of the view makes no copy.
+    """
     assert isinstance(segment, Segment)
     whole = view(segment)
     if isinstance(whole.obj, Mapping):
@@ -268,13 +274,13 @@ def pristine_view(segment: Keep) -> memoryview:
 
 
 def place_of(buffer: memoryview, arena: Arena) -> tuple[Segment, int, int] | None:
-    """Where in `arena` it lies, if it is part of a pristine view."""
+    """Return the place of `buffer` in `arena`, or None if it is not part of a pristine view."""
     mapping: Any = buffer
     while isinstance(mapping, memoryview):
         mapping = mapping.obj
     if not isinstance(mapping, Mapping) or not mapping.pristine or mapping.keep.arena is not arena:
         return None
-    if not mapping.keep.is_of_this_image():  # its writer does not know that it would be lent
+    if not mapping.keep.is_of_this_image():  # its writer would not know that the range is lent
         return None
     assert isinstance(mapping.keep, Segment)
     return mapping.keep, address_of(buffer) - address_of(mapping), buffer.nbytes

@@ -1,54 +1,20 @@
-"""The vault: what the drones of a crew keep, and for whom.
+"""The object directory: the values kept by the drones of a dispatcher, and their references.
 
-    promise(fn, keep=True) ── result ──> Deposit 17: holders {drone 0}, nbytes          Kept ──┐
-    a call that takes it ──ticket──> drone 0: the value itself                          Kept ──┼──> Deposit 17
-                         └─────────> drone 1: FETCH from 0, PACKED, BRING to 1          calls ─┘    (strong references)
-    Kept.value ─────────────────────────> FETCH, PACKED, opened here
+    promise(fn, keep=True) ── result ──> RemoteObject 17: holders {drone 0}, nbytes  Kept ──┐
+    a call that takes it ──placeholder──> drone 0: the value itself                  Kept ──┼──> 17
+                         └──────────────> drone 1: FETCH from 0, PACKED, BRING to 1  calls ─┘
+    Kept.value ──────────────────────────> FETCH, PACKED, opened here
 
-Who owns what. A `RemoteObject` stands for one kept value. It is owned by references: of handles, of
-the payloads of calls that take it (placeholders.py), and of recipes. The vault itself knows it
-weakly. When the last reference has gone, in any thread and in the middle of anything, a finalizer
-appends the number to a deque of each link that has the value, and takes no lock; the drone is told
-(DROP) with the next work or soon after. Nobody else frees anything. (A finalizer, and no `__del__`:
-while that runs, the vault could still find the deposit.)
+A `RemoteObject` stands for one kept value. It is owned by its references: handles, payloads of
+calls that take it (placeholders.py), and recipes; the directory refers to it weakly. When the last
+reference is gone, a finalizer, which takes no lock, queues a DROP for each drone that has the
+value. Nothing else frees a value.
 
-What a drone has made itself (`Kept(value)`) is also held by the handles that there are in it. It
-may give such handles away many times, one perhaps while an older one is dropped: there may be two
-deposits of a value, one after the other. So drones count the hub's claims, and DROP gives up as
-many as its deposit had (drone/store.py).
+Code that waits for a change of a remote object adds a function to `waiting`. After any change all
+of these are called, holding the reactor's lock, and check for themselves.
 
-A value is in up to three forms, and exists while there is one of them:
-
-    on the shelf of drones    put there by the work itself (first holder), or brought (then `packed` is there too)
-    packed                    in the pool's shared memory, once anybody but its first holder asked for it: as a loan of
-                              the drone's to this image, which lends it on. No byte of it is touched here.
-    as a recipe               the work and its arguments, where it was given with retries
-
-Interleavings, and why each is right:
-
-* The last handle goes while a call that takes it waits, or runs: the call's payload holds the
-  deposit until its answer replaces it; a drone that runs it has its own reference to the value.
-* A drone is told to drop what a call still to come needs: no. That call's payload would have held
-  the deposit; no number is used for a second value; and a second deposit of the same value has
-  claims of its own.
-* A call is given back, or lost and run again: its payload is unchanged. Each time it is sent,
-  `fits` looks at where its deposits are at that moment.
-* The holder dies before the answer that tells of the value is heard: what it had sent, or left in
-  its page, is heard first, and `add` finds the drone dead. After that: `died` takes it from the
-  holders of all deposits. Both in turns.
-* The holder dies while it packs: no PACKED will come; `died` tells who waits, and each looks again.
-* A drone retires (max_tasks, max_memory, refresh): what only it has is fetched first, and it ends
-  when that is here.
-* The handle is dropped while its value is on its way from the drone: PACKED finds no deposit, and
-  its loan goes back.
-* Work with keep=True is cancelled while it runs: its deposit is made, nobody has it, and it is
-  dropped like any other.
-* The pool ends: all who wait are told; what is packed stays readable in this image, the rest is
-  lost.
-
-Whoever waits for something of a deposit leaves a function in `waiting`. Whenever anything changes,
-all of these are called, in a turn, and look for themselves; so no change needs to know who it is
-for."""
+See docs/decisions/0006-object-references.md for the ownership rules and the interleavings.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +42,7 @@ __all__ = ["ObjectDirectory", "RemoteObject"]
 
 
 class Recipe(NamedTuple):
-    """How a value can be computed again."""
+    """The task that can compute a value again."""
 
     definition: RemoteFunction
     kind: int
@@ -86,24 +52,30 @@ class Recipe(NamedTuple):
 
 
 class RefCount:
-    """What the drones hold for a deposit. It outlives that, until they are told."""
+    """The controller's claims on the drones that hold a value.
+
+    Outlives the remote object until these drones have been informed.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.holders: dict[
-            DroneHandle, int
-        ] = {}  # who has it, or will before any call that takes it: how many claims
+        # Drones that have the value, or will have it before any call that takes it, with the number
+        # of claims of each.
+        self.holders: dict[DroneHandle, int] = {}
         self._pid = os.getpid()
 
     def give_up(self) -> None:
-        """In any thread, in the middle of anything."""
+        """Queue a DROP for each holder. Any thread, at any point of its code."""
         if os.getpid() == self._pid:
             for handle, claims in self.holders.items():
                 handle.drop(self.number, claims)
 
 
 class RemoteObject:
-    """One kept value. It is changed in turns only; any thread may look."""
+    """One kept value.
+
+    Changed only while holding the reactor's lock; any thread may read.
+    """
 
     def __init__(
         self, directory: ObjectDirectory, number: int, label: str, nbytes: int, kind: str
@@ -117,11 +89,11 @@ class RemoteObject:
         self.holders = stake.holders
         finalize(self, stake.give_up).atexit = False
         self.packed: bytes | Received | None = None
-        self.unpackable: bytes | None = None  # the error of its pickling, pickled
-        self.asked: DroneHandle | None = None  # who packs it
+        self.unpackable: bytes | None = None  # the pickled error of the value's own pickling
+        self.asked: DroneHandle | None = None  # the drone that was asked to pack the value
         self.recipe: Recipe | None = None
         self.retries = 0
-        self.again: Task | None = None  # it is being computed once more
+        self.again: Task | None = None  # the task that computes the value again
         self.lost: BaseException | None = None
         self.waiting: list[Callable[[], object]] = []
 
@@ -131,8 +103,10 @@ class RemoteObject:
 
     @property
     def burden(self) -> int:
-        """Bytes that are pickled, copied or unpickled to have it elsewhere, about. What is packed
-        is mapped there."""
+        """The approximate bytes to pickle, copy or unpickle for a use elsewhere.
+
+        Packed buffers do not count: they are mapped.
+        """
         packed = self.packed
         return (
             self.nbytes
@@ -144,7 +118,7 @@ class RemoteObject:
 
     @property
     def is_stuck(self) -> bool:
-        """It is there, and does not pickle."""
+        """True if a drone has the value, but the value cannot be pickled."""
         return self.unpackable is not None and bool(self.holders)
 
     @property
@@ -175,7 +149,7 @@ class RemoteObject:
         return resolve, (self.number,)
 
     def fetched(self) -> Any:
-        """The value, built anew. Waits; raises what `Kept.value` says."""
+        """Return the value, rebuilt. Blocks; raises the errors listed at `Kept.value`."""
         dispatcher, packed = self.directory.dispatcher, self.packed
         if self.directory.pid != os.getpid():
             raise RuntimeError(
@@ -185,7 +159,8 @@ class RemoteObject:
             fetch = _Fetch(self.directory)
             dispatcher.reactor.post(partial(self.directory.fetch, self, fetch))
 
-            def over(_: Promise[None]) -> None:  # there are no turns any more
+            # The reactor's lock will never be taken again for this pool.
+            def over(_: Promise[None]) -> None:
                 fetch._settle(FINISHED, None, self.directory.why(self))
 
             dispatcher.ended._hook(over)
@@ -197,7 +172,7 @@ class RemoteObject:
 
 
 class _Fetch(Signal[Any]):
-    """Of a value in its packed form."""
+    """The fetching of a value in its packed form."""
 
     def __init__(self, directory: ObjectDirectory) -> None:
         super().__init__()
@@ -208,7 +183,7 @@ class _Fetch(Signal[Any]):
 
 
 class ObjectDirectory:
-    """A crew's. All but `home` is called in turns."""
+    """The object directory of a dispatcher. All methods except `home` need the reactor's lock."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
@@ -220,8 +195,11 @@ class ObjectDirectory:
         return self.dispatcher.config.name
 
     def home(self, remote_objects: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
-        """Who has most bytes of these, of those who take work; the least loaded of several. And how
-        many bytes it takes to have them elsewhere. In any thread."""
+        """Return the drone that has most bytes of these, and the `burden` of all.
+
+        Only drones that accept tasks count; of several, the least loaded one is taken. Any thread
+        may call this.
+        """
         held: dict[DroneHandle, int] = {}
         burden = 0
         for remote_object in remote_objects:
@@ -236,10 +214,10 @@ class ObjectDirectory:
         )
         return best, burden
 
-    # -- what comes, and what goes -----------------------------------------------------------------
+    # -- values come and go ------------------------------------------------------------------------
 
     def add(self, handle: DroneHandle, task: KeptTask, payload: Any) -> RemoteObject:
-        """`link` has answered `work`: its value is on the shelf there."""
+        """Record that `task` was answered by drone `handle`, which keeps the value."""
         remote_object = task.remote_object
         if remote_object is None:
             nbytes, kind = described(payload)
@@ -256,8 +234,10 @@ class ObjectDirectory:
         return remote_object
 
     def given(self, handle: DroneHandle, task: Task | None, payload: Any) -> None:
-        """`link` has made these itself, and handles of them are in what comes of `work`, or will
-        be."""
+        """Record values that drone `handle` made itself.
+
+        Handles of these are, or will be, in the result of `task`.
+        """
         given = []
         for number, nbytes, kind in grants(payload):
             remote_object = self._remote_objects.get(number)
@@ -280,7 +260,7 @@ class ObjectDirectory:
             remote_object.lost = handle.death
 
     def not_brought(self, handle: DroneHandle, number: int) -> None:
-        """What was to bring it did not arrive."""
+        """Record that a message which should have brought the value did not arrive."""
         remote_object = self._remote_objects.get(number)
         if remote_object is not None and handle in remote_object.holders:
             remote_object.holders[handle] -= 1
@@ -307,7 +287,7 @@ class ObjectDirectory:
         return remote_object
 
     def died(self, handle: DroneHandle) -> None:
-        """Nothing more is heard of it."""
+        """Remove a drone that sends no more messages from all holders."""
         handle.packing.clear()
         for remote_object in list(self._remote_objects.values()):
             if handle in remote_object.holders:
@@ -319,7 +299,7 @@ class ObjectDirectory:
                 self._changed(remote_object)
 
     def evacuate(self, handle: DroneHandle) -> None:
-        """It is to end: what only it has is fetched."""
+        """Fetch the values that only this drone has, because it is about to end."""
         for remote_object in list(self._remote_objects.values()):
             if handle in remote_object.holders:
                 self._ask(remote_object)
@@ -334,11 +314,14 @@ class ObjectDirectory:
         for look in waiting:
             look()
 
-    # -- who needs it ------------------------------------------------------------------------------
+    # -- values are needed -------------------------------------------------------------------------
 
     def fits(self, task: Task, handle: DroneHandle) -> bool:
-        """Can it be sent to `link` now? Else it has been put where it can be, or waits for what it
-        takes."""
+        """Return whether `task` can be sent to drone `handle` now.
+
+        If not, the task was moved to a queue where it can be sent, or waits for the values that it
+        takes, or was rejected.
+        """
         remote_objects = task.payload.remote_objects.values()
         missing = [
             each for each in remote_objects if handle not in each.holders and each.packed is None
@@ -360,8 +343,10 @@ class ObjectDirectory:
         return False
 
     def can_move(self, task: Task, handle: DroneHandle) -> bool:
-        """Whether it can be sent to `link`; has what it takes packed, if it cannot yet, but could
-        then."""
+        """Return whether `task` can be sent to drone `handle`.
+
+        If not, values that it takes are packed, so that the task can be sent there later.
+        """
         here = True
         for each in task.payload.remote_objects.values():
             if handle not in each.holders and each.packed is None:
@@ -385,14 +370,13 @@ class ObjectDirectory:
             )
 
     def _bring_about(self, remote_object: RemoteObject) -> bool:
-        """Sees to it that it will be packed, or that something else changes; False where it is
-        lost."""
+        """Have the value packed or computed again; return False if it is lost."""
         if self.dispatcher.over:
             return False
         return self._ask(remote_object) or self._compute_again(remote_object)
 
     def _ask(self, remote_object: RemoteObject) -> bool:
-        """Has it packed by who has it."""
+        """Ask a drone that has the value to pack it; return False if no drone can."""
         if remote_object.packed is not None or remote_object.asked is not None:
             return True
         handle = next(
@@ -426,17 +410,19 @@ class ObjectDirectory:
         return True
 
     def _computed_again(self, remote_object: RemoteObject, promise: Promise[Any]) -> None:
-        if (
-            remote_object.again is promise
-        ):  # or it is being computed once more, as it was lost again before this
+        # Otherwise the value was lost again before this call, and another task computes it.
+        if remote_object.again is promise:
             remote_object.again = None
         if promise._exception is not None:
             remote_object.lost, remote_object.recipe = promise._exception, None
         self._changed(remote_object)
 
     def why(self, remote_object: RemoteObject) -> BaseException:
-        """Why nobody can have it any more. Not in a turn: the error of its own pickling is
-        unpickled."""
+        """Return the error that tells why the value is lost.
+
+        Must not be called holding the reactor's lock: the value's own pickling error is unpickled
+        here.
+        """
         told, cause, unpackable = (
             f"what {remote_object.label} gave",
             remote_object.lost,

@@ -1,4 +1,4 @@
-"""`Kept`: the handle of a result that stays where it was computed."""
+"""`Kept`: a handle of a result that stays where it was computed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,38 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """The handle of a value that one of a pool's drones keeps; what ``pool.promise(...,
-    keep=True)`` settles with.
+    """A handle of a value that one of a pool's drones keeps.
 
-    Among the arguments of that pool's calls, at any depth, it arrives as the value (so does the
-    promise of it). Such work goes to the drone that has the value, which is neither copied nor
-    pickled there: every call is given the very same object, so a call must not change it, but make
-    a new one. Where that drone is busy for longer than moving the value would take while another is
-    idle, the value goes there, from drone to drone.
+    ``pool.promise(..., keep=True)`` returns the promise of such a handle. Among the arguments of
+    that pool's calls, at any depth, the handle arrives as the value (so does its promise). The call
+    goes to the drone that has the value, where the value is neither copied nor pickled: every call
+    gets the same object, so a call must not change it, but make a new one. If that drone is busy
+    for longer than moving the value would take while another drone is idle, the value is sent to
+    the other drone.
 
-    The value is freed with the last of its handles and of the calls that take it; or by `release`.
-    When the drone that keeps it dies, it is computed again, if it was computed with ``retries``
-    that are left; else it is lost, and who asks for it gets `Lost`. What other drones or `value`
-    have asked for lies in the pool's shared memory too, and outlives its drone. Any thread may use
-    a handle.
+    A task in a drone may keep several values: ``Kept(value)`` makes a handle, which the task
+    returns, alone or inside other values. Such a value cannot be computed again.
 
-    Work in a drone may keep several values: ``Kept(value)`` makes a handle there, which it returns,
-    also inside others. Such a value cannot be computed again. Raises `RuntimeError` where no drone
-    runs.
+    Parameters
+    ----------
+    value
+        The value that the calling drone is to keep.
 
+    Raises
+    ------
+    RuntimeError
+        If the caller does not run in a drone.
+
+    Notes
+    -----
+    The value is freed after the last of its handles and the last call that takes it have ended, or
+    by `release`. If the drone that keeps the value dies, the value is computed again, provided that
+    its task was submitted with ``retries`` and some are left. Otherwise the value is lost, and
+    callers that need it get `Lost`. Values that other drones or `value` have requested are also in
+    the pool's shared memory, and survive their drone. Any thread may use a handle.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool:
     ...     table = pool.promise(dict, a=1, keep=True).value
@@ -56,36 +69,61 @@ class Kept(Generic[T]):
 
     @classmethod
     def of(cls, custody: ValueOwner) -> Self:
-        """One more handle of what is kept already."""
+        """Return another handle of a value that is kept already."""
         handle = object.__new__(cls)
         handle._custody = custody
         return handle
 
     @property
     def value(self) -> T:
-        """The value, fetched from its drone and built anew each time; large buffers in it are
-        shared memory, into which this image may write without anybody seeing it. Waits.
+        """The value, fetched from its drone and rebuilt at each access.
 
-        Raises `Lost` where the drone has died, or the pool has ended; what the value's own pickling
-        raises; and `ValueError` after `release`."""
+        The access blocks until the value has arrived. Large buffers in the value are shared memory,
+        to which this process may write privately.
+
+        Raises
+        ------
+        Lost
+            If the drone has died, or the pool has ended.
+        ValueError
+            If the handle was released.
+        Exception
+            The errors of the value's own pickling.
+        """
         value: T = self._opened().fetched()
         return value
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value, about: those of its buffers, and what Python says of the first
-        thousand objects in it. Raises `ValueError` after `release`."""
+        """The approximate size of the value in bytes.
+
+        The size of its buffers counts, and `sys.getsizeof` of the first thousand objects.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        """
         return self._opened().nbytes
 
     @property
     def drone(self) -> str | None:
-        """The name of the drone that keeps it; None where it is in shared memory only, or lost.
-        Raises `ValueError` after `release`."""
+        """The name of the drone that keeps the value; None if no drone does.
+
+        The value is then in shared memory only, or lost.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        """
         return self._opened().home
 
     def release(self) -> None:
-        """Gives the value up, as far as this handle goes: calls that were given it still get it.
-        Twice is no error."""
+        """Give up this handle.
+
+        Calls that received the handle still get the value. A second call does nothing.
+        """
         self._custody = None
 
     def _opened(self) -> ValueOwner:
@@ -120,7 +158,7 @@ class Kept(Generic[T]):
 
 
 def arrive(number: int) -> Kept[Any]:
-    """A handle that a drone has made. (Its pickles name this function.)"""
+    """Return a handle that a drone has made. Pickles contain this function's name."""
     custody = known.get(number)
     if custody is None:
         raise LookupError(

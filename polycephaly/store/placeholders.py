@@ -1,15 +1,17 @@
-"""Tickets: what stands in a pickle for a value that a drone keeps.
+"""Placeholders in pickles for values that drones keep, and the pickling context of a call.
 
-    controller: Kept ──pickled for a call of its pool──> ticket 17 ┐       drone: redeem(17) ──> the shelf ──> the value
-                  └── met: deposit 17 ──> Taking(payload, deposits)┘ BRING 17, where it is not there
+    controller: Kept ─┬─> placeholder 17 in the pickle ──> drone: resolve(17) ──> the value
+                      └─> `met` of the pickling context: RemoteObject 17 ──> PayloadWithRefs
+                          BRING 17, if the drone does not have the value
 
-A handle says how it is pickled only to who pickles for its own pool: `meeting` tells it so, and
-notes which handles were met. A payload with tickets is a `PayloadWithRefs`, which holds what the
-tickets stand for. So nothing that a call needs is given up before it is answered; then the payload
-makes room for the answer, and holds it no more.
+A handle can be pickled only for a call of its own pool: `meeting`, the pickling context, names the
+pool and collects the handles met. A payload with placeholders becomes a `PayloadWithRefs`, which
+holds their remote objects. So no value that a call needs is given up before the call is answered;
+then the answer replaces the payload.
 
-Handles that a drone has made itself travel the other way, in results: as a number too, of which the
-hub is told (GIVEN) before the result comes."""
+Handles made by a drone travel the other way, in results, also as numbers. The reactor receives
+these numbers (GIVEN) before the result.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ __all__ = [
 
 
 class meeting:
-    """What is pickled in this block is for a call of that vault's pool; `met` are the kept values
-    in it, by number, and `moved` is what wants to know what becomes of the call (`_goes_with`).
+    """The pickling context: values pickled in this block belong to a call of that directory's pool.
 
-    It is entered for every call whose arguments are pickled, and costs a third of a microsecond."""
+    `met` holds the kept values found, by number. `moved` holds the objects that follow the call's
+    fate (see `_goes_with`). The context is entered for every call whose arguments are pickled, and
+    costs a third of a microsecond.
+    """
 
     __slots__ = ("_outer", "directory", "met", "moved")
 
@@ -51,9 +55,8 @@ class meeting:
     def moves(self, thing: Any) -> None:
         if self.moved is None:
             self.moved = [thing]
-        elif all(
-            each is not thing for each in self.moved
-        ):  # it is pickled twice, where a quicker way has failed
+        # The value is pickled twice if a faster pickler has failed.
+        elif all(each is not thing for each in self.moved):
             self.moved.append(thing)
 
     def __enter__(self) -> Self:
@@ -66,15 +69,16 @@ class meeting:
 
 
 class _Here(threading.local):
-    now: meeting | None = None  # for what this thread is pickling, if that is a call
-    asked_for = False  # what it is pickling is what this drone keeps, for another image
+    now: meeting | None = None  # the context of the call that this thread is pickling, if any
+    # True while this thread pickles a value kept by this drone for another process
+    asked_for = False
 
 
 here = _Here()
 
 
 class PayloadWithRefs:
-    """A payload with tickets in it, and what they stand for."""
+    """A payload with placeholders, and the remote objects that these stand for."""
 
     __slots__ = ("payload", "remote_objects")
 
@@ -89,19 +93,19 @@ class PayloadWithRefs:
 
 
 def travelling(payload: Any) -> int:
-    """Bytes that go with a call: neither what it only refers to, nor what it takes."""
+    """Return the bytes sent with a call: neither data only referred to, nor kept values."""
     payload = untaken(payload)[0]
     return payload.travels if isinstance(payload, Serialized) else len(payload)
 
 
 def taking(payload: Any, remote_objects: dict[int, RemoteObject]) -> Any:
-    """`payload`, which takes these too."""
+    """Return `payload`, holding `remote_objects` in addition."""
     inner, before = untaken(payload)
     return PayloadWithRefs(inner, before | remote_objects) if remote_objects else payload
 
 
 def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
-    """The payload itself, and what it takes."""
+    """Return the payload itself, and the remote objects that it holds."""
     return (
         (payload.payload, payload.remote_objects)
         if type(payload) is PayloadWithRefs
@@ -110,14 +114,14 @@ def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
 
 
 def resolve(number: int) -> Any:
-    """In a drone: the value. (Its pickles name this function.)"""
+    """Return the kept value, in a drone. Pickles contain this function's name."""
     if shelf is None:
         raise LookupError(f"kept value {number} was asked for where none is kept")
     return shelf.value(number)
 
 
 class ValueOwner(Protocol):
-    """What a handle is of: a `RemoteObject`, or what a drone has `KeptHere`."""
+    """The object behind a handle: a `RemoteObject`, or `KeptHere` in a drone."""
 
     @property
     def nbytes(self) -> int: ...
@@ -127,8 +131,10 @@ class ValueOwner(Protocol):
     def state(self) -> str: ...
     def fetched(self) -> Any: ...
     def ticket(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        """How a handle of it is pickled, for whom this thread is pickling. Raises `TypeError` where
-        it cannot be."""
+        """Return how a handle is pickled in this thread's context.
+
+        Raises `TypeError` if the handle cannot be pickled there.
+        """
 
 
 class LocalStore(Protocol):
@@ -137,8 +143,9 @@ class LocalStore(Protocol):
 
 
 shelf: LocalStore | None = None
-"""This drone's, in a drone."""
+"""The store of this drone; None if this process is no drone."""
 
 known: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
-"""What drones made themselves, by its number: where it was made, and where a handle of it has
-come."""
+"""Values kept by a drone's own `Kept(value)`, by number: in the drone that made the value, and
+where a handle of it has arrived.
+"""

@@ -1,20 +1,16 @@
-"""What is lent across one link, and the waybill by which it travels.
+"""Object references: shared memory lent to another process, and the header that describes it.
 
-    sender: Parcel(inline, places) ──waybill──> socket ──> receiver: Arrived(inline, places) ──load──> value
-               holds Segments                                  holds Loans: so do the value's buffers
-               Ledger.lent[17] = segment   <──────17────────  the last of them died
+    sender: Serialized(inline, places) ─header─> receiver: Received(inline, places) ──load──> value
+            holds Segments                                 holds ObjectRefs, as do the buffers
+            RefTable.lent[17] = segment <───── 17 ──────── the last ObjectRef has died
 
-A controller lends on what a drone has lent to it: then it is a Loan that is held until the number
-comes back.
+A `Serialized` is a pickle and its out-of-band buffers (PEP 574). A small pickle goes through the
+socket, behind the header; a large one is in the segment too, as the first place. Each sending lends
+under a new number, and the sender holds the segment until that number comes back.
 
-A `Serialized` is a pickle and the buffers that go beside it (PEP 574). A small pickle goes through
-the socket, with the waybill; a large one lies in the segment too, as its first place.
+    header   counts of refs and places     ref: number, offset, length     place: ref, start, length
 
-Each sending is a loan with a number of its own. The Segment is held until that number comes back,
-whatever becomes of the message: the receiver makes a Loan of each number that it reads, and a Loan
-that is dropped unopened comes back like any other.
-
-    waybill    loans, places: counts       loan: number, offset, length      place: which loan, start, length
+See docs/decisions/0006-object-references.md.
 """
 
 from __future__ import annotations
@@ -47,11 +43,11 @@ _LOAN = Struct("<QQQ")
 _PLACE = Struct("<HQQ")
 
 Place = tuple[Keep, int, int]
-"""What was written, here or by who lent it to this image; and a place in it: start and length."""
+"""A range written by this process, or lent to it, and a place in the range: start and length."""
 
 
 class ObjectRef(Keep):
-    """A range that the other end of a link has lent to this image."""
+    """A range that another process has lent to this one."""
 
     __slots__ = ("_ref_table", "number")
 
@@ -65,13 +61,16 @@ class ObjectRef(Keep):
         if not ref_table.closed:
             ref_table.returned.append(self.number)
             ref_table.ring()
-        if ref_table.closed:  # by now, perhaps
+        if ref_table.closed:  # closed in the meantime
             self.arena.punch(self.offset, self.length)
 
 
 class RefTable:
-    """One end's account of a link. `theirs` is the region of the other end; None: what it lends may
-    be of anybody's. `ring` is called, in any thread, when there is something in `returned`."""
+    """The table of references between this process and one other.
+
+    `theirs` is the region of the other process; None if its references may be to any region. `ring`
+    is called, in any thread, after a number was added to `returned`.
+    """
 
     def __init__(self, arena: Arena, theirs: int | None, ring: Callable[[], object]) -> None:
         self.arena = arena
@@ -81,7 +80,7 @@ class RefTable:
         self.ring = ring
         self.lent: dict[int, Keep] = {}
         self.returned: deque[int] = deque()
-        """Numbers of loans to this end that are over, and of which the other end has to be told."""
+        """Numbers of references that this process no longer needs, to be sent to the other one."""
         self.closed = False
         self._numbers = itertools.count(1)
 
@@ -91,7 +90,7 @@ class RefTable:
         return number
 
     def arrived(self, waybill: Any) -> Received:
-        """What a message brings. Raises `Malformed`."""
+        """Return the content of a message. Raises `Malformed`."""
         return Received(waybill, self)
 
     def came_back(self, number: int) -> None:
@@ -104,22 +103,28 @@ class RefTable:
         return taken
 
     def close(self) -> None:
-        """The other end is dead: what it was lent is free, and of its own region only that stays
-        which this image looks at."""
+        """Free all memory lent to the other process, which is dead.
+
+        Of its own region, the ranges that this process uses stay.
+        """
         self.closed = True
         self.lent.clear()
         self.arena.clear(*self.region)
 
 
 class Serialized:
-    """What is to be sent: a pickle and its buffers. Where `inline` is empty, the pickle is in the
-    first place."""
+    """A payload to send: a pickle and its out-of-band buffers.
+
+    If `inline` is empty, the pickle is in the first place.
+    """
 
     __slots__ = ("inline", "places", "travels")
 
     def __init__(self, inline: bytes, places: Sequence[Place], written: int = 0) -> None:
-        """`written`: bytes of the places that were copied for it. The others were there, and are
-        only referred to."""
+        """Set `travels`, the bytes sent. `written` is the size of the places copied for this.
+
+        The other places existed before and are only referred to.
+        """
         self.inline = inline
         self.places = places
         self.travels = len(inline) + written
@@ -128,7 +133,7 @@ class Serialized:
         return len(self.inline) + sum(length for _, _, length in self.places)
 
     def waybill(self, ref_table: RefTable) -> bytes:
-        """The message that brings it, once."""
+        """Return the message that carries this payload once."""
         numbers: dict[int, int] = {}
         loans: list[bytes] = []
         places: list[bytes] = []
@@ -142,12 +147,12 @@ class Serialized:
 
 
 class Received:
-    """What has been received."""
+    """A payload that was received."""
 
     __slots__ = ("_arena", "_inline", "_loans", "_places")
 
     def __init__(self, waybill: Any, ref_table: RefTable) -> None:
-        """Raises `Malformed`. Opens nothing."""
+        """Check the header without opening any range. Raises `Malformed`."""
         self._inline, listed, self._places = read_waybill(waybill)
         for _, offset, length in listed:
             start, stop = ref_table.region
@@ -169,22 +174,22 @@ class Received:
         return len(self._inline) or self._places[0][2]
 
     def parcel(self) -> Serialized:
-        """To be lent on, as it is: nothing of it is opened."""
+        """Return the payload to be lent on as it is: no range is opened."""
         return Serialized(
             self._inline,
             [(self._loans[which], start, length) for which, start, length in self._places],
         )
 
     def is_far(self) -> bool:
-        """Whether to look at it would cost time."""
+        """Return whether opening the payload would take time."""
         return False
 
     def lies_in(self, store: Any) -> bool:
-        """Whether who is given what this store writes can be given this too."""
+        """Return whether any process that can read data of this store can read this payload too."""
         return getattr(store, "arena", None) is self._arena
 
     def content(self) -> tuple[bytes, list[memoryview]]:
-        """The pickle, or nothing where it is in the first place; and the places."""
+        """Return the pickle (empty if it is in the first place), and the places."""
         ranges = [view(loan) for loan in self._loans]
         return self._inline, [
             ranges[which][start : start + length] for which, start, length in self._places
@@ -194,7 +199,10 @@ class Received:
 def read_waybill(
     waybill: Any,
 ) -> tuple[bytes, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """The pickle, or nothing where it is in the first place; loans; places. Raises `Malformed`."""
+    """Return the pickle (empty if it is in the first place), the references and the places.
+
+    Raises `Malformed`.
+    """
     waybill = memoryview(waybill)
     if len(waybill) < _COUNTS.size:
         raise Malformed(f"a waybill of {len(waybill)} bytes")
@@ -208,22 +216,24 @@ def read_waybill(
 
 
 def load(payload: Any) -> Any:
-    """The value of a payload as it came: bytes, or `Received`."""
+    """Return the value of a payload: bytes, or `Received`."""
     if not isinstance(payload, Received):
         return loads(payload)
     return load_beside(*payload.content())
 
 
 def load_beside(inline: bytes, views: list[Any]) -> Any:
-    """The value of a pickle and its buffers. Where `inline` is empty, the first of them is the
-    pickle."""
+    """Return the value of a pickle and its buffers.
+
+    If `inline` is empty, the first buffer is the pickle.
+    """
     if inline:
         return loads(inline, buffers=views)
     return loads(views[0], buffers=views[1:])
 
 
 def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
-    """The head, and the parts, of what `join` made: each to be given to `load_beside`."""
+    """Return the head and the parts of a payload made by `join`; pass each to `load_beside`."""
     if isinstance(payload, Received):
         inline, views = payload.content()
     else:

@@ -1,6 +1,8 @@
-"""`Shared`: a value that lies in a pool's shared memory, for many calls.
+"""`Shared`: a value stored in a pool's shared memory, for many calls.
 
-pool.share(obj) ──one copy──> segment <── each drone that is given it maps the same pages, copy-on-write
+    pool.share(obj) ──one copy──> segment <── each receiving drone maps the same pages
+
+The mappings are copy-on-write: the writes of a call are private to that call.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """The handle of a value that was put into shared memory once; made by `Pool.share`.
+    """A handle of a value that was put into shared memory once; made by `Pool.share`.
 
-    Given as an argument by itself, it arrives as the value, as a promise does. Inside another
-    value, or captured by a function, it arrives as a handle: see `value`. Large buffers in the
-    value (arrays, data frames) are not copied for that: every drone maps the same memory, and what
-    a call writes into them is that call's alone. The rest of the value is pickled once and
-    unpickled by each call. To drones of another pool all of it is copied (by itself as an argument:
-    nested or captured, it is what this pool's drones would find that arrives there).
+    Passed as an argument by itself, the handle arrives as the value, as a promise does. Inside
+    another value, or captured by a function, it arrives as a handle: use its `value`. The handle is
+    released by `release`, by the end of its ``with`` block, or when its last reference is lost. The
+    memory is freed when no drone uses it any more.
 
-    It lives until `release`, the end of its ``with`` block, or the loss of the last reference to
-    it; what drones still look at stays until they do not. Any thread may use it.
+    Notes
+    -----
+    Any thread may use a handle. Large buffers in the value (arrays, data frames) are not copied for
+    a call: every drone maps the same memory, and a call's writes into them are private to that
+    call. The rest of the value is pickled once, and unpickled by each call.
 
+    To drones of another pool the whole value is copied if the handle is an argument by itself.
+    Nested or captured, the handle arrives with the pickle made for this pool's drones.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Pool(2) as pool, pool.share(bytearray(1_000_000)) as zeros:
     ...     pool.doit(len, zeros)
@@ -46,29 +54,44 @@ class Shared(Generic[T]):
         own: list[Any] | None = None,
         snapshot: MainSnapshot | None = None,
     ) -> None:
-        """`own`: the same places once more, where this image may write. `snapshot`: for whom it was
-        pickled."""
+        """Hold `views`, and `own`: the same places again, as views that this process may write to.
+
+        `snapshot` is the one that the value was pickled against.
+        """
         self._content: tuple[bytes, list[Any]] | None = (pickled, views)
         self._own = views if own is None else own
         self._snapshot = snapshot
 
     @property
     def value(self) -> T:
-        """The value, built anew each time. Its large buffers are views of the same memory in this
-        image, into which this image may write; nobody else sees that. Raises `ValueError` after
-        `release`."""
+        """The value, rebuilt at each access.
+
+        Its large buffers are views of the shared memory. This process may write to them: no other
+        process sees these writes.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        """
         pickled, _ = self._opened()
         value: T = load_beside(pickled, self._own)
         return value
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        """The size of the value as stored, in bytes.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        """
         pickled, views = self._opened()
         return len(pickled) + sum(len(each) for each in views)
 
     def release(self) -> None:
-        """Frees the memory as soon as nobody looks at it. Twice is no error."""
+        """Free the memory as soon as no process uses it. A second call does nothing."""
         self._content, self._own = None, []
 
     def _opened(self) -> tuple[bytes, list[Any]]:
@@ -98,8 +121,10 @@ class Shared(Generic[T]):
         return self
 
     def stand_in(self, snapshot: MainSnapshot) -> Any:
-        """What is pickled in its place, to arrive as the value, for an image that shares
-        `snapshot`."""
+        """Return the object to pickle in the handle's place, so that the value arrives.
+
+        `snapshot` is the one shared with the receiving process.
+        """
         return Contents(self) if self._snapshot in (None, snapshot) else self.value
 
     def _parts(self) -> tuple[Any, ...]:
@@ -112,7 +137,7 @@ class Shared(Generic[T]):
 
 
 class Contents:
-    """Stands for a handle in pickled arguments, and is unpickled as its value."""
+    """Stands for a handle in pickled arguments; unpickled as the handle's value."""
 
     def __init__(self, handle: Shared[Any]) -> None:
         self._handle = handle
@@ -122,8 +147,10 @@ class Contents:
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
-    """Raises `Full`, a `MemoryError`, where it would be more than may be shared, or the system has
-    no room for it."""
+    """Put `value` into shared memory.
+
+    Raises `Full`, a `MemoryError`, if the limit would be exceeded or the system has no room.
+    """
     try:
         parcel = pack_strictly(value, snapshot, store)
     except OSError as error:
@@ -134,8 +161,10 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
 
 
 def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
-    """The same for what another process has pickled: the pieces of the pickle, and of each of its
-    buffers. It is not opened here. Raises as `share` does."""
+    """Put a value pickled by another process into shared memory, without opening it.
+
+    `runs` holds the pieces of the pickle, then those of each buffer. Raises like `share`.
+    """
     try:
         segment, places = store.put(runs)
     except OSError as error:
@@ -144,9 +173,8 @@ def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
 
 
 def _stored(parcel: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
-    segments = {
-        id(segment): segment for segment, _, _ in parcel.places
-    }  # also others, of handles in the value
+    # Segments of handles inside the value are included.
+    segments = {id(segment): segment for segment, _, _ in parcel.places}
     stored = {key: pristine_view(segment) for key, segment in segments.items()}
     own = {key: view(segment) for key, segment in segments.items()}
     places = [(id(segment), slice(at, at + length)) for segment, at, length in parcel.places]

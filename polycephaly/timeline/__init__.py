@@ -1,8 +1,8 @@
-"""Timelines: what drones and green threads did, and when; as text, pictures, a page, or a trace.
+"""Timelines: the times at which drones and green threads worked, as text, picture, page or trace.
 
-hearing ──entry for each batch──> Record (a crew's, bounded) ──> Timeline ──> text, verdict
-green   ──what threads did──────────┘                               ├──> svg, png, html   (rows, picture)
-                                                                    └──> json             (trace)
+handlers ──entry for each batch──> TraceBuffer (bounded) ──> Timeline ──> text, bottleneck
+green    ──calls of threads────────────┘                        ├──> svg, png, html  (rows, picture)
+                                                                └──> json            (trace)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes timelines to files, in the form that the name's suffix says."""
+"""Write timelines to files. The suffix of the file's name selects the format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ __all__ = ["check", "write"]
 
 
 def check(path: str | os.PathLike[str]) -> Path:
-    """Raises `ValueError` where the name does not say one of the forms, `ModuleNotFoundError` where
-    it needs Pillow."""
+    """Return `path` as a Path, if its suffix is a known format.
+
+    Raises `ValueError` if not, and `ModuleNotFoundError` if the format needs Pillow and that is not
+    installed.
+    """
     path = Path(path)
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
@@ -31,7 +34,7 @@ def check(path: str | os.PathLike[str]) -> Path:
 def write(
     timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()
 ) -> None:
-    """With a bar chart above it, if there are `bars`. See `Timeline.save`."""
+    """Write a timeline, with a bar chart above if there are `bars`. See `Timeline.save`."""
     path = check(path)
     path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))
 

@@ -1,12 +1,12 @@
-"""A timeline as a page of its own: `page.html`, `page.css` and `page.js` in one file, with the
-spans as JSON.
+"""A timeline as a single page: `page.html`, `page.css` and `page.js`, with the spans as JSON.
 
-Names are data of users. They are in the JSON, whose every ``<`` is escaped, and the script shows
-them as text.
+Names come from users. They are in the JSON, where every ``<`` is escaped, and the script shows them
+as text.
 
-    columns, one entry for each span: row, lane, name, status, calls, bytes there, bytes back, note  (indices, numbers)
-                                      queued, sent, started, finished, received, processor time      (µs; null: unknown)
-    arrows, from which span to which: what a node of a graph took from another
+    columns  one entry for each span: row, lane, name, status, calls, bytes sent, bytes received,
+             note (indices, numbers); queued, sent, started, finished, received, processor time
+             (µs; null: unknown)
+    arrows   pairs of spans: a node of a graph took a value from another node
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["page_of"]
 
-ARROWS = 50_000  # of more, no page could show one
+ARROWS = 50_000  # a page could not show more
 
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
@@ -48,7 +48,7 @@ def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
     }
     before, *rest = page.split("{{")
     whole = [before]
-    for piece in rest:  # in one pass: what is put in is not looked at again
+    for piece in rest:  # in one pass, so inserted text is not searched
         name, _, after = piece.partition("}}")
         whole += parts[name.strip()], after
     return "".join(whole).encode("utf-8", "replace")
@@ -67,7 +67,7 @@ def contents(timeline: Timeline) -> dict[str, Any]:
             "queued", "sent", "started", "finished", "received", "cpu",
         )
     }  # fmt: skip
-    places: dict[int, int] = {}  # of spans in the columns, by number
+    places: dict[int, int] = {}  # index of each span in the columns, by its number
     needs: list[tuple[int, Iterable[int]]] = []
     add = [column.append for column in columns.values()]
 

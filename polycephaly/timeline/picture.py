@@ -1,12 +1,13 @@
-"""A timeline as a picture: boxes and words with places, from which SVG and PNG are made alike.
+"""A timeline as a picture: boxes and words with positions, from which SVG and PNG are made.
 
-    Timeline ──rows──> ┌ title, verdict ────────────┐ ──> svg.py
+    Timeline ──rows──> ┌ title, bottleneck ─────────┐ ──> svg.py
     bars ────────────> │ bars, if there are any     │ ──> png.py
                        │ a row for each drone ...   │
                        └ legend ────────────────────┘
 
-Units are pixels, from the upper left corner. A colour is "ink", "soft", "line", "paper" or "alarm",
-of which light and dark pages have their own, or a function's, as #rrggbb."""
+Units are pixels from the upper left corner. A colour is "ink", "soft", "line", "paper" or "alarm",
+which light and dark pages define differently, or the colour of a function as #rrggbb.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ LEGEND_MOST = 10
 WIDTH = 1200.0
 MARGIN = 24.0
 DRONE, THREAD = 24.0, 14.0  # heights of rows
-CHARACTER = 6.6  # the width of one, about, in the small size
-PALE = 0.45  # opacity of what waits
-BETWEEN = 0.75  # and where that is not known
+CHARACTER = 6.6  # approximate width of a character in the small size
+PALE = 0.45  # opacity of waiting time
+BETWEEN = 0.75  # opacity if the processor time is not known
 
 
 class Bar(NamedTuple):
-    """One of a bar chart: `value` is in seconds."""
+    """A bar of a bar chart; `value` is in seconds."""
 
     label: str
     value: float
@@ -60,7 +61,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """`anchor` says whether `x` is the "start", the "middle" or the "end"; `y` is the base line."""
+    """Text. `anchor` says if `x` is the "start", "middle" or "end"; `y` is the base line."""
 
     x: float
     y: float
@@ -82,7 +83,7 @@ class Drawing:
 
 
 def colours(timeline: Timeline) -> dict[str, str]:
-    """A colour for each function, those that ran longest first."""
+    """Return a colour for each function, those that ran longest first."""
     running: dict[str, float] = {}
     for threads in (False, True):
         for (_, name), sums in timeline.sums(threads=threads).items():
@@ -205,7 +206,7 @@ def _boxes(
     start: float,
     palette: dict[str, str],
 ) -> Iterable[Box]:
-    """What would be narrower than a pixel is drawn with its neighbour."""
+    """Yield the boxes of a row. A span narrower than a pixel is merged with its neighbour."""
     room = high - 5 if not row.thread else high - 4
     for span in row.lives:
         x = left + ((span.started or start) - start) * scale
@@ -231,10 +232,10 @@ def _boxes(
 def _bar(
     span: Span, x: float, y: float, wide: float, high: float, palette: dict[str, str]
 ) -> Iterable[Box]:
-    """Filled as far as it computed, where that is known; pale above."""
+    """Yield the boxes of a span: solid for the share of processor time, if known; pale above."""
     colour = palette.get(span.name, OTHERS)
     title = told(span)
-    yield Box(x, y, wide, high, "paper")  # over the lines
+    yield Box(x, y, wide, high, "paper")  # hides the lines below
     if span.cpu is None:
         yield Box(x, y, wide, high, colour, BETWEEN, title=title)
     else:
@@ -246,7 +247,7 @@ def _bar(
 
 
 def told(span: Span) -> str:
-    """A span in a line."""
+    """Return a line that describes a span."""
     what = f"{span.name}({span.note})" if span.note else span.name
     parts = [f"{what}: {seconds(span.seconds)}, {span.status}"]
     if span.calls > 1:
@@ -279,7 +280,7 @@ def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
 
 
 def ticks(whole: float, most: int) -> list[float]:
-    """Round numbers from 0 to `whole`."""
+    """Return round numbers from 0 to `whole`, about `most` of them."""
     rough = whole / most
     power = 10.0 ** floor(log10(rough))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * 0.999)

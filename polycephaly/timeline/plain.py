@@ -1,4 +1,4 @@
-"""Timelines on their way to another process: as plain data, which JSON can hold."""
+"""Convert timelines to plain data that JSON can hold, to send them to another process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def unpack_timeline(plain: dict[str, Any], ahead: float = 0.0) -> Timeline:
-    """The clock that its times are of is so many seconds `ahead` of ours."""
+    """Return the timeline for plain data whose clock is `ahead` seconds ahead of this process's."""
     spans = (_ours(Span(*span)._replace(needed=tuple(span[-1])), ahead) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
     timeline.threads_lost = plain["threads_lost"]

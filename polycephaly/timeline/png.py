@@ -1,4 +1,4 @@
-"""A drawing as PNG, by Pillow (``pip install 'polycephaly[plot]'``)."""
+"""A drawing as PNG, made by Pillow (``pip install 'polycephaly[plot]'``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["png_of"]
 
 SCALE = 2  # pixels of the picture for one of the drawing
-MOST = 32_000  # pixels in height; what is below is cut off
+MOST = 32_000  # height in pixels; the rest is cut off
 LIGHT = {
     "ink": "#1c2126",
     "soft": "#66707a",

@@ -1,15 +1,17 @@
-"""A crew's record of what was done: an entry for each batch of answers, in the hub's turns.
+"""A dispatcher's trace buffer: one entry for each batch of answers.
 
-    hearing ──add──> chapter ──full──> chapters, at most `tuning.trace_segments` ──the oldest──> sums
-                                         │
-              any thread ──spans()───────┘
+    handlers ──add──> segment ──full──> segments, `tuning.trace_segments` at most ──oldest──> sums
+                                           │
+              any thread ──look()──────────┘
 
-It has to cost next to nothing, as hundreds of answers come in one batch: calls too short to be seen
-in any picture are one span together. Neither works nor results are kept. What falls out at the end
-is added up by drone and function, so that tables stay true however much was done.
+Recording must cost next to nothing, because hundreds of answers come in one batch. So calls that
+are too short to be seen in a picture share one span, and neither tasks nor results are kept.
+Segments that are dropped are added up by drone and function, so tables are exact however many calls
+there were.
 
-Who looks sees one attribute, `_state`, which is replaced as a whole; a chapter is only appended to:
-so no lock."""
+No lock is needed: a reader reads one attribute, `_state`, which is replaced as a whole, and a
+segment is only appended to.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ CPU_KEPT = 1000
 
 
 class Aggregated(NamedTuple):
-    """What is not kept one by one, of how many spans, from when to when."""
+    """The sums of spans that are no longer kept, with their number, first and last time."""
 
     sums: Mapping[tuple[str, str], Sums] = {}
     spans: int = 0
@@ -51,24 +53,29 @@ class Aggregated(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Answers that came together. What was queued and sent first and last stands for what lies
-    between."""
+    """Answers that came together.
+
+    `queued` and `sent` hold the first and the last time; those between are interpolated.
+    """
 
     drone: str
     name: str
     status: str
-    calls: int  # of each
+    calls: int  # of each span
     queued: tuple[float, float]
     sent: tuple[float, float]
     started: Sequence[float]
     finished: Sequence[float]
-    running: float  # seconds, of all of it
+    running: float  # seconds, of all spans
     received: float
     bytes_sent: int
     bytes_received: int
     cpu: float | None = None
     tasks: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """Of each its number, and those of what it needed; none, where several are one span."""
+    """For each span, the number of its task and the numbers of the tasks whose values it needed.
+
+    Empty if several tasks share one span.
+    """
 
     def spans(self) -> Iterator[Span]:
         count = len(self.started)
@@ -81,12 +88,11 @@ class Entry(NamedTuple):
         )
         numbers = iter(self.tasks)
         for queued, sent, started, finished in one_by_one:
-            sent = min(
-                self.received, max(queued, sent)
-            )  # a turn has one time, and takes what is queued while it lasts
-            started = min(
-                self.received, max(sent, started)
-            )  # what the drone says is held against what is known
+            # All tasks sent while the lock was held once have one time, which may be before they
+            # were queued.
+            sent = min(self.received, max(queued, sent))
+            # Times reported by the drone are limited by times known here.
+            started = min(self.received, max(sent, started))
             finished = min(self.received, max(started, finished))
             yield Span(
                 self.name,
@@ -128,20 +134,22 @@ class Entry(NamedTuple):
 
 
 class TraceBuffer:
-    """Added to in the hub's turns; any thread may look."""
+    """The recorded entries of a dispatcher.
+
+    Entries are added while holding the reactor's lock; any thread may read.
+    """
 
     def __init__(self) -> None:
         self._chapter: list[Entry] = []
         self._size = 0
         self._state: tuple[Aggregated, tuple[list[Entry], ...]] = Aggregated(), (self._chapter,)
-        self._until: dict[str, float] = {}  # up to when slices of a drone have been noted
+        self._until: dict[str, float] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=THREADS_KEPT)
         self.threads_lost = 0
-        self._cpu: dict[
-            int, float
-        ] = {}  # seconds of processor time of works that are answered next, by number
+        # Seconds of processor time of tasks that are about to be answered, by number.
+        self._cpu: dict[int, float] = {}
 
-    # -- in turns ----------------------------------------------------------------------------------
+    # -- holding the reactor's lock ----------------------------------------------------------------
 
     def many(
         self,
@@ -154,10 +162,12 @@ class TraceBuffer:
         size: int,
         alike: bool,
     ) -> None:
-        """Works that were answered together, with values of `size` bytes; `alike`: all are calls of
-        one definition. Where they are short, one span is for all."""
+        """Record tasks that were answered together, with values of `size` bytes.
+
+        If `alike`, all are calls of one function. Short ones share one span.
+        """
         count = len(tasks)
-        if not alike or not all(tasks):  # some were lost, and answered all the same
+        if not alike or not all(tasks):  # some were lost, and answered nevertheless
             self._add_by_definition(drone, tasks, started, finished, received, size / count)
             return
         first: Any = tasks[0]
@@ -212,8 +222,11 @@ class TraceBuffer:
             self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
 
     def several(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
-        """Works that were answered one by one, in one message; `parts` says of how many calls,
-        where that is not one. Short calls of one definition in a row are one span, too."""
+        """Record tasks that were answered one by one, in one message.
+
+        `parts` has the number of calls of a task, if that is not one. Short calls of one function
+        in a row share one span.
+        """
         for _, group in groupby(tasks, _definition):
             run: list[Any] = list(group)
             if (
@@ -243,7 +256,7 @@ class TraceBuffer:
     ) -> None:
         sent: float = task.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished = max(answer.started, sent), answer.finished
-        if task.kind == CALL_SLICE:  # when it was cut, it tells the same start in each part
+        if task.kind == CALL_SLICE:  # each part of a slice that was cut reports the same start
             started = max(started, self._until.get(drone, 0.0))
             self._until[drone] = finished
         status = status or (DONE if task.status != ERRONEOUS else _how_it_failed(task))
@@ -273,8 +286,11 @@ class TraceBuffer:
         )
 
     def lost(self, drone: str, tasks: Iterable[Task]) -> None:
-        """What a drone was running as it died. Since when nobody knows: since what it had done
-        before, at most."""
+        """Record the tasks that a drone was running when it died.
+
+        Their start is not known. The end of the drone's last recorded task is the earliest
+        possible, and is used.
+        """
         before, now = 0.0, monotonic()
         for entry in self.look()[1]:
             if entry.drone == drone:
@@ -298,10 +314,12 @@ class TraceBuffer:
         self._state = folded, (*chapters, self._chapter)
 
     def hear_trail(self, drone: str, sent: bytes, ahead: float) -> None:
-        """What green threads of a drone did, and what its next answers cost; its clock is so many
-        seconds `ahead`. Raises `ValueError` where it is none."""
+        """Record the events of a drone's green threads, and the cost of its next answers.
+
+        The drone's clock is `ahead` seconds ahead. Raises `ValueError` if `sent` is malformed.
+        """
         events, cpu, lost = read(sent, ahead)
-        if len(self._cpu) > CPU_KEPT:  # of works that were never answered
+        if len(self._cpu) > CPU_KEPT:  # of tasks that were never answered
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - THREADS_KEPT)
@@ -310,7 +328,7 @@ class TraceBuffer:
     # -- any thread --------------------------------------------------------------------------------
 
     def look(self) -> tuple[Aggregated, list[Entry]]:
-        """What there is at this moment."""
+        """Return the aggregate and the entries at this moment."""
         folded, chapters = self._state
         return folded, [entry for chapter in chapters for entry in chapter[:]]
 

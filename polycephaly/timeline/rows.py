@@ -1,7 +1,8 @@
 """The rows of a timeline: one for each drone, and below it one for each of its green threads.
 
-Spans that overlap (coroutines that a drone runs beside each other) go to different *lanes* of their
-row."""
+Spans that overlap (coroutines that a drone runs beside each other) are in different *lanes* of
+their row.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ __all__ = ["Row", "covered", "rows"]
 
 @dataclass(slots=True)
 class Row:
-    """`thread` is "" for the drone's own. `lanes` has the spans that have begun, each lane in order
-    of time, without overlap; `sent` those that have not; `lives` those of green threads as a
-    whole."""
+    """A row of the chart.
+
+    `thread` is "" for the drone's own row. `lanes` has the spans that have begun, each lane in
+    order of time and without overlap. `sent` has the spans that have not begun, and `lives` the
+    lives of green threads.
+    """
 
     drone: str
     thread: str = ""
@@ -31,7 +35,7 @@ class Row:
     sent: list[Span] = field(default_factory=list)
     lives: list[Span] = field(default_factory=list)
     busy: float = 0.0
-    """Seconds in which something of it ran."""
+    """Seconds in which at least one span ran."""
 
     @property
     def spans(self) -> list[Span]:
@@ -39,7 +43,7 @@ class Row:
 
 
 def rows(timeline: Timeline) -> list[Row]:
-    """In the order of the drones; green threads in the order in which they began."""
+    """Return the rows in the order of the drones; green threads in the order of their start."""
     found: dict[tuple[str, str], Row] = {(drone, ""): Row(drone) for drone in timeline.drones}
     begun: dict[tuple[str, str], list[Span]] = {}
     for span in timeline.spans:
@@ -62,8 +66,7 @@ def rows(timeline: Timeline) -> list[Row]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what is in at least one of `intervals`, which come in the order of their
-    starts."""
+    """Return the length of the union of `intervals`, which must be sorted by start."""
     total, until = 0.0, -inf
     for start, end in intervals:
         if end > until:

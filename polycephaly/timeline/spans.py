@@ -1,4 +1,4 @@
-"""What a timeline is made of: spans, and sums of those that are not kept one by one."""
+"""The elements of a timeline: spans, and sums of spans that are not kept one by one."""
 
 from __future__ import annotations
 
@@ -23,19 +23,38 @@ RUNNING, SENT = "running", "sent"  # at the moment when the timeline was taken
 
 
 class Span(NamedTuple):
-    """One piece of work, or what a green thread did. Times are `time.monotonic` seconds, None where
-    not reached.
+    """A task, or a call of a green thread.
 
-    ``name`` is the function; ``drone`` the drone; ``thread`` the green thread in it, "" for the
-    drone's own work. A drone's work is ``queued`` (the call, or when what that waited for was
-    there), ``sent`` (by the controller), ``started`` and ``finished`` (on the drone) and
-    ``received`` (by the controller); a green thread's call is started and finished. ``status`` is
-    "done", "error", "cancelled", "timeout", "died", or, for what is still under way, "running" or
-    "sent". ``calls`` is more than 1 for a slice of a `map`. ``cpu`` is the processor time in
-    seconds that its process took meanwhile, None where it was not measured: what is short.
-    ``whole`` marks a green thread's life, in which its calls lie. ``number`` tells a piece of work
-    from all others of its process (0: many, or none), ``needed`` has the numbers of those whose
-    values it took as promises."""
+    Times are seconds of `time.monotonic`; None if the point was not reached.
+
+    Attributes
+    ----------
+    name
+        The function.
+    drone
+        The drone.
+    thread
+        The green thread in the drone; "" for a task of the drone itself.
+    queued
+        The time of the call, or of the arrival of its last input.
+    sent, received
+        The times when the controller sent the task and received the result.
+    started, finished
+        The times on the drone. A green thread's call has only these two.
+    status
+        "done", "error", "cancelled", "timeout" or "died"; at the moment of the timeline also
+        "running" or "sent".
+    calls
+        More than 1 for a slice of a `map`, or for short calls that share a span.
+    cpu
+        Seconds of processor time of the process meanwhile; None if not measured (short calls).
+    whole
+        True for the life of a green thread, in which its calls lie.
+    number
+        Number of the task in its process; 0: many tasks, or none.
+    needed
+        Numbers of the tasks whose values it took as promises.
+    """
 
     name: str
     drone: str
@@ -57,7 +76,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it ran, or has been running; 0 for what has not begun."""
+        """The seconds that the span ran, or has been running; 0 if not begun."""
         return (
             0.0
             if self.started is None or self.finished is None
@@ -66,16 +85,28 @@ class Span(NamedTuple):
 
 
 def short_name(name: str) -> str:
-    """Of a function within a function, its own name."""
+    """Return the name of a function without the functions around it."""
     return name.rpartition("<locals>.")[2]
 
 
 class Sums(NamedTuple):
-    """Of many spans of one function on one drone: how many calls, and their times (seconds) and
-    bytes added up.
+    """The sums of many spans of one function on one drone: calls, seconds and bytes.
 
-    ``queued`` is from the call to the sending, ``there`` to the start (behind other work of that
-    drone, too), ``running`` to the end, ``back`` until the controller had it."""
+    Attributes
+    ----------
+    calls, failed
+        Number of calls, and of those that failed.
+    queued
+        Seconds from the call to the sending.
+    there
+        Seconds from the sending to the start, behind other tasks of the drone, too.
+    running
+        Seconds from start to end.
+    back
+        Seconds from the end until the controller had the result.
+    bytes_sent, bytes_received
+        Bytes of arguments and results.
+    """
 
     calls: int = 0
     failed: int = 0

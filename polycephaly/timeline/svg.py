@@ -1,4 +1,4 @@
-"""A drawing as SVG. It follows the light or the dark of the page that it is in."""
+"""A drawing as SVG. Its colours follow the light or dark mode of the page that contains it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def svg_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
 
 
 def bars_of(bars: Sequence[Bar]) -> str:
-    """A bar chart, to be put into a page that has the colours."""
+    """Return a bar chart for a page that defines the colours."""
     drawing = Drawing(height=4)
     draw_bars(drawing, bars)
     return _whole(drawing, _parts(drawing))
@@ -69,5 +69,5 @@ def _parts(drawing: Drawing) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """XML has no way to say a control character."""
+    """Return text for XML, which cannot represent control characters."""
     return escape("".join(each if each.isprintable() else "\ufffd" for each in text))

@@ -1,4 +1,4 @@
-"""Takes a crew's timeline: what its record has, and what is under way at this moment."""
+"""Take a dispatcher's timeline: its trace buffer, and the tasks that are under way."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ __all__ = ["take"]
 
 
 def take(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
-    """Of all its drones, or of one. From any thread, also when the crew has ended."""
+    """Return the timeline of all drones, or of the drone `only`.
+
+    Any thread may call it, also when the dispatcher has ended.
+    """
     now = monotonic()
     record, config = dispatcher.record, dispatcher.config
     folded, entries = record.look()
-    before = {
-        entry.drone: entry.finished[-1] for entry in entries
-    }  # up to when each had done something
+    # The end of the last recorded task of each drone.
+    before = {entry.drone: entry.finished[-1] for entry in entries}
     under_way = list(_under_way(dispatcher, before, now))
     drones = {config.drone_name(index): None for index in range(config.size)}
     taken = Timeline(under_way, [*drones], waiting=len(dispatcher.queue))
@@ -34,7 +36,7 @@ def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) 
     for handle in list(dispatcher.handles):
         for task in list(handle.in_flight.values()):
             sending = task.sending
-            if sending is None:  # it is just being taken back
+            if sending is None:  # just being returned
                 continue
             name, calls = short_name(task.definition.label), task.count
             if handle.runs(task.number):

@@ -1,5 +1,4 @@
-"""A timeline in a terminal: a chart with a row for each drone, a table of where the time went, the
-bottleneck."""
+"""A timeline in a terminal: a chart by drone, a table of times by function, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def text(timeline: Timeline, width: int | None = None) -> str:
 
 
 def facts(timeline: Timeline) -> list[str]:
-    """How long, how many; what is not in the picture."""
+    """Return the length and the counts, and what the picture leaves out."""
     calls = sum(each.calls for each in timeline.sums().values())
     told = [
         seconds(timeline.end - timeline.start),
@@ -110,7 +109,7 @@ def _bar(row: Row, start: float, step: float, cells: int) -> str:
 
 
 def _fill(cells: list[float], begin: float, end: float) -> None:
-    """Adds to each cell what the stretch covers of it."""
+    """Add to each cell the share of it that lies between `begin` and `end`."""
     first, last = max(0, int(begin)), min(len(cells) - 1, int(end))
     if first == last:
         cells[first] += end - begin
@@ -142,7 +141,7 @@ def _title(row: Row) -> str:
 
 
 def table(timeline: Timeline) -> list[Sequence[str]]:
-    """Where the time went, by function, under a line that says what is what."""
+    """Return the times by function, below a header line."""
     head = ("function", "calls", "running", "a call", "queued", "there", "back", "sent", "received")
     by_function = _by_function(timeline.sums())
     total = sum((sums for _, sums in by_function), Sums())
@@ -174,7 +173,7 @@ def _table(timeline: Timeline, width: int) -> list[str]:
 
 
 def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
-    """Of all drones together, what ran longest first."""
+    """Add up all drones. The function that ran longest comes first."""
     found: dict[str, Sums] = {}
     for (_, function), each in sums.items():
         found[function] = each + found.get(function, Sums())
@@ -203,11 +202,11 @@ def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
     return f"{_cut(*first):{first[1]}}" + "".join(f"{each:>{columns}}" for each, columns in rest)
 
 
-# -- small print -----------------------------------------------------------------------------------
+# -- formatting ------------------------------------------------------------------------------------
 
 
 def seconds(value: float) -> str:
-    """With three digits that count, and the unit that fits."""
+    """Return a time with three significant digits and a suitable unit."""
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if value < limit * 0.9995:
             return f"{value * factor:.3g} {unit}"
@@ -231,7 +230,7 @@ def _count(number: int, what: str) -> str:
 
 
 def printable(name: str) -> str:
-    """A name is the user's: what would move the cursor, or colour the rest, is left out."""
+    """Replace the characters of a user's name that would move the cursor or change colours."""
     return "".join(each if each.isprintable() else " " for each in name)
 
 
@@ -239,9 +238,8 @@ def _cut(name: str, columns: int) -> str:
     name = printable(name)
     if len(name) <= columns:
         return name
-    name, mark, number = name.rpartition(
-        " #"
-    )  # of a green thread: that is what tells it from the others
+    # The number of a green thread distinguishes it from others of the same name, so it is kept.
+    name, mark, number = name.rpartition(" #")
     keep = columns - len(mark + number) - 1
     return (
         f"{name[:keep]}…{mark}{number}"

@@ -1,4 +1,4 @@
-"""`Timeline`: who did what, and when."""
+"""`Timeline`: the work of drones and green threads, and its times."""
 
 from __future__ import annotations
 
@@ -17,18 +17,32 @@ Key = tuple[str, str]
 
 
 class Timeline:
-    """What drones and green threads did, and when: `Pool.timeline`, `Drone.timeline`,
-    `green.timeline()`.
+    """The work of drones and green threads at one moment, with its times.
 
-    A picture of one moment: what runs at that moment is shown as running, what comes later is not
-    in it. ``str()`` is a chart, a table of where the time went and the bottleneck in a sentence;
-    `save` writes a page, a picture or a trace; ``a + b`` is one timeline of both (a drone's name
-    that both have is numbered); ``.spans`` is what it holds. Any thread may use it.
+    `Pool.timeline`, `Drone.timeline` and `green.timeline()` return one. Tasks that run then are
+    shown as running; later ones are not included. ``str()`` gives a chart, a table of times and the
+    bottleneck in a sentence; `save` writes a page, a picture or a trace. ``a + b`` is one timeline
+    of both; if both have a drone of the same name, the second one gets a number.
 
-    Calls of less than 0.1 ms that were answered together are one span. A pool keeps the last 30,000
-    spans, about; of what came before, `sums` has the numbers, so tables are true however much was
-    done; ``folded`` says how many spans these were.
+    Attributes
+    ----------
+    spans
+        The spans, in the order in which tasks were answered; then those of green threads.
+    waiting
+        Number of tasks in the queue that were not yet sent to a drone.
+    folded
+        Number of spans that are no longer kept one by one, but in `sums` only.
+    threads_lost
+        Number of calls of green threads that were too many to be kept.
 
+    Notes
+    -----
+    Any thread may use it. Calls of less than 0.1 ms that were answered together are one span. A
+    pool keeps about the last 30,000 spans. Of earlier ones `sums` has the totals, so tables are
+    exact however many calls there were.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> with poly.Pool(2, name="two") as pool:
     ...     total = sum(pool.map(abs, range(-99, 1)))
@@ -47,9 +61,9 @@ class Timeline:
         self._folded: list[Aggregated] = []
         self._sums: dict[Key, Sums] | None = None
         self.waiting = waiting
-        """Pieces of work that were in the queue, and sent to no drone yet."""
+        """Number of tasks that were in the queue, and sent to no drone yet."""
         self.threads_lost = 0
-        """Calls of green threads that were too many to be kept."""
+        """Number of calls of green threads that were too many to be kept."""
 
     def add_record(
         self,
@@ -58,18 +72,17 @@ class Timeline:
         threads: Iterable[Span] = (),
         threads_lost: int = 0,
     ) -> None:
-        """What a crew's record has, to a timeline that nobody has looked at yet."""
+        """Add the content of a trace buffer, before the first use of the timeline."""
         self._entries += entries
         self._folded += [folded] if folded.spans else []
         self._others += threads
         self.threads_lost += threads_lost
 
-    # -- what it holds -----------------------------------------------------------------------------
+    # -- content -----------------------------------------------------------------------------------
 
     @property
     def spans(self) -> list[Span]:
-        """Everything, by drone's work in the order in which it was answered, and then what green
-        threads did."""
+        """All spans: tasks in the order of their answers, then those of green threads."""
         if self._spans is None:
             self._spans = [
                 *(span for entry in self._entries for span in entry.spans()),
@@ -79,25 +92,24 @@ class Timeline:
 
     @property
     def drones(self) -> list[str]:
-        """The names of all drones that it is about, idle ones too."""
+        """The names of all drones of the timeline, idle ones too."""
         of_folded = (drone for folded in self._folded for drone, _ in folded.sums)
         return [*dict.fromkeys([*self._drones, *of_folded, *(span.drone for span in self.spans)])]
 
     @property
     def folded(self) -> int:
-        """How many spans are not held one by one any more, but in `sums` only."""
+        """The number of spans that are no longer kept one by one, but in `sums` only."""
         return sum(folded.spans for folded in self._folded)
 
     @property
     def start(self) -> float:
-        """When the first of what it knows was asked for (`time.monotonic`); 0 where there is
-        nothing."""
+        """The time (`time.monotonic`) of the first call; 0 if there is none."""
         firsts = [t for span in self.spans for t in (span.queued, span.started) if t is not None]
         return min([*firsts, *(folded.start for folded in self._folded)], default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last of it was there."""
+        """The time (`time.monotonic`) of the last event; 0 if there is none."""
         lasts = [
             t
             for span in self.spans
@@ -107,8 +119,18 @@ class Timeline:
         return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
 
     def sums(self, threads: bool = False) -> dict[Key, Sums]:
-        """By drone and function, of all that was done, spans that are not held any more included;
-        with `threads`, of the calls of green threads instead."""
+        """Return the totals by drone and function, including spans that are no longer kept.
+
+        Parameters
+        ----------
+        threads
+            If true, return the totals of calls of green threads instead.
+
+        Returns
+        -------
+        dict
+            `Sums` by (drone, function).
+        """
         if threads:
             return _sums(span for span in self.spans if span.thread and not span.whole)
         if self._sums is None:
@@ -123,7 +145,7 @@ class Timeline:
         return self._sums
 
     def of_drone(self, name: str) -> Timeline:
-        """Of one drone alone."""
+        """Return the timeline of one drone alone."""
         alone = Timeline((span for span in self._others if span.drone == name), [name])
         alone._entries = [entry for entry in self._entries if entry.drone == name]
         for folded in self._folded:
@@ -168,18 +190,31 @@ class Timeline:
     def __bool__(self) -> bool:
         return bool(self.spans or self._folded)
 
-    # -- how it is shown ---------------------------------------------------------------------------
+    # -- presentation ------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, title: str = "Timeline") -> None:
-        """Writes it to a file, in the form that the name's suffix says.
+        """Write the timeline to a file, in the format given by the suffix of its name.
 
-        ``.html`` is a page of its own to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG
-        needs Pillow: ``pip install 'polycephaly[plot]'``), ``.json`` is a trace for
-        https://ui.perfetto.dev or ``chrome://tracing``.
+        Parameters
+        ----------
+        path
+            ``.html`` is a single page to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG
+            needs Pillow: ``pip install 'polycephaly[plot]'``), ``.json`` is a trace for
+            https://ui.perfetto.dev or ``chrome://tracing``.
+        title
+            Title of the page or picture.
 
-        Raises `ValueError` for any other suffix, `ModuleNotFoundError` without Pillow, `OSError`
-        where it cannot be written.
+        Raises
+        ------
+        ValueError
+            For any other suffix.
+        ModuleNotFoundError
+            If Pillow is needed and not installed.
+        OSError
+            If the file cannot be written.
 
+        Examples
+        --------
         >>> import os, polycephaly as poly, tempfile
         >>> with tempfile.TemporaryDirectory() as folder, poly.Drone() as drone:
         ...     drone.doit("sum(range(1000))")
@@ -194,13 +229,19 @@ class Timeline:
 
     @property
     def bottleneck(self) -> str:
-        """What kept it from being faster, in one sentence."""
+        """The reason that the run was not faster, in one sentence."""
         from .verdict import verdict
 
         return verdict(self)
 
     def text(self, width: int | None = None) -> str:
-        """What ``str()`` gives, in `width` columns (the terminal's, or 100)."""
+        """Return the text of ``str()``.
+
+        Parameters
+        ----------
+        width
+            Number of columns; by default those of the terminal, or 100.
+        """
         from .text import text
 
         return text(self, width)

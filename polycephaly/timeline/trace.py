@@ -1,13 +1,13 @@
-"""A timeline as a trace: the JSON of Chrome's trace event format, which Perfetto and
-chrome://tracing open.
+"""A timeline as a trace in Chrome's trace event format, for Perfetto and chrome://tracing.
 
-    process 0      the controller: a slice for each message sent and received, how many pieces of work wait
-    process 1, 2   the drones: a thread for each lane of work, and one for each green thread
-    flows          from the sending to the start, from the end to the receiving, with bytes; and from the end of what a
-                   node of a graph needed to its start
+    process 0      the controller: a slice for each message sent and received; waiting tasks
+    process 1, 2   the drones: a thread for each lane of tasks, and one for each green thread
+    flows          from sending to start and from end to receiving, with bytes; and from the end of
+                   a graph's node to the start of a node that needed it
 
 Times are microseconds from the beginning of the timeline. Slices of one thread never overlap, as
-the format wants it."""
+the format requires.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["events", "json_of"]
 
-FLOWS = 20_000  # spans with an arrow each way; more would make files that no viewer opens
-INSTANT = (
-    1.0  # microseconds: what a slice at the controller is long, of which only the moment is known
-)
+FLOWS = 20_000  # spans with an arrow each way; a file with more is too large for viewers
+# Microseconds: length of a slice of the controller, of which only the moment is known.
+INSTANT = 1.0
 
 Event = dict[str, Any]
 
@@ -73,7 +72,7 @@ def events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _lanes(row: Row) -> list[list[Span]]:
-    """Of a green thread, its life and what it called lie within each other."""
+    """Return the lanes of a row. The calls of a green thread are nested in its life."""
     if row.thread:
         nested = sorted(
             [*row.lives, *row.spans],
@@ -132,9 +131,8 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
                     _at(span.started, start),
                 )
             if span.received is not None:
-                last = max(
-                    span.started, span.finished - INSTANT / 1e6
-                )  # in the slice: at its end it is over
+                # Inside the slice, because an arrow at its end would not belong to the slice.
+                last = max(span.started, span.finished - INSTANT / 1e6)
                 yield _end(
                     "s",
                     2 * number + 1,
@@ -194,7 +192,7 @@ def _graph(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
 def _end(
     ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None
 ) -> Event:
-    """One end of an arrow."""
+    """Return one end of an arrow."""
     bind = {"bp": "e"} if ph == "f" else {}
     return {
         "ph": ph, "id": number, "name": name, "cat": "transport", "pid": process, "tid": thread, "ts": ts,

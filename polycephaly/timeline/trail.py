@@ -1,14 +1,15 @@
-"""The trail of green threads: how long they lived, and what they called, for timelines.
+"""The event log of green threads: their lives and calls, for timelines.
 
     ends of green threads ──────────┐
     foreign calls, items of map ────┴──> events ──in a controller──> green.timeline()
-                                           └──in a drone──> home, with its next results ──> its crew's record
+                                           └──in a drone──> sent with next results ──> TraceBuffer
 
-It has to cost nothing where threads are many or quick: what is shorter than `SHORTEST` is left out,
-and so are the lives of threads that were spawned beside `LIVES` others. Nothing is kept of
-arguments but short strings and numbers.
+Logging must cost nothing if threads are many or quick: events shorter than `SHORTEST` are left out,
+and so are the lives of threads that were spawned beside `LIVES` others. Of arguments, only short
+strings and numbers are kept.
 
-It travels as JSON: plain data, whoever sends it. Names are sent once, times as whole microseconds.
+The log is sent as JSON, which is plain data whatever its sender. Names are sent once, times as
+whole microseconds.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ LIVES = 256
 SHORTEST = 50e-6  # seconds
 NOTE = 40  # characters
 PART = 1000
-"""Events that go home at once: with these a message is still one for the lane."""
+"""Events that are sent at once: with these, a message still fits the fast transport."""
 
 
 class LoggedEvent(NamedTuple):
-    """What a green thread did. `cpu` is in seconds of processor time, negative where that is not
-    known; `life`: it is all of it, from its spawn to its end."""
+    """A call, or the life, of a green thread.
+
+    `cpu` is in seconds of processor time, negative if not known. `life` is true if the event covers
+    the thread from its spawn to its end.
+    """
 
     thread: int
     owner: str
@@ -50,20 +54,19 @@ class LoggedEvent(NamedTuple):
 
 
 class EventLog:
-    """One for each image. Any thread may add to it; who takes from it is one."""
+    """The log of a process. Any thread may add events; one thread at a time may take them."""
 
     def __init__(self) -> None:
         self.events: deque[LoggedEvent] = deque(maxlen=KEPT)
         self.lost = 0  # events that were too many, about: two threads may count at once
-        self.costs: deque[tuple[int, int]] = (
-            deque()
-        )  # of a drone's works: number, microseconds of processor time
+        # Of a drone's tasks: number, microseconds of processor time.
+        self.costs: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
 
     # -- green threads add -------------------------------------------------------------------------
 
     def ended(self, thread: Any, since: float, failed: bool) -> None:
-        """One has ended, which was spawned at `since`."""
+        """Log the end of a green thread that was spawned at `since`."""
         name = _title(thread)
         self._add(
             LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed)
@@ -78,7 +81,7 @@ class EventLog:
         failed: bool = False,
         cpu: float = -1.0,
     ) -> None:
-        """A green thread has called `fn`: from `started` until now."""
+        """Log that a green thread has called `fn`, from `started` until now."""
         now = monotonic()
         if now - started < SHORTEST:
             return
@@ -98,7 +101,7 @@ class EventLog:
         )
 
     def number_of(self, thread: Any) -> int:
-        """By which it is told from others of its name."""
+        """Return the number that distinguishes a green thread from others of the same name."""
         if not thread._number:
             thread._number = next(self._numbers)
         number: int = thread._number
@@ -109,10 +112,10 @@ class EventLog:
             self.lost += 1
         self.events.append(event)
 
-    # -- a drone takes, and sends ------------------------------------------------------------------
+    # -- a drone takes and sends -------------------------------------------------------------------
 
     def take(self) -> bytes:
-        """A part of it, to be sent home; nothing where there is nothing."""
+        """Return a part of the log to be sent to the controller; empty if there is none."""
         if not self.events and not self.costs:
             return b""
         costs = [self.costs.popleft() for _ in range(len(self.costs))]
@@ -136,13 +139,16 @@ class EventLog:
         return json.dumps(told, separators=(",", ":")).encode()
 
     def forget(self) -> None:
-        """In a forked child."""
+        """In a forked child: clear the log."""
         self.__init__()  # type: ignore[misc]
 
 
 def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, float], int]:
-    """What `take` gave, by a clock so many seconds `ahead`: events, processor time by work, how
-    many events were lost. Raises `ValueError`."""
+    """Read the data that `take` returned, from a clock `ahead` seconds ahead.
+
+    Returns the events, the processor time by task, and the number of lost events. Raises
+    `ValueError`.
+    """
     try:
         told = json.loads(sent)
         names = [str(name) for name in told["names"]]
@@ -171,7 +177,7 @@ def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, 
 
 
 def _seconds(microseconds: Any) -> float:
-    """Of a moment that has been, or a time that has passed."""
+    """Convert a time in the past, or a duration."""
     seconds = int(microseconds) / 1e6
     if not 0.0 <= seconds <= monotonic() + 1.0:
         raise ValueError(f"a time of {seconds} s")
@@ -179,8 +185,10 @@ def _seconds(microseconds: Any) -> float:
 
 
 def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
-    """As spans of a drone. Threads of one name are told apart by a number, the first to begin being
-    1."""
+    """Return events as spans of a drone.
+
+    A number distinguishes threads of one name; the first to begin has 1.
+    """
     return [
         Span(
             each.name,
@@ -198,7 +206,7 @@ def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
 
 
 def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]:
-    """The lives of green threads that have not ended."""
+    """Return the lives of green threads that have not ended."""
     now = monotonic()
     lives = [
         LoggedEvent(trail.number_of(thread), name, name, thread._since, now, life=True)
@@ -208,8 +216,7 @@ def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]
     return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
 
-# Names are of the user's making, and where they are asked for nothing may fail: somebody waits for
-# what comes next.
+# Users choose names. Reading them must never fail, because a caller waits for the result.
 
 
 def _title(thread: Any) -> str:
@@ -229,9 +236,8 @@ def _name(fn: Any) -> str:
 
 def _note(arg: Any) -> str:
     if type(arg) is int:
-        return (
-            str(arg)[:NOTE] if arg.bit_length() <= 256 else ""
-        )  # of thousands of digits, Python refuses
+        # Python refuses to convert integers of thousands of digits.
+        return str(arg)[:NOTE] if arg.bit_length() <= 256 else ""
     return repr(arg)[:NOTE] if type(arg) is float or (type(arg) is str and len(arg) <= NOTE) else ""
 
 

@@ -1,10 +1,11 @@
-"""The bottleneck of a run, in one sentence.
+"""Find the bottleneck of a run, and describe it in one sentence.
 
-    spans, sums ──> Figures: who was busy, who waited for what ──> the first reason that holds
+    spans, sums ──> Figures: which drones were busy or waited ──> the first reason that holds
 
-The order of the questions is that of their certainty. Were the drones busy? Then it is the work
-itself, or that it waits. Was one of them? Then it is that one. If none was, either nothing was
-there for them to do, or it did not reach them in time."""
+The questions are asked in the order of their certainty. If the drones were busy, the bottleneck is
+the tasks, or that they wait. If one drone was busy, it is that drone. If none was, either the
+drones had no tasks, or tasks did not reach them in time.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +24,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "verdict"]
 
-BUSY = 0.8  # of the time; the rest is what any start and end take
-ALONE = 0.6  # of the time that one call takes: the whole cannot get much shorter than that
-FEW = 4  # pieces of work for each drone: with fewer, uneven ones leave drones idle at the end
-IDLE_CPU = 0.3  # of the time that work runs: below that it waits for something
-BULK = 64 * 1024  # bytes a call, from which on the transport is what costs
+BUSY = 0.8  # share of the time; start and end of any run take the rest
+ALONE = 0.6  # share of the time that one call takes: the run cannot get much shorter than that
+FEW = 4  # tasks for each drone: with fewer, uneven ones leave drones idle at the end
+IDLE_CPU = 0.3  # share of the running time: a task that computes less is waiting for something
+BULK = 64 * 1024  # bytes a call, from which on transport is the main cost
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a verdict is made from. Shares are of the whole time, from 0 to 1."""
+    """The figures on which the sentence depends. Shares are of the whole time, from 0 to 1."""
 
     seconds: float
     drones: int
     calls: int
     pieces: int
     busy: dict[str, float]  # share, by drone
-    functions: dict[str, str]  # what a drone was busy with most, by drone
-    longest: float  # share of the longest single piece of work
-    backlog: float  # share in which something waited for a drone
+    functions: dict[str, str]  # by drone, the function that kept it busy longest
+    longest: float  # share of the longest single task
+    backlog: float  # share in which a task waited for a drone
     running: float  # seconds a call, where most of the time goes
     on_the_way: float
     bytes: float
-    computing: float | None  # processor time of what ran, as a share of that; None: not known
+    computing: float | None  # processor time as a share of the running time; None: not known
     busiest_computing: float | None  # the same of the busiest drone
-    threads: int  # of the busiest drone: how many green threads called something
+    threads: int  # of the busiest drone: number of green threads that called something
     cores: int
 
     @property
@@ -76,7 +77,7 @@ def figures(timeline: Timeline) -> Figures:
     sums = timeline.sums()
     for (drone, function), of_function in sums.items():
         functions[drone] = max(functions.get(drone, (0.0, "")), (of_function.running, function))
-    if timeline.folded:  # spans that are gone were busy too
+    if timeline.folded:  # spans that are no longer kept were busy too
         for drone in busy:
             busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
     calls = sum(each.calls for each in sums.values())
@@ -114,7 +115,7 @@ def verdict(timeline: Timeline) -> str:
 
 
 def sentence(f: Figures) -> str:
-    """The verdict on these figures."""
+    """Return the bottleneck that these figures show."""
     if not f.calls:
         return "No work has been done."
     used, function = percent(f.utilisation), printable(f.functions.get(f.busiest, ""))
@@ -162,8 +163,10 @@ def sentence(f: Figures) -> str:
 
 
 def _of_one_call(f: Figures, function: str) -> str:
-    """One call takes most of the time: whatever else is done, the whole cannot get shorter than
-    that."""
+    """Describe a run in which one call takes most of the time.
+
+    The run cannot get shorter than that call.
+    """
     busiest = printable(f.busiest)
     name = f"The longest drone, {busiest}," if f.drones > 1 else busiest
     was = f"{name} was busy {percent(f.busy[f.busiest])} of the time with {function}"
@@ -176,7 +179,7 @@ def _of_one_call(f: Figures, function: str) -> str:
 
 
 def _backlog(task: list[Span]) -> float:
-    """Seconds in which something had been asked for and not begun."""
+    """Return the seconds in which a task was queued and not begun."""
     waits = sorted(
         (span.queued, inf if span.started is None else span.started)
         for span in task
@@ -187,7 +190,7 @@ def _backlog(task: list[Span]) -> float:
 
 
 def _typical(sums: Iterable[Sums]) -> float:
-    """Seconds a call, weighed by how much of the time such calls take."""
+    """Return the seconds a call, weighted by the share of time that such calls take."""
     each = [
         (of_function.running, of_function.running / max(1, of_function.calls))
         for of_function in sums
@@ -202,7 +205,7 @@ def _first(task: list[Span]) -> float:
 
 
 def _computing(task: list[Span]) -> float | None:
-    """Known if most of what ran was measured."""
+    """Return the share of computing; None unless most of the running time was measured."""
     measured, running = (
         [span for span in task if span.cpu is not None],
         sum(span.seconds for span in task),

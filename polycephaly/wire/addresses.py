@@ -1,10 +1,12 @@
-"""Where this image is, for other images that want to reach it.
+"""Socket addresses by which processes reach each other's channels, and exit markers of drones.
 
-    <directory of the hub that started it>/<pid>.c     a drone's socket for its channels (green/far/)
-    <directory of its own hub>/<pid>.c                 the main image's
-                              /<pid>.e                 a link to nothing, whose text is the exit code of drone <pid>
+    <directory of the reactor that started it>/<pid>.c   a drone's channel socket
+    <directory of its own reactor>/<pid>.c               the controller process's channel socket
+                                  /<pid>.e               exit marker: a dangling symbolic link whose
+                                                         target is the exit code of drone <pid>
 
-A module of its own, as green threads need it, and do not need ZeroMQ.
+The sockets are those of green/distributed/. This module is separate from `endpoint` because green
+threads need addresses but not ZeroMQ.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ __all__ = [
 ]
 
 home_of_parent: str | None = None
-"""In a drone: the directory of the hub that started it; its own hub's is made inside."""
+"""In a drone: the directory of the reactor that started it. The drone's own reactor makes its
+directory inside this one.
+"""
 own_home: str | None = None
-"""The directory of this image's own hub, while it has one."""
+"""The directory of this process's own reactor, or None while it has no reactor."""
 address_of_parent: str | None = None
-"""In a forked zygote and its drones: where the image is reached that they are a snapshot of."""
+"""In a forked zygote and its drones: the channel address of the process they were forked from."""
 name_here = "the main image"
-"""How other images call this one."""
+"""The name of this process in messages of other processes."""
 at_start: list[Callable[[], object]] = []
-"""Called when others may want to reach this image: a snapshot was taken of it, and its directory is
-there."""
+"""Called when other processes may want to reach this one: after the directory of its reactor was
+made, and after each snapshot taken since.
+"""
 at_end: list[Callable[[], object]] = []
-"""Called when the own hub ends, and its directory goes."""
+"""Called when this process's reactor ends and its directory is removed."""
 
 
 def begin(home: str) -> None:
-    """The own hub's directory is there."""
+    """Record the directory of this process's reactor, which exists now."""
     global own_home
     own_home = home
     snapshot_taken()
@@ -61,7 +66,7 @@ def snapshot_taken() -> None:
 
 
 def channels_of(home: str, pid: int) -> str:
-    """The socket of an image by which others reach the channels that live there."""
+    """Return the path of the socket for the channels of process `pid`."""
     return f"{home}/{pid}.c"
 
 
@@ -70,26 +75,30 @@ def pid_of(channels: str) -> int:
 
 
 def address_here(home: str | None) -> str | None:
-    """Where this image is reached: as a drone in its parent's directory, else in that of its own
-    hub, `home`."""
+    """Return the channel address of this process, or None if it has no directory.
+
+    A drone's socket is in the directory of its parent's reactor. Any other process uses `home`, the
+    directory of its own reactor.
+    """
     place = home_of_parent or home
     return None if place is None else channels_of(place, os.getpid())
 
 
 def leave_word(channels: str, code: int) -> None:
-    """That image has ended, with this exit code. Its socket goes; who was connected with it may ask
-    how it ended."""
+    """Record that a drone ended with exit code `code`, and remove its socket.
+
+    Processes that were connected to the drone read the code with `how_it_ended`.
+    """
     if os.path.exists(channels):
         with suppress(OSError):
             if code:
-                os.symlink(
-                    str(code), channels[:-1] + "e"
-                )  # a link is there as a whole, or not at all
+                # A symbolic link is created atomically: readers never see half an exit code.
+                os.symlink(str(code), channels[:-1] + "e")
             os.unlink(channels)
 
 
 def how_it_ended(channels: str) -> int | None:
-    """The exit code; None where that is not known yet, or was 0."""
+    """Return the exit code of a drone, or None if the code is not known yet or was 0."""
     try:
         return int(os.readlink(channels[:-1] + "e"))
     except (OSError, ValueError):
@@ -97,7 +106,7 @@ def how_it_ended(channels: str) -> int | None:
 
 
 def _forget() -> None:
-    """In a forked child: the hub has stayed behind."""
+    """Forget the reactor in a forked child: only the parent has it."""
     global own_home
     own_home = None
 

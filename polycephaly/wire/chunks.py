@@ -1,16 +1,16 @@
-r"""Chunks: small records that travel in a drone's output pipes, in order with what is printed
-there.
+r"""Chunks: small records embedded in a drone's output pipes, in order with the printed text.
 
-    printed bytes ... \x1epoly:T;job-7\x1e ... printed bytes        a whole one: kind T, body "job-7"
-    \x1epoly:L2f.1+{"msg": "aa\x1e ... \x1epoly:L2f.1;aa"}\x1e      one in parts, of the sender 2f.1
+    printed bytes ... \x1epoly:T;job-7\x1e ... printed bytes    a whole chunk: kind T, body "job-7"
+    \x1epoly:L2f.1+{"msg": "aa\x1e ... \x1epoly:L2f.1;aa"}\x1e  one in two parts, from sender 2f.1
 
-Each is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with what
-other processes write into the same pipe. A body is printable ASCII. What is longer goes in parts,
-each but the last with a `+`; the sender's name keeps the parts of two writers apart. The reader
-takes chunks out: what was around them joins again.
+Each chunk is written by one `write` of at most `PIPE_BUF` bytes, which the kernel does not mix with
+the writes of other processes into the same pipe. A body is printable ASCII. A longer body is split
+into parts, each but the last marked with `+`; the sender's name keeps the parts of two writers
+apart. The parser takes chunks out and joins the text around them again.
 
-Whatever is no chunk is text: users may print `\x1e` too. It is held back only while it may become
-one."""
+Anything that is not a chunk is text, because users may print `\x1e` too. The parser holds text back
+only while the text may still become a chunk.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from select import PIPE_BUF
 __all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "ChunkParser", "chunk"]
 
 TAG = "T"
-"""What follows in this pipe is on behalf of the body, a short name; none: of nobody."""
+"""The text that follows was printed on behalf of the body, a short name. An empty body ends it."""
 LOG = "L"
-"""In stderr's pipe. What was logged: its number, a space, the record (log_records.py)."""
+"""In stderr's pipe: a log record. Body: its number, a space, the record (see log_records.py)."""
 ORDER = "O"
-"""In stdout's pipe: what follows was printed after the log record of that number."""
+"""In stdout's pipe: the text that follows was printed after the log record of that number."""
 MARK = b"\x1e"
-LONGEST = 1 << 20  # bytes of a body, all parts together
+LONGEST = 1 << 20  # limit in bytes of one body, all parts together
 
 _OPENING = MARK + b"poly:"
 _CHUNK = re.compile(rb"\x1epoly:([A-Z])([0-9a-f.]*)([+;])([ -~]*)\x1e")
 _NOT_IN_ONE = re.compile(rb"[^ -~]")
-_PART = PIPE_BUF - 64  # bytes of a body that go into one write
-_PARTS = 16 * (LONGEST // _PART)  # of unfinished chunks that are kept, of all senders
+_PART = PIPE_BUF - 64  # limit in bytes of the part of a body that one write carries
+_PARTS = 16 * (LONGEST // _PART)  # limit of unfinished parts kept in memory, all senders together
 
 _numbers = itertools.count()
 
@@ -44,8 +44,10 @@ Chunk = tuple[str, str]
 
 
 def chunk(kind: str, body: str) -> list[bytes]:
-    """What to write for it, each by one call. Raises `ValueError` for a body that is too long or no
-    printable ASCII."""
+    """Return the byte strings of a chunk, each to be written by one call.
+
+    Raises `ValueError` if the body is too long or not printable ASCII.
+    """
     text = body.encode("ascii")
     if len(text) > LONGEST or _NOT_IN_ONE.search(text):
         raise ValueError(
@@ -64,18 +66,18 @@ def chunk(kind: str, body: str) -> list[bytes]:
 
 
 class ChunkParser:
-    """Tells chunks from text in what comes through one pipe."""
+    """Separate chunks from text in the bytes read from one pipe."""
 
     def __init__(self) -> None:
         self.held = b""
-        """The end of what has come, if it may be the beginning of a chunk."""
+        """The unparsed end of the input, if it may be the beginning of a chunk."""
         self._parts: dict[bytes, list[bytes]] = {}
-        self._kept = 0  # of these, all together
+        self._kept = 0  # parts in `_parts`, all senders together
 
     def sort(self, new: bytes, last: bool) -> Iterator[bytes | Chunk]:
-        """Text and chunks, in their order. With `last`, nothing is held back."""
+        """Yield text and chunks in their order. If `last`, hold nothing back."""
         text, self.held = self.held + new, b""
-        done = at = 0  # given away up to `done`; looked at up to `at`
+        done = at = 0  # yielded up to `done`, examined up to `at`
         while (at := text.find(MARK, at)) >= 0:
             found = _CHUNK.match(text, at, at + PIPE_BUF)
             if found is None:
@@ -99,9 +101,10 @@ class ChunkParser:
             parts = self._parts.setdefault(sender, [])
             parts.append(body)
             self._kept += 1
-            if len(parts) > LONGEST // _PART + 1:  # it is none of us
+            # Longer than `chunk` allows: a process printed text that looks like our parts.
+            if len(parts) > LONGEST // _PART + 1:
                 self._drop(sender)
-            elif self._kept > _PARTS:  # somebody died in the middle of his
+            elif self._kept > _PARTS:  # A sender died between two parts: drop the oldest parts.
                 self._drop(next(iter(self._parts)))
             if more == b"+":
                 return None

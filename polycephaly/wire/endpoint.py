@@ -1,15 +1,18 @@
-"""Where images meet: a socket file in a directory that only its owner can enter.
+"""The ZeroMQ (bulk) transport: a socket file in a directory that only its owner can enter.
 
-    <temporary directory>/polycephaly-XXXXXXXX/       mode 0700
-        lock      held (flock) by the owner
-        hub       the ROUTER's ipc:// socket
-        1234.c    the socket of process 1234, drone or owner, for its channels (green/far/)
-        1234.e    a link to nothing, whose text is the exit code of drone 1234 that had such a socket
-        1234/     the same again for the hub of drone 1234, which starts drones of its own
+    <temporary directory>/polycephaly-XXXXXXXX/   mode 0700
+        lock      locked (flock) by the owner
+        hub       the ipc:// socket of the reactor's ROUTER
+        1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
+        1234.e    dangling link: its target is the exit code of drone 1234, which had such a socket
+        1234/     the same layout for the reactor of drone 1234, which starts drones of its own
 
-Who may open the socket is thereby decided by the file system; who speaks on it must bear an
-identity that the hub has handed out (128 random bits, never in a file). A directory whose lock
-nobody holds was left by images that were all killed at once; the next hub removes it."""
+File permissions decide which processes may open the socket. A sender on the socket must bear an
+identity that the reactor handed out: 128 random bits, never stored in a file.
+
+A directory whose lock is free was left by processes that were all killed at once. The next reactor
+removes it.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +33,26 @@ from . import addresses
 __all__ = ["BulkTransport", "connect", "has_news", "new_context", "news_fd"]
 
 _PREFIX = "polycephaly-"
-_SOCKET_PATH_MAX = 100  # a unix socket's path has 107 bytes
-_OLD_ENOUGH = 60.0  # seconds: a directory younger than this may not have got its lock yet
+_SOCKET_PATH_MAX = 100  # limit in bytes; the kernel's limit for the path of a Unix socket is 107
+_OLD_ENOUGH = 60.0  # seconds: the owner of a younger directory may not have locked it yet
 
 
 class BulkTransport:
-    """A private directory with the hub's bound socket in it.
+    """A private directory and the reactor's bound ROUTER socket in it.
 
-    Its path is known from the start and it is made by `open`, so that a zygote can be there before,
-    which removes it when its owner is killed at any moment afterwards."""
+    The path is chosen in `__init__` and the directory is made by `open`. So a zygote can be started
+    in between; it removes the directory if the owner is killed at any later moment.
+    """
 
     def __init__(self) -> None:
         self.home = _choose_home()
-        self._made = ExitStack()  # what there is to undo
+        self._made = ExitStack()  # closes whatever `open` has made
 
     def open(self) -> zmq.Socket[bytes]:
-        """Raises `OSError` (zmq.ZMQError among them) where it cannot be made; nothing is left
-        then."""
+        """Make the directory and return the bound ROUTER.
+
+        Raises `OSError` (`zmq.ZMQError` is one) if this fails; then nothing is left behind.
+        """
         with ExitStack() as undo:
             os.mkdir(self.home, 0o700)
             undo.callback(shutil.rmtree, self.home, ignore_errors=True)
@@ -60,7 +66,7 @@ class BulkTransport:
             router = context.socket(zmq.ROUTER)
             undo.callback(router.close)
             router.setsockopt(zmq.LINGER, 0)
-            router.setsockopt(zmq.SNDHWM, 0)  # the hub bounds what is under way by credit
+            router.setsockopt(zmq.SNDHWM, 0)  # the reactor limits messages in flight by credit
             router.setsockopt(zmq.RCVHWM, 0)
             router.bind(address(self.home))
             self._made = undo.pop_all()
@@ -73,8 +79,11 @@ class BulkTransport:
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Raises `OSError` where there is no room for its threads, for which libzmq would abort this
-    process."""
+    """Return a new ZeroMQ context.
+
+    Raises `OSError` if the system has no room for the context's threads: libzmq would abort the
+    process.
+    """
     check_threads(ZMQ_THREADS)
     return zmq.Context()
 
@@ -84,11 +93,12 @@ def address(home: str) -> str:
 
 
 def connect(home: str, identity: bytes) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """The drone's end: a DEALER that bears the identity the hub gave it."""
+    """Connect a drone's DEALER, with the identity that the reactor gave the drone."""
     context = new_context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, identity)
-    dealer.setsockopt(zmq.LINGER, 5000)  # results on their way are delivered before the drone ends
+    # Milliseconds: results in flight are delivered before the drone ends.
+    dealer.setsockopt(zmq.LINGER, 5000)
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.setsockopt(zmq.RCVHWM, 0)
     dealer.connect(address(home))
@@ -100,8 +110,10 @@ def has_news(end: zmq.Socket[bytes]) -> bool:
 
 
 def news_fd(end: zmq.Socket[bytes]) -> int:
-    """A descriptor that becomes readable when something happens: edge-triggered, so look at
-    `has_news` first."""
+    """Return a descriptor that becomes readable when something happens.
+
+    The descriptor is edge-triggered: call `has_news` before waiting on it.
+    """
     return cast(int, end.getsockopt(zmq.FD))
 
 
@@ -119,8 +131,7 @@ def _choose_home() -> str:
 
 
 def _sweep(place: str) -> None:
-    """Removes what earlier images left that were killed all at once: old directories with no lock
-    held."""
+    """Remove old directories whose lock is free, left by processes that were all killed at once."""
     with suppress(OSError):
         for entry in os.scandir(place):
             if entry.name.startswith(_PREFIX) and time.time() - entry.stat().st_mtime > _OLD_ENOUGH:
@@ -129,8 +140,8 @@ def _sweep(place: str) -> None:
 
 def _remove_if_abandoned(home: str) -> None:
     with suppress(OSError):
-        # The temporary directory is everybody's: what lies there under our name may be a link, or
-        # no file.
+        # Any user may write to the temporary directory: an entry with our prefix may be a link, or
+        # not be a regular file.
         harmless = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
         lock = os.open(os.path.join(home, "lock"), os.O_RDWR | harmless)
         try:

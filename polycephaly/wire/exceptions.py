@@ -1,20 +1,21 @@
-"""Errors come home as what they were.
+"""Pickling of exceptions, so that an error reaches the controller as the exception it was.
 
-Pickle calls an exception's class with its ``args``, which fails, or builds something else, for
-every class whose constructor takes other arguments than it hands to ``Exception.__init__``; and it
-leaves out the cause, the context and the traceback. So an exception travels as a *parcel*: the
-first body that rebuilds it truly (tried on the drone, before sending), the parcels it is linked to,
-and its traceback as text.
+Pickle calls an exception's class with its `args`. That fails, or builds something else, for every
+class whose constructor takes other arguments than it passes to `Exception.__init__`. Pickle also
+leaves out the cause, the context and the traceback. So an exception travels as a `_Parcel`: the
+first body below that rebuilds the exception correctly (tested in the drone, before sending), the
+parcels of its cause and context, and its traceback as text.
 
-    body      "pickled"   its own pickle gives the same type and args
-              "rebuilt"   class.__new__ and then args and attributes, without __init__: but where the class says itself
-                          how it is pickled, and that fails, it is not to be pickled
-              "group"     an exception group: message, and a parcel for each member
-              "text"      nothing of the kind works: it arrives as RemoteError
+    "pickled"   its own pickle gives the same type and args
+    "rebuilt"   class.__new__, then args and attributes, without __init__; not used if the class
+                itself defines how it is pickled and that fails: then it is not meant to be pickled
+    "group"     an exception group: message, and a parcel for each member
+    "text"      none of these works: the error arrives as RemoteError
 
-The rebuilt exception has the original's cause and context; the remote traceback is the last cause
-of the chain, a `concurrent.futures.process._RemoteTraceback`, so that printing it shows the remote
-lines."""
+The rebuilt exception has the original's cause and context. The remote traceback becomes the last
+cause of the chain, a `concurrent.futures.process._RemoteTraceback`, so that printing the exception
+shows the remote lines.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +40,23 @@ class _Parcel(NamedTuple):
     members: tuple[Any, ...]
     type_name: str
     message: str
-    extra: dict[str, Any]  # what neither args nor __dict__ carry
+    extra: dict[str, Any]  # attributes that are in neither args nor __dict__
     cause: Any
     context: Any
     suppress_context: bool
 
 
 def pack_exception(error: BaseException, capture: Callable[[object], bytes]) -> bytes:
-    """`error` with all it is linked to, as bytes. Never fails: what cannot travel goes as text."""
+    """Return `error` with its whole chain as bytes.
+
+    Never fails: an exception that cannot be pickled is sent as text.
+    """
     text = "".join(format_exception(type(error), error, _without_our_frames(error.__traceback__)))
     return dumps((_parcel(error, capture, {}), text), 5)
 
 
 def unpack_exception(data: bytes) -> BaseException:
-    """The exception, or a `RemoteError` where this image cannot build it."""
+    """Return the exception, or a `RemoteError` if this process cannot rebuild it."""
     parcel, text = loads(data)
     error = _open(_Parcel(*parcel), text)
     last, seen = error, {id(error)}
@@ -67,7 +71,7 @@ def unpack_exception(data: bytes) -> BaseException:
 def _parcel(
     error: BaseException, capture: Callable[[object], bytes], open_: dict[int, None]
 ) -> tuple[Any, ...]:
-    open_ = {**open_, id(error): None}  # the path from the root: a chain may be a circle
+    open_ = {**open_, id(error): None}  # the path from the root: a chain may contain itself
 
     def linked(other: BaseException | None) -> tuple[Any, ...] | None:
         return None if other is None or id(other) in open_ else _parcel(other, capture, open_)
@@ -119,8 +123,10 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
 
 
 def _says_how(kind: type) -> bool:
-    """Whether it is pickled in a way of its own. One that it inherits may know nothing of how it is
-    made."""
+    """Return whether the class itself defines how it is pickled.
+
+    An inherited definition does not count: it may not know the subclass's constructor.
+    """
     return any(name in vars(kind) for name in _WAYS)
 
 
@@ -129,7 +135,8 @@ def _same(copy: BaseException, error: BaseException) -> bool:
         isinstance(error, BaseExceptionGroup)
         or dumps(copy.args, 5) == dumps(error.args, 5)
         or dumps(copy.args, 5)
-        == dumps(loads(dumps(error.args, 5)), 5)  # a copy of an array may be in another order
+        # A copied array may be laid out in another order.
+        == dumps(loads(dumps(error.args, 5)), 5)
         or bool(copy.args == error.args)
     )
 
@@ -171,7 +178,8 @@ def _open(parcel: _Parcel, text: str) -> BaseException:
         error.__context__ = _open(_Parcel(*parcel.context), text)
     if parcel.cause is not None:
         error.__cause__ = _open(_Parcel(*parcel.cause), text)
-        if parcel.context is None:  # `raise ... from`: Python makes the two the same
+        # `raise ... from`: Python sets context and cause to the same exception
+        if parcel.context is None:
             error.__context__ = error.__cause__
     error.__suppress_context__ = parcel.suppress_context
     return error
@@ -185,7 +193,7 @@ def _message(error: BaseException) -> str:
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is the user's."""
+    """Return the traceback from the first frame that is not Polycephaly's."""
     first = trace
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
         "polycephaly.drone"

@@ -1,20 +1,20 @@
-"""The express lane: small messages between hub and drone over a socket pair of their own.
+"""The fast transport: small messages between reactor and drone over a Unix socket pair.
 
-A ZeroMQ message crosses two I/O threads on its way. On the 2-core machine of docs/performance.md an
-echo through ROUTER and DEALER took 80 us, through a unix SEQPACKET pair 8, and
-`multiprocessing.Pool`'s whole round trip 95. So what is small goes by the lane, and ZeroMQ carries
-what the lane cannot: messages of any size, queued without bound and sent by threads of its own, so
-that neither side ever blocks in a send.
+ZeroMQ carries the messages that the fast transport cannot: ZeroMQ messages may have any size, are
+queued without bound and are sent by ZeroMQ's own threads, so that neither side ever blocks in a
+send. Both transports carry the same messages (messages.py), and the receiver gets them in the order
+in which they were sent:
 
-Both carry the same messages (messages.py), and the receiver sees them in the order in which they
-were sent:
-* lane, then bulk: who reads a bulk message first reads the lane empty. What was sent by the lane
-  before it is in the kernel's buffer by then.
-* bulk, then lane: the hub sends by the lane only while no work that went by bulk is unanswered.
-Results may pass each other, but for those of one slice: once a part of it went by bulk, so do the following ones.
+* Fast, then bulk: a receiver that reads a bulk message first empties the fast transport. Messages
+  sent earlier by the fast transport are in the kernel's buffer by then.
+* Bulk, then fast: the reactor uses the fast transport only while no task sent by bulk is
+  unanswered.
 
-The pair is made for one drone and handed to it by the zygote, so its other end needs no proof of
-who it is."""
+Results may overtake each other, except those of one slice: after one part of it went by bulk, the
+following parts do so too.
+
+See docs/decisions/0002-fast-transport.md.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from .messages import Malformed
 
 __all__ = ["FastTransport"]
 
-LARGEST = 48 * 1024  # bytes of a packet; the kernel's default buffer holds four
+# Limit in bytes of a packet's frames; the kernel's default buffer holds four such packets.
+LARGEST = 48 * 1024
 _SIZES = Struct("<IB")  # bytes of the head, and number of frames
 
 
 class FastTransport:
-    """One end of it. `send` and `receive` never block."""
+    """One end of the fast transport. `send` and `receive` never block."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -46,18 +47,25 @@ class FastTransport:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """False where it must go by bulk: too large, too many frames, or the lane is full."""
+        """Send a message; return False if it must go by bulk instead.
+
+        That is so if the message is too large, has too many frames, or the socket is full.
+        """
         if len(frames) > 2 or sum(map(len, frames)) > LARGEST:
             return False
         packet = b"".join((_SIZES.pack(len(frames[0]), len(frames)), *frames))
         try:
             return self._end.send(packet) == len(packet)
-        except OSError:  # full; or the other side is gone, which is told by others
+        # The socket is full, or the other end is gone, which is reported elsewhere.
+        except OSError:
             return False
 
     def receive(self) -> list[Any] | None:
-        """The next message's frames; None where there is none now; an empty list once the other end
-        is closed. Raises `Malformed` for a packet that is none of ours."""
+        """Return the frames of the next message.
+
+        Returns None if no message is there, and an empty list if the other end is closed. Raises
+        `Malformed` if the packet is not a valid message.
+        """
         try:
             packet = self._end.recv(LARGEST + _SIZES.size)
         except BlockingIOError:
@@ -80,7 +88,10 @@ class FastTransport:
         return [head] if count == 1 else [head, packet[body:]]
 
     def _is_open(self) -> bool:
-        """Has the other end not been closed yet? An empty packet looks as its end does."""
+        """Return whether the other end is still open.
+
+        Needed because an empty packet looks like the end of the stream.
+        """
         look = select.poll()
         look.register(self._end, select.POLLRDHUP)
         return not look.poll(0)

@@ -1,17 +1,20 @@
-"""Work that is called often is sent once: the controller's book of callables and code strings.
+"""The controller's function registry: a callable or code string is sent once to each drone.
 
-    fn ──> Book.define ──> Definition(number, payload) ──> a DEFINE item, once for each drone that needs it
-                                                      └──> CALL items carry the number alone
+    fn ──> FunctionRegistry.define ──> RemoteFunction(number, payload)
+                                        ├─> DEFINE item, once for each drone that needs the function
+                                        └─> CALL items, which carry the number only
 
-When may a function pickled before be reused? A function by reference: always. A function by value:
-while everything that it would capture (closure cells, globals, defaults) is the very same immutable
-object as it was then, which its *guards* tell. Where one of them could have been changed in place,
-the function is pickled again at each call, since a call captures the values of its moment.
+A pickled function may be reused under these conditions. A function by reference: always. A function
+by value: while everything that its pickle captures (closure cells, globals, defaults) is still the
+identical immutable object; the entry's *guards* check that. If a captured object could have changed
+in place, the function is pickled again at each call, because a call captures the values of its
+moment.
 
-An entry dies with its function, so nothing in it may lead back to the function: cells, namespaces,
-other functions and modules could. A guard therefore reads them through a weak reference to the
-function, and holds weakly what was there. Only what refers to nothing (numbers, strings, bytes,
-code, tuples of these) is held as it is."""
+An entry is removed when its function dies, so nothing in the entry may lead back to the function:
+cells, namespaces, other functions and modules could. A guard therefore reads them through a weak
+reference to the function, and holds the captured objects weakly. Only objects that refer to nothing
+(numbers, strings, bytes, code, tuples of these) are held strongly.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +47,18 @@ _KEPT_CODE = 1024
 _DEFINITIONS_KEPT = 256
 _DEFINITION_BYTES_KEPT = 8 << 20
 _COLD = 16
-"""So many reports of a shorter time are believed as they are: the first calls tell what it takes to
-warm up."""
-_numbers = itertools.count(
-    1
-)  # for all books: a drone may get definitions from two, across a refresh
+"""Number of first reports of which a shorter time is adopted at once: the first calls include
+warming up.
+"""
+# One counter for all registries: a drone may get definitions from two, across a refresh.
+_numbers = itertools.count(1)
 
 
 class RemoteFunction:
-    """One callable or code string, as it travels. `seconds` is what a call has lately taken (None:
-    unknown)."""
+    """One callable or code string in the form in which it travels.
+
+    `seconds` is the recent duration of a call, None if unknown.
+    """
 
     __slots__ = (
         "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
@@ -63,27 +68,32 @@ class RemoteFunction:
     def __init__(self, number: int, kind: int, payload: bytes | Serialized, label: str) -> None:
         self.number = number
         self.kind = kind
-        self.captures = False  # handles of kept values, or what wants to know of the call: then it is for one call
-        self.kept: dict[int, RemoteObject] = {}  # these values, until that call has them
+        # The function captures handles of kept values, or objects that follow the call: the
+        # definition is then for one call.
+        self.captures = False
+        # The captured kept values, held here until that call holds them.
+        self.kept: dict[int, RemoteObject] = {}
         self.moved: list[Any] = []
-        self.overlaps = (
-            kind == DEFINE_OVERLAPPING
-        )  # a drone may run several of these at once, as green threads
+        # A drone may run several calls at once, as green threads.
+        self.overlaps = kind == DEFINE_OVERLAPPING
         self.payload = payload
         self.label = label
         self.seconds: float | None = None
-        self.reports = 0  # of its time
-        self.once = False  # for one call: what it is made of may change before the next
-        self.pace: list[float | None] | None = (
-            None  # `seconds`, for the next definition of the same thing
-        )
+        self.reports = 0  # number of durations reported
+        self.once = False  # for one call: a captured object may change before the next
+        # `seconds`, shared with the next definition of the same function
+        self.pace: list[float | None] | None = None
 
     def took(self, seconds: float, calls: int) -> None:
-        """Follows the measured time; a longer one, and that of many calls, is believed sooner."""
-        if not calls:  # a slice of which the last call had just ended when it was cut
+        """Update `seconds` from a measured time of `calls` calls.
+
+        Longer times, and times of many calls, change the estimate faster.
+        """
+        if not calls:  # a slice that was cut just after its last call had ended
             return
         seconds /= calls
-        if not 0 <= seconds < inf:  # no time: what is reckoned with it would never be one again
+        # Not a duration: any estimate computed from NaN or infinity would stay useless.
+        if not 0 <= seconds < inf:
             return
         old = self.seconds
         self.reports += 1
@@ -97,31 +107,31 @@ class RemoteFunction:
 
 class _Entry(NamedTuple):
     function: ref[Any]
-    guards: tuple[_Guard, ...]  # none: the function goes by reference, always
+    guards: tuple[_Guard, ...]  # empty: the function always goes by reference
     definition: RemoteFunction
 
 
 class KnownFunctions:
-    """The definitions that another process has, so that a call of one carries only its number.
+    """The definitions that one other process has, so that a call of these carries only a number.
 
-    Told to be forgotten there are those that nobody can call any more, and the oldest ones when
-    there are too many. One thread at a time uses it; but a definition may end in any thread, in the
-    middle of anything: then its number is added to `unused`, and `ended` called."""
+    Definitions that can be called no more, and the oldest ones if there are too many, are to be
+    forgotten by that process. One thread at a time uses this object. A definition may die in any
+    thread and at any point of its code: then only its number is appended to `unused`, and `ended`
+    is called.
+    """
 
     def __init__(self, ended: Callable[[], object] | None = None) -> None:
         self.unused: deque[int] = deque()
         self._ended = ended
-        self._known: dict[
-            int, tuple[ref[Any], int]
-        ] = {}  # number -> definition, bytes; oldest first
+        # number -> (definition, bytes), oldest first
+        self._known: dict[int, tuple[ref[Any], int]] = {}
         self._bytes = 0
 
     def __contains__(self, number: int) -> bool:
         return number in self._known
 
     def add(self, definition: Any) -> Iterator[int]:
-        """It goes there now. Gives the numbers of those that have to be forgotten before, for want
-        of room."""
+        """Record `definition` as sent; yield the numbers of those to forget first, to make room."""
         known, number, size = self._known, definition.number, len(definition.payload)
         while known and (
             len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT
@@ -133,11 +143,11 @@ class KnownFunctions:
         self._bytes += size
 
     def remove(self, number: int) -> None:
-        """It is not there any more."""
+        """Record that the process no longer has this definition."""
         self._bytes -= self._known.pop(number, (None, 0))[1]
 
     def take_unused(self) -> Iterator[int]:
-        """The numbers of those that are to be forgotten, as nobody can call them any more."""
+        """Yield the numbers of definitions to forget because no call of these can come any more."""
         while self.unused:
             number = self.unused.popleft()
             self.remove(number)
@@ -150,8 +160,11 @@ class KnownFunctions:
 
 
 class FunctionRegistry:
-    """The definitions made against one snapshot. Any thread may call it: a lost race defines a
-    thing twice."""
+    """The definitions made against one snapshot.
+
+    Any thread may call it. Two threads that race may define the same function twice, which is
+    harmless.
+    """
 
     def __init__(
         self,
@@ -165,16 +178,16 @@ class FunctionRegistry:
         self.store = store
         self._overlaps = overlaps
         self._entries: dict[int, _Entry] = {}
-        self._last: tuple[ref[Any], Any] = (
-            ref(self),
-            None,
-        )  # a function without guards, and its definition
+        # The last function without guards, and its definition.
+        self._last: tuple[ref[Any], Any] = (ref(self), None)
         self._code: dict[str, RemoteFunction] = {}
         self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, work: str | Callable[..., Any]) -> RemoteFunction:
-        """The definition of `work`. Raises what its pickling raises, with a note that says what it
-        was."""
+        """Return the definition of `work`.
+
+        Raises the errors of its pickling, with a note that names the function.
+        """
         same: RemoteFunction
         last, same = self._last
         if work is last():
@@ -211,8 +224,7 @@ class FunctionRegistry:
         return definition
 
     def forget(self) -> None:
-        """Its drones are gone: nothing of it is needed any more, and some may lie in shared
-        memory."""
+        """Drop all definitions: the drones are gone, and some payloads may occupy shared memory."""
         self._entries.clear()
         self._last = ref(self), None
 
@@ -228,24 +240,24 @@ class FunctionRegistry:
 
     def _remember(self, work: Any, definition: RemoteFunction) -> bool:
         if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
-            return False  # an instance or a bound method: its state may change at any time
+            return False  # An instance or a bound method: its state may change at any time.
         try:
             guards = tuple(_guards(work, self.snapshot, set()))
         except _Mutable:
             return False
         key, entries = id(work), self._entries
-        # Called as pop(key, reference) before the memory of `work`, and so its id, can be used
-        # again.
+        # The callback pop(key, reference) runs before the memory of `work`, and so its id, can be
+        # reused.
         entries[key] = _Entry(ref(work, partial(entries.pop, key)), guards, definition)
         return True
 
 
 class _Mutable(Exception):
-    """Something captured could change in place."""
+    """A captured object could change in place."""
 
 
 def label(work: object) -> str:
-    """How a piece of work is called in messages."""
+    """Return the name of a callable or code string for messages."""
     if isinstance(work, str):
         return f"code {work[:60]!r}"
     name = getattr(work, "__qualname__", None) or getattr(work, "__name__", None)
@@ -253,17 +265,17 @@ def label(work: object) -> str:
 
 
 class _Weak(ref[Any]):
-    """Tells our references from one that is itself a value."""
+    """A weak reference of this module; a captured value may be a weak reference itself."""
 
     __slots__ = ()
 
 
 class _Guard(NamedTuple):
-    """What the pickle of one function or partial depends on."""
+    """The state that the pickle of one function or partial depends on."""
 
     work: ref[Any]
-    names: tuple[str, ...]  # of globals
-    state: list[Any]  # when it was pickled: see `_state` and `_held`
+    names: tuple[str, ...]  # names of globals
+    state: list[Any]  # at pickling: see `_state` and `_held`
 
 
 def _stands(guard: _Guard) -> bool:
@@ -273,9 +285,9 @@ def _stands(guard: _Guard) -> bool:
         return False
     try:
         now = _state(work, names)
-    except ValueError:  # a cell is empty now
+    except ValueError:  # a cell has become empty
         return False
-    if len(now) != len(then):  # a keyword came or went
+    if len(now) != len(then):  # a keyword was added or removed
         return False
     for held, value in zip(then, now):  # noqa: B905, SIM110 - `strict` and a generator take longer
         if held is not value and not _is(held, value):
@@ -284,11 +296,11 @@ def _stands(guard: _Guard) -> bool:
 
 
 def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
-    """All that can change of it; the values of its globals come last. Raises `ValueError` for an
-    empty cell.
+    """Return all parts of `work` that can change; the values of its globals come last.
 
-    Asked for at each call: no comprehension, which is a call, and no new tuple within, to be
-    compared in depth."""
+    Raises `ValueError` if a cell is empty. This runs at each call. So there is no comprehension,
+    which is a call, and no new tuple in the list, which would be compared item by item.
+    """
     if type(work) is not FunctionType:
         keywords, state = work.keywords, [not work.__dict__, work.func, work.args]
     else:
@@ -303,12 +315,11 @@ def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
 
 
 _HELD = frozenset((*ATOMS, CodeType))
-"""These refer to nothing but their like."""
+"""Types whose objects refer only to objects of these types."""
 
 
 def _held(value: Any) -> Any:
-    """What tells later whether another value is this one. Nothing in it leads back to a
-    function."""
+    """Return a stand-in that identifies `value` later and never leads back to a function."""
     if type(value) is tuple:
         held = tuple(map(_held, value))
         return value if all(map(is_, held, value)) else held
@@ -316,9 +327,8 @@ def _held(value: Any) -> Any:
         return value
     try:
         return _Weak(value)
-    except (
-        TypeError
-    ):  # a container of `__main__`, which the snapshot holds too; a subclass of int or bytes
+    except TypeError:
+        # A container of `__main__`, which the snapshot holds too, or a subclass of int or bytes.
         return value
 
 
@@ -335,13 +345,15 @@ def _is(held: Any, value: Any) -> bool:
 
 
 def _guards(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
-    """Of all that goes with `work`; raises `_Mutable` where looking again would not show a
-    change."""
+    """Yield the guards of `work` and of all that it captures.
+
+    Raises `_Mutable` if a later check would not show a change.
+    """
     if id(work) in seen or by_reference(work, snapshot):
         return
     seen.add(id(work))
     if not isinstance(work, (FunctionType, partial)) or work.__dict__:
-        raise _Mutable  # a class by value, or something that has attributes
+        raise _Mutable  # a class by value, or an object with attributes
     names = () if isinstance(work, partial) else tuple(set(_names(work.__code__)))
     try:
         state = _state(work, names)
@@ -379,8 +391,7 @@ def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
 
 
 def _kin(work: Any) -> Any:
-    """What calls of it have in common with those of other objects: probably the time that they
-    take."""
+    """Return a key that `work` shares with similar callables, whose calls probably take as long."""
     if isinstance(work, partial):
         return _kin(work.func)
     if isinstance(work, FunctionType):
@@ -389,7 +400,8 @@ def _kin(work: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names  # globals and attributes alike: an attribute's name costs a look-up, no more
+    # Globals and attributes alike: the name of an attribute costs one look-up.
+    yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)

@@ -1,10 +1,12 @@
-"""A `logging` record as plain data: what a drone logged, on its way to the controller's loggers.
+"""Conversion of `logging` records to plain data, on their way to the controller's loggers.
 
-    LogRecord ── pack_record ──> JSON: the values of `_FIELDS`, and a mapping of the rest ── unpack_record ──> LogRecord
+    LogRecord ── pack_record ──> JSON: values of `_FIELDS`, mapping of the rest ── unpack_record
+                                                                                    └──> LogRecord
 
-The message is formatted and an exception told in the drone: its arguments may be anything, and may
-change. What `extra` or a record factory added comes along; what of it JSON does not know, as its
-`str`."""
+The drone formats the message and the exception, because the arguments may be of any type and may
+change. Attributes added by `extra` or a record factory are included; values that JSON does not
+support become their `str`.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,21 @@ _FIELDS = (
     "name", "levelno", "levelname", "msg", "pathname", "lineno", "funcName", "created", "msecs", "relativeCreated",
     "process", "thread", "threadName", "exc_text", "stack_info",
 )  # fmt: skip
-_TYPES = (str, int, str, str, str, int)  # of the first ones; a record cannot be without them
+_TYPES = (str, int, str, str, str, int)  # of the first fields, which every record has
 _KNOWN = {*_FIELDS, "args", "exc_info", "filename", "module", "processName", "message"}
-_MOST = LONGEST - 32  # bytes: beside it stands a number
-_CUTS = (
-    LONGEST // 32,
-    LONGEST // 128,
-)  # characters of each text in a record that would be too long, if need be fewer:
-# JSON may make twelve bytes of one
+_MOST = LONGEST - 32  # bytes; the record's number stands beside it in the chunk
+# Limits in characters for each text of a record that is too long, tried in this order. JSON may use
+# twelve bytes for one character.
+_CUTS = (LONGEST // 32, LONGEST // 128)
 
 _formatter = logging.Formatter()
 
 
 def pack_record(record: logging.LogRecord) -> str:
-    """Raises what formatting its message raises."""
+    """Return the record as JSON in printable ASCII.
+
+    Raises the errors of formatting its message.
+    """
     fields = record.__dict__
     values = [fields.get(name) for name in _FIELDS]
     values[3] = record.getMessage()
@@ -45,7 +48,7 @@ def pack_record(record: logging.LogRecord) -> str:
     }
     try:
         body = _encode((values, rest))
-    except (TypeError, ValueError):  # keys that are no text; a circle
+    except (TypeError, ValueError):  # keys that are not strings, or a reference cycle
         body = _encode((values, {str(name): _plain(value) for name, value in rest.items()}))
     for most in _CUTS:
         if len(body) <= _MOST:
@@ -55,9 +58,12 @@ def pack_record(record: logging.LogRecord) -> str:
 
 
 def unpack_record(body: str, drone: str) -> logging.LogRecord:
-    """That drone's record: `record.drone` and `record.processName` say so. One that the drone has
-    from a drone of its own bears both names: "p.0/q.1". Calls no record factory: the drone has
-    called it. Raises `ValueError`."""
+    """Return the record of drone `drone`, named in `record.drone` and `record.processName`.
+
+    A record that came to the drone from one of its own drones has both names: "p.0/q.1". No record
+    factory is called here: the drone has called its factory. Raises `ValueError` if `body` is not a
+    log record.
+    """
     values, rest = json.loads(body)
     if (
         len(values) != len(_FIELDS)
@@ -104,5 +110,5 @@ _encoder = json.JSONEncoder(default=_text, separators=(",", ":"))
 
 
 def _encode(fields: object) -> str:
-    """Printable ASCII: what else there is JSON has escaped, but for one."""
+    """Return printable ASCII: JSON escapes all other characters except DEL."""
     return _encoder.encode(fields).replace("\x7f", "\\u007f")

@@ -1,12 +1,13 @@
-"""What `__main__` holds, for drones that are no forks of it.
+"""Snapshot of `__main__`'s content, for drones that are not forks of the controller process.
 
-    names of __main__ ──> functions and classes: their code, with the drone's `__main__` for their globals
-                     └──> all else that can be pickled, large data in shared memory if there is a store
-    the rest ──> left out, with the reason, which a `NameError` tells
+    names of __main__ ─┬─> functions and classes: their code; globals are the drone's `__main__`
+                       ├─> other picklable values; large data in shared memory if there is a store
+                       └─> the rest: left out, with the reason, which a `NameError` reports
 
-So code strings find what the main image has defined, and functions and classes travel as names
-afterwards, as they do to a fork. Data are copies. Without a store (on Ray) a name has a limit:
-large data are better shared or pushed."""
+So code strings find the names that the controller's `__main__` defines, and functions and classes
+then travel by name, as with a fork. Data are copies. Without a store (on Ray) the size of each
+value is limited: share or push large data instead.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +28,33 @@ from .pickling import MainSnapshot, capture, main_namespace, pack_strictly, pick
 __all__ = ["Snapshot", "enter", "take"]
 
 LARGEST = 16 << 20
-"""Bytes of one name's pickle, where there is no shared memory for it."""
+"""Limit in bytes of the pickle of one name, if there is no shared memory for it."""
 _OF_THE_INTERPRETER = frozenset((
     "__annotate__", "__annotations__", "__builtins__", "__cached__", "__conditional_annotations__", "__loader__",
     "__name__", "__spec__",
 ))  # fmt: skip
-"""Names that each `__main__` has for itself. Others that begin with two underscores are the
-user's."""
+"""Names that each `__main__` has for itself. Other names that begin with two underscores are the
+user's.
+"""
 
 
 class Placed(NamedTuple):
-    """A pickle of which the large parts lie in the arena. Whoever made it holds the segments."""
+    """A pickle whose large parts are in the arena.
+
+    The process that took the snapshot holds the segments.
+    """
 
     inline: bytes
-    places: list[
-        tuple[int, int, int, int]
-    ]  # offset and length of the segment; start and length in it
+    # Offset and length of the segment; start and length of the part in it.
+    places: list[tuple[int, int, int, int]]
 
     def load(self, arena: Arena | None) -> Any:
-        assert arena is not None  # where there was a store
+        assert arena is not None  # None only if there was no store, and then nothing is `Placed`
         views = []
         for offset, whole, start, length in self.places:
             keep = Keep(arena, offset, whole)
-            keep.lasting = True  # the main image's: its end here gives nothing back
+            # The controller process owns the range: the end of this object frees nothing.
+            keep.lasting = True
             views.append(view(keep)[start : start + length])
         return load_beside(self.inline, views)
 
@@ -66,8 +71,11 @@ class Snapshot(NamedTuple):
 
 
 def take(store: Store | None = None, held: list[Keep] | None = None) -> Snapshot:
-    """Of this image as it is now. What lies in the store is added to `held`, to be kept while
-    drones may open it."""
+    """Return a snapshot of this process's `__main__`.
+
+    Segments used in the store are added to `held`; the caller keeps them while drones may open
+    them.
+    """
     taken = Snapshot({}, {}, {})
     main = main_namespace()
     names = {name: main[name] for name in list(main) if name not in _OF_THE_INTERPRETER}
@@ -97,7 +105,7 @@ def take(store: Store | None = None, held: list[Keep] | None = None) -> Snapshot
 
 
 def enter(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
-    """Puts it into this image's `__main__`; what cannot be opened here is not there."""
+    """Put the snapshot into this process's `__main__`, except values that cannot be opened."""
     main = main_namespace()
     for name, packed in {**snapshot.definitions, **snapshot.data}.items():
         try:
@@ -136,7 +144,7 @@ def _try(
 
 
 class _TooLarge(Exception):
-    """To be copied to every drone."""
+    """The value is too large to be copied to every drone."""
 
 
 def _check_size(size: int) -> None:
@@ -152,9 +160,8 @@ def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes |
             return pack_strictly(value, defined, store)
         except (Full, OSError):
             pass
-    _check_size(
-        pickled_size(value, defined)
-    )  # first: what is left out should not cost its memory once more
+    # Measured before pickling: a value that is left out should not cost its memory a second time.
+    _check_size(pickled_size(value, defined))
     return capture(value, defined)
 
 
@@ -168,7 +175,7 @@ def _definition(value: Any, store: Store | None) -> bytes | Serialized:
 
 
 class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
-    """By value, and with the other image's `__main__` for globals."""
+    """Pickle definitions by value, with the drone's `__main__` as their globals."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -186,7 +193,7 @@ class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Main:
-    """Is unpickled as the other image's `__main__`."""
+    """Unpickled as the receiving process's `__main__`."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return main_namespace, ()

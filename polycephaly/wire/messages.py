@@ -1,27 +1,24 @@
-"""The vocabulary between hub and drone: one table.
+"""Messages between reactor and drone, and their binary format.
 
-    frame        WORK                              RESULTS                           others
-    0  HEAD      type byte, an entry per item      type byte                         type byte, numbers
+    frame        WORK                              RESULTS                          others
+    0  HEAD      type byte, an entry per item      type byte                        type, numbers
     1  BODY      the items' payloads, end to end   entry, payload, output of each
-    2+ LARGE     one payload each, of the items whose entry says so
-
-    (A ROUTER puts the sender's identity before them.)
+    2+ LARGE     one payload each, of the items whose entry has the LARGE bit
 
     type      direction  meaning
-    HELLO     drone ->   I am up; numbers: (PROTOCOL, pid)
-    WORK      -> drone   a batch: definitions to keep or to forget, and calls of them, in order
+    HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
+    WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
     RESULTS   drone ->   a batch of outcomes
-    CANCEL    -> drone   numbers: withdraw these, or interrupt the one that runs (0: whichever runs)
-    RECALL    -> drone   give back what you have not started
-    RETURNED  drone ->   numbers: this I have not started and shall not start
-    OPEN      -> drone   connect your DEALER: something waits that the lane cannot carry
-    FRAMES    -> drone   numbers: (request,): in which frames are your threads, and what do your tasks wait in?
-    FRAMES    drone ->   the same request, and the answer as JSON (drone/frames.py)
-    STOP      -> drone   finish what you have, then end
+    CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
+    RECALL    -> drone   give back the tasks that have not started
+    RETURNED  drone ->   numbers: tasks that have not started and will not start here
+    OPEN      -> drone   connect the DEALER: a message waits that the fast transport cannot carry
+    FRAMES    both ways  numbers (request,): report where threads and tasks are; reply: the request,
+                         and JSON (drone/frames.py)
+    STOP      -> drone   finish the tasks received, then end
 
-A batch carries one pickle per piece of work, opaque here: what is wrong with one harms no
-neighbour. Frames are checked for shape and size before anything in them is used; `Malformed` says
-what was wrong."""
+A ROUTER adds the sender's identity in front of the frames.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +34,8 @@ __all__ = [
     "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_outcomes", "unpack_together", "unpack_work",
 ]  # fmt: skip
 
+# A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
+# Frames are checked for shape and size before their content is used; `Malformed` names the error.
 PROTOCOL = 1
 
 HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = (
@@ -51,52 +50,52 @@ HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = (
 )
 FRAMES = b"F"
 
-# What a WORK item asks for.
+# Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
 DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK, BRING, FETCH, DROP = range(5, 14)
-# How a RESULTS item ended.
+# Statuses of RESULTS items.
 VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GIVEN = range(1, 11)
-# CALLS and VALUES are of many works at once, whose arguments or values are small and immutable:
-# pickles of (numbers, arguments) and of (numbers, times of start, times of end, values). TRAIL is
-# of no work either: what green threads did, as JSON (timeline/trail.py). BRING, FETCH and DROP are
-# of a kept value (drone/store.py), PACKED and NOT_PACKED what came of FETCH: their number is that
-# of the work whose value it is, or that which its drone gave it. GIVEN lists such in what comes of
-# a work. CAME_BACK and LOAN_OVER are of no work: their number is that of a loan
-# (store/references.py) which its receiver is done with.
+# CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
+# pickles of (numbers, arguments) and of (numbers, start times, end times, values). TRAIL belongs to
+# no task: it is the event log of green threads, as JSON (timeline/trail.py). BRING, FETCH and DROP
+# concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH: their number is
+# that of the task whose value is kept, or the number that the drone gave to the value. GIVEN lists
+# the values made by a drone whose handles are in the result of a task. CAME_BACK and LOAN_OVER
+# belong to no task: their number is that of an object reference (store/references.py) that the
+# receiver no longer needs.
 
 LARGE = 0x80
-"""Set in an item's kind: its payload is a frame of its own, so that it is not copied into the
-body."""
+"""Bit of an item's kind: its payload is a frame of its own, which avoids a copy into the body."""
 LARGE_FROM = 64 * 1024
 SHARED = 0x40
-"""Set in an item's kind: its payload is the waybill (store/references.py) of what lies in shared
-memory."""
+"""Bit of an item's kind: its payload is the header (store/references.py) of shared memory."""
 KEEP = 0x20
-"""Set in the kind of a call: its value stays in the drone, under the call's number, and the answer
-describes it."""
+"""Bit of a call's kind: the drone keeps the value, and the answer only describes this value."""
 
 _ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
 
 
 class Malformed(ValueError):
-    """A message that is not one of ours. It is logged and dropped."""
+    """A message with an invalid format. Such messages are logged and dropped."""
 
 
-# Entries are plain tuples: a named one takes longer to make than to pickle what it carries.
+# Entries are plain tuples: creating a named tuple takes longer than pickling its content.
 Item = tuple[int, int, int, Any]
-"""One entry of a WORK batch: number (the work's, or the definition's for DEFINE and FORGET), kind
-(with SHARED), definition, payload (bytes-like)."""
+"""One entry of a WORK batch: number (the task's, or the definition's for DEFINE and FORGET), kind
+(with SHARED), definition, payload (bytes-like).
+"""
 
 Outcome = tuple[int, int, float, float, Any, str]
 """One entry of a RESULTS batch: number, status (with SHARED), started, finished (`time.monotonic`
-seconds, the same clock in every process), payload (bytes-like; none at all with VALUE stands for
-None), output."""
+seconds, the same clock in every process), payload (bytes-like; empty with VALUE means None),
+output.
+"""
 
 
 def head_type(frames: Sequence[Any]) -> bytes:
-    """The type byte of a message, given its frames without the identity."""
+    """Return the type byte of a message, given its frames without the identity."""
     if not frames or not len(frames[0]):
         raise Malformed("a message without a head")
     return bytes(frames[0][:1])
@@ -118,7 +117,7 @@ def pack_frames(request: int, answer: dict[str, Any]) -> list[bytes]:
 
 
 def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
-    """The request that is answered, and the answer."""
+    """Return the number of the request and the reply to it."""
     try:
         (request,) = unpack_from("<Q", frames[0], 1)
         answer = json.loads(bytes(frames[0][9:]))
@@ -130,8 +129,10 @@ def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
 
 
 class TaskBatch:
-    """A WORK message in the making. It keeps bytes alone: thousands of tuples would wake the
-    garbage collector."""
+    """Builder of a WORK message.
+
+    Only bytes are stored: thousands of tuples would trigger the garbage collector.
+    """
 
     __slots__ = ("_body", "_head", "_large")
 
@@ -150,7 +151,7 @@ class TaskBatch:
         self._head.append(_ITEM.pack(number, kind, definition, size))
 
     def add_calls(self, definition: int, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
-        """A run of calls that travel together; one alone goes as any other."""
+        """Add calls that travel together; a single call is added like any other."""
         if len(numbers) == 1:
             self.add(numbers[0], CALL, definition, dumps(calls[0], 5) if calls[0] else b"")
         else:
@@ -192,35 +193,41 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
 def pack_outcome(
     number: int, status: int, started: float, finished: float, payload: bytes, output: bytes
 ) -> bytes:
-    """One entry of a RESULTS body: also the form in which it waits in the running page
-    (engines/local/status_table.py)."""
+    """Return one entry of a RESULTS body.
+
+    Outcomes that wait in the status table (engines/local/status_table.py) have the same format.
+    """
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
     return entry + payload + output if output else entry + payload
 
 
 def status_of(entry: bytes) -> int:
-    """Of an entry of a RESULTS body; with LARGE and SHARED."""
+    """Return the status of a RESULTS entry, with the LARGE and SHARED bits."""
     status: int = _OUTCOME.unpack_from(entry)[1]
     return status
 
 
 def pack_outcomes(entries: Sequence[bytes], large: Sequence[bytes] = ()) -> list[bytes]:
-    """Frames of a RESULTS batch. An entry whose status says LARGE takes its payload from `large`,
-    in order."""
+    """Return the frames of a RESULTS batch.
+
+    Entries whose status has the LARGE bit take their payloads from `large`, in order.
+    """
     return [RESULTS, b"".join(entries), *large]
 
 
 def pack_values(
     numbers: list[int], started: list[float], finished: list[float], values: list[Any]
 ) -> bytes:
-    """One entry of a RESULTS body for many works."""
+    """Return one entry of a RESULTS body for many tasks."""
     payload = dumps((numbers, started, finished, values), 5)
     return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
 
 
 def unpack_together(payload: Any, count: int) -> tuple[list[Any], ...]:
-    """The lists in a CALLS or VALUES payload: `count` of them, of one length, the first one of
-    whole numbers."""
+    """Return the lists of a CALLS or VALUES payload: `count` lists of equal length.
+
+    The first list holds integers. Raises `Malformed` if the payload has another shape.
+    """
     try:
         lists = loads(payload)
     except Exception as wrong:
@@ -256,7 +263,8 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
             output = bytes(body[at : at + printed]).decode("utf-8", "replace")
             at += printed
         outcomes.append((number, status, started, finished, payload, output))
-    # A slice past the end is short, never an error: so what was used must be held against the body.
+    # A slice past the end is short and raises no error, so the bytes used are compared with the
+    # body.
     if at != end or next(large, None) is not None:
         raise Malformed(f"entries of {at} bytes in a body of {end}, or large frames too many")
     return outcomes

@@ -1,13 +1,13 @@
-"""What drones print and log, on its way home: whole lines and log records, each knowing whose it
-is.
+"""Output of drones on its way to the controller: whole lines and log records, each with its drone.
 
-drone's descriptor 1 or 2 ── pipe ──> Stream ──┬─> Merge ──> Line ──> forward (or the pool's `output`)
-                                               │         └──> Record ──> the logger of that name
-                                               └── chunks (chunks.py) are taken out: tags, records, their order
+    drone's descriptor 1 or 2 ── pipe ──> OutputSource ──> OutputMerger
+                       chunks (chunks.py) taken out         ├─> Line ──> forward, or `output`
+                                                            └─> OutputRecord ──> logger of its name
 
-Records come by stderr's pipe; marks in stdout's tell which of them were before what follows, so
-that records keep their order with what is printed on either. A record is in its pipe before the
-mark that names it."""
+Records travel in stderr's pipe. Marks in stdout's pipe name the records that were logged before the
+text that follows, so that records keep their order with text printed on either stream. A record is
+written to its pipe before the mark that names it.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +38,22 @@ __all__ = [
 ]
 
 told_in: contextvars.Context | None = None
-"""Where it is set, lines and records are told in a copy of it: in a notebook that is the cell they
-appear under."""
+"""If set, lines and records are delivered in a copy of this context: in a notebook, the context of
+the cell that the output appears under.
+"""
 
-_LONGEST = 4 << 20  # bytes of a line
+_LONGEST = 4 << 20  # limit in bytes of a line
 _CHUNK = 64 * 1024
-_READS = 16  # of one pipe at a time: a drone that never stops writing must not keep the hub
+# Reads of one pipe at a time: a drone that writes without end must not occupy the reactor.
+_READS = 16
 
 
 class Line(str):
-    """One line of a drone's output, with its prefix. ``text`` is without; ``drone`` and ``stream``
-    say whose; ``tag`` on whose behalf it was printed, if somebody said so (see
-    drone/console.py)."""
+    """One line of a drone's output, with its prefix.
+
+    `text` is the line without the prefix; `drone` and `stream` name its origin. `tag` names the
+    party that the line was printed for, if one was set (see drone/console.py).
+    """
 
     __slots__ = ("drone", "stream", "tag", "text")
     text: str
@@ -64,7 +68,7 @@ class Line(str):
 
 
 class OutputRecord:
-    """What a drone logged. `text` is what a log record looks like where nothing is configured."""
+    """A record that a drone logged. `text` is its form if logging is not configured."""
 
     __slots__ = ("drone", "number", "record")
 
@@ -78,8 +82,11 @@ class OutputRecord:
         return "\n".join(filter(None, (first, record.exc_text, record.stack_info)))
 
     def handle(self) -> None:
-        """Gives it to the logger of its name, if that wants it. Where no handler is, it is printed
-        like a line of the drone's, as the standard library prints it: from the level WARNING on."""
+        """Pass the record to the logger of its name, if that logger is enabled for its level.
+
+        If there is no handler, the record is printed like a line of the drone, from the level
+        WARNING on: the standard library does the same.
+        """
         record = self.record
         logger = logging.getLogger(record.name)
         if not logger.isEnabledFor(record.levelno):
@@ -96,24 +103,26 @@ Listener = Callable[[Line], object]
 
 
 class LineSplitter:
-    """Makes of a drone's output whole lines, and what came between them."""
+    """Split a drone's output into whole lines and the log records between them."""
 
     def __init__(self, drone: str, name: str) -> None:
         self._drone = drone
         self._name = name
-        self._rest: list[bytes] = []  # read, and not yet a whole line
+        self._rest: list[bytes] = []  # bytes read that do not end a line yet
         self._size = 0
         self._sorter = ChunkParser()
         self._tag = self._rests_tag = ""
         self.open = True
 
     def read(self) -> list[Line | OutputRecord | int]:
-        """What has come since the last call; a number: what follows was printed after the record of
-        that number. `open` turns False at the end."""
+        """Return the output since the last call; set `open` to False at the end.
+
+        A number N in the list means: the following items were printed after record N.
+        """
         raise NotImplementedError
 
     def _sort(self, new: bytes) -> list[Line | OutputRecord | int]:
-        """What is `new`; the last of it, if `open` is False."""
+        """Return the items in `new`, which is the end of the output if `open` is False."""
         heard: list[Line | OutputRecord | int] = []
         if MARK in new or self._sorter.held or not self.open:
             for each in self._sorter.sort(new, last=not self.open):
@@ -130,7 +139,7 @@ class LineSplitter:
     def _take(self, kind: str, body: str, heard: list[Line | OutputRecord | int]) -> None:
         if kind == TAG:
             if body != self._tag:
-                self._split(b"", heard, last=True)  # nobody ends another's line
+                self._split(b"", heard, last=True)  # one task must not complete another task's line
             self._tag = body
             return
         try:
@@ -143,11 +152,8 @@ class LineSplitter:
                 heard.append(int(body))
             else:
                 raise ValueError("no such kind")
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ):  # somebody has printed what looks like one of ours
+        except (ValueError, TypeError, RecursionError):
+            # The output contains text that looks like one of our chunks.
             self._split(f"\x1epoly:{kind};{body}\x1e".encode(), heard)
 
     def _split(
@@ -160,7 +166,8 @@ class LineSplitter:
         if not last and b"\n" not in new and self._size <= _LONGEST:
             return
         *whole, rest = b"".join(self._rest).split(b"\n")
-        if rest and (last or len(rest) > _LONGEST):  # a line without an end is told in pieces
+        # A line that is too long is delivered in pieces.
+        if rest and (last or len(rest) > _LONGEST):
             whole.append(rest)
             rest = b""
         for each in whole:
@@ -172,7 +179,7 @@ class LineSplitter:
 
 
 class OutputSource(LineSplitter):
-    """The reading end of one of a drone's output pipes."""
+    """The reading end of one output pipe of a drone."""
 
     def __init__(self, fd: int, drone: str, name: str) -> None:
         super().__init__(drone, name)
@@ -184,7 +191,7 @@ class OutputSource(LineSplitter):
 
     def read(self) -> list[Line | OutputRecord | int]:
         first = self._file.read(_CHUNK)
-        if first is None:  # nothing, as nearly always when it is asked before a result
+        if first is None:  # no output: nearly always so when read before a result is handled
             return []
         pieces = [first]
         while pieces[-1] and len(pieces) < _READS:
@@ -201,25 +208,25 @@ class OutputSource(LineSplitter):
 
 
 class OutputMerger:
-    """Puts what comes through stdout's and stderr's pipes in order, as far as log records are
-    concerned.
+    """Put the output of stdout and stderr in order, as far as log records are concerned.
 
-    stderr is read first. So what was printed before a record is there when the record is, and is
-    told before it; and what comes after a mark whose record is not there was printed since: it is
-    kept back until the next call, which the record in stderr's pipe makes sure of. What a piece of
-    work printed before its result was sent never is."""
+    stderr is read first. So text printed before a record has arrived when the record has, and is
+    delivered before it. Text after a mark whose record has not arrived was printed later than that
+    read: the text is kept until the next call, which the record in stderr's pipe makes certain.
+    Output that a task printed before its result was sent is never kept back.
+    """
 
     def __init__(self) -> None:
-        self._seen = 0  # the last record's number
+        self._seen = 0  # number of the last record
         self._kept: list[Line | OutputRecord | int] = []
 
     def read(self, streams: Sequence[LineSplitter]) -> Heard:
-        """Of stdout's and stderr's, those that are open."""
+        """Read the given streams: stdout's and stderr's, as far as they are open."""
         came = streams[-1].read() if streams else []
         printed, kept = self._kept, len(self._kept)
         for stream in streams[:-1]:
             printed += stream.read()
-        if not came and not printed:  # as nearly always
+        if not came and not printed:  # nearly always
             return []
         errors = [each for each in came if not isinstance(each, int)]
         self._seen = max(
@@ -242,8 +249,10 @@ class OutputMerger:
 
 
 def deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, Listener]) -> None:
-    """Gives lines to who is there for their tag, or else to `output`, if there is one, and records
-    to their loggers. What one of these raises is logged."""
+    """Pass lines to the listener of their tag, else to `output` if set; records to their loggers.
+
+    Errors raised by these are logged.
+    """
     if told_in is not None:
         told_in.copy().run(_deliver, output, heard, output_listeners)
     else:
@@ -259,14 +268,14 @@ def _deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, 
                 listener = output_listeners.get(each.tag, output) if output_listeners else output
                 if listener is not None:
                     listener(each)
-        except BaseException:  # SystemExit too: others wait for what comes after
+        except BaseException:  # SystemExit too: the items that follow must still be delivered
             callbacks.exception("what %s printed or logged could not be told", each.drone)
 
 
 def forward(line: Line) -> None:
-    """Writes a drone's line to the controller's own stream of that name."""
+    """Write a drone's line to the controller's own stream of the same name."""
     stream = sys.stdout if line.stream == "stdout" else sys.stderr
     if stream is not None:
-        with suppress(ValueError, OSError):  # closed, or its reader has gone
+        with suppress(ValueError, OSError):  # the stream is closed, or its reader is gone
             stream.write(line + "\n")
             stream.flush()

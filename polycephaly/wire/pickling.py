@@ -1,21 +1,21 @@
-"""Pickling across images that share a past.
+"""Pickling between processes that share a snapshot of `__main__`.
 
-    value ──> plain C pickler ──────────────────────────────> bytes          (most values: under 1 us)
-                 │ fails, or names something of __main__
-                 ├──> _Capture, a cloudpickle.Pickler ──────> bytes
-                 │       what `__main__` held at the snapshot: by reference
-                 │       all else that cannot be imported:     by value
-                 │ meets a large buffer (`pack` only)
-                 └──> _Plain, else _Capture, with the large buffers beside it ──> Parcel, in shared memory
+    value ──> plain C pickler ────────────────────────────────────> bytes  (most values: under 1 us)
+               │ fails, or the output names `__main__`
+               ├──> _Capture, a cloudpickle.Pickler ──────────────> bytes
+               │      content of `__main__` at the snapshot: by reference
+               │      anything else that cannot be imported: by value
+               │ meets a large buffer (`pack` only)
+               └──> _Plain, else _Capture, large buffers apart ───> Serialized, in shared memory
 
-A forked drone holds what `__main__` held when the snapshot was taken, so a function or class of
-that time travels as its name, even if it was typed at a prompt. What was defined, or bound anew,
-since then travels by value. `MainSnapshot` knows which is which; both ends have one, since results
-travel under the same rule.
+A forked drone holds the content that `__main__` had when the snapshot was taken, so a function or
+class of that time travels as its name, even if typed at a prompt. Objects defined or rebound since
+then travel by value. `MainSnapshot` tells the two apart; both ends have one, because results follow
+the same rule.
 
 The plain pickler would write `__main__.f` for a function that the other side never saw. So its
-output is kept only where the bytes `__main__` do not occur in it; a false alarm costs time, never
-correctness."""
+output is used only if the bytes `__main__` do not occur in it; a false alarm costs time only.
+"""
 
 from __future__ import annotations
 
@@ -56,28 +56,31 @@ __all__ = [
 ]
 
 LARGE_BUFFER = 64 * 1024
-"""Bytes from which a buffer goes beside its pickle."""
+"""Minimum size in bytes of a buffer that is stored beside its pickle."""
 _CONTENT_FROM = 256 * 1024
-"""Bytes; what a pickler writes in larger pieces is the content of one bytes or str, or a frame."""
+"""Bytes; a larger piece written by a pickler is the content of one bytes or str, or a frame."""
 _FRAMES = (pickle.FRAME, pickle.PROTO)
 
 BULKY = frozenset((bytes, bytearray, str))
-"""What pickle copies into its output: where it is large, `pack` should be told."""
+"""Types that pickle copies into its output; pass `bulky` to `pack` if such a value is large."""
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
-"""Immutable types: for these, the same object is the same value for ever."""
+"""Immutable types: for these, the same object has the same value for ever."""
 
 
 class MainSnapshot:
-    """What `__main__` held at one moment.
+    """The content of `__main__` at one moment.
 
-    Functions, classes and whatever else allows it are held weakly, so that the snapshot keeps
-    nothing alive but containers that cannot be (list, dict, set): those it keeps, since an `id`
-    alone may be used again."""
+    Functions, classes and all other objects that allow it are referenced weakly, so that the
+    snapshot keeps only containers alive that do not (list, dict, set): these are held, because an
+    `id` alone may be reused.
+    """
 
     def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
-        """Of `names` only, where given: what a spawned image found when it imported the main
-        module, or was sent. Of what was `left_out` only whether it is still the same is known."""
+        """Record `names` only, if given: a spawned process passes the names that it found when it
+        imported the main module, or that were sent to that process. For the `left_out` names, only
+        a change can be detected.
+        """
         self._held: dict[str, Any] = {}
         main = main_namespace()
         self._left_out = {
@@ -96,7 +99,7 @@ class MainSnapshot:
         return list(self._held)
 
     def unchanged(self, name: str, value: object) -> bool:
-        """Was `value` bound to `name` then?"""
+        """Return whether `value` was bound to `name` at the snapshot."""
         return self._is(self._held.get(name, self), value)
 
     def _is(self, held: object, value: object) -> bool:
@@ -108,8 +111,10 @@ class MainSnapshot:
         )
 
     def is_current(self) -> bool:
-        """Does `__main__` hold now what it held then? What lists and the like contain is not looked
-        at."""
+        """Return whether `__main__` has the same names and objects as at the snapshot.
+
+        The content of lists and other containers is not compared.
+        """
         main = main_namespace()
         names = [name for name in list(main) if not name.startswith("__")]
         held = self._held | self._left_out
@@ -118,8 +123,10 @@ class MainSnapshot:
         )
 
     def holds(self, definition: Any) -> bool:
-        """May this function or class of `__main__` go by reference, being there under its own
-        name?"""
+        """Return whether this function or class of `__main__` may be pickled by reference.
+
+        The definition must still be bound to its own name.
+        """
         path = getattr(definition, "__qualname__", "").split(".")
         if "<locals>" in path or not self.has(path[0]):
             return False
@@ -132,7 +139,7 @@ class MainSnapshot:
 
 
 class _Common(MainSnapshot):
-    """What all of several snapshots hold."""
+    """The content that several snapshots have in common."""
 
     def __init__(self, all_of: Sequence[MainSnapshot]) -> None:
         self._all = all_of
@@ -148,14 +155,13 @@ class _Common(MainSnapshot):
 
 
 def common() -> MainSnapshot:
-    """What this image has in common with the one that it was forked from, and with all that it has
-    started."""
+    """Return the content shared with the parent process and with all started processes."""
     known = [each() for each in shared_with]
     return known[0] if len(known) == 1 else _Common(known)
 
 
 shared_with: list[Callable[[], MainSnapshot]] = []
-"""The snapshots that this image shares with others."""
+"""Functions that return the snapshots which this process shares with others."""
 
 
 def main_namespace() -> dict[str, Any]:
@@ -163,17 +169,17 @@ def main_namespace() -> dict[str, Any]:
 
 
 def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> bytes:
-    """`value` as it is now, as bytes for an image that shares `snapshot`.
+    """Return the pickle of `value` as it is now, for a process that shares `snapshot`.
 
-    Raises whatever the value's own pickling raises; if it is to be `small`, also for a large buffer
-    in it."""
+    Raises the errors of the value's own pickling; if `small`, also `_Large` for a large buffer in
+    it.
+    """
     try:
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
     except _Large:
         raise
-    except (
-        Exception
-    ):  # a lambda, a local class, ...: only the by-value pickler can tell what is really wrong
+    except Exception:
+        # A lambda, a local class, ...: only the by-value pickler can report the real error.
         plain = b"__main__"
     return (
         plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
@@ -183,17 +189,16 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
 def pack(
     value: object, snapshot: MainSnapshot, store: Store | None, bulky: bool = False
 ) -> bytes | Serialized:
-    """The same, with what is large in shared memory, if there is a store, while there is room for
-    it.
+    """Do the same as `capture`, but put large parts into shared memory if there is room.
 
-    Raises whatever the value's own pickling raises, whose code may be run twice.
+    Raises the errors of the value's own pickling. The value's pickling code may run twice.
     """
     if store is None:
         return capture(value, snapshot)
     if not bulky:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
-        except Exception:  # it has large buffers, or the plain pickler cannot do it
+        except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
             plain = b"__main__"
         if b"__main__" not in plain:
             return plain if len(plain) < LARGE_PICKLE else stored(plain, store)
@@ -205,22 +210,22 @@ def pack(
 
 
 def pickled_size(value: object, snapshot: MainSnapshot) -> int:
-    """Bytes that `capture` would give, without a copy of what is large in it. Raises as that
-    does."""
+    """Return the bytes that `capture` would give, without copying large parts. Raises likewise."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
 
 
 def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
-    """A pickle, and the large buffers that go beside it: views of what `value` holds. Raises as
-    `capture` does."""
+    """Return a pickle, and views of the large buffers beside it. Raises like `capture`."""
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     return b"".join(pieces), buffers
 
 
 def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Serialized:
-    """The same; raises `Full`, or `OSError`, where there is no room. Nothing large is copied but
-    once."""
+    """Do the same as `pack`, but raise `Full` or `OSError` if there is no room.
+
+    Large parts are copied once only.
+    """
     pieces, buffers, _alive = _in_pieces(value, snapshot)
     views = _as_they_are(pieces)
     if views is None:
@@ -229,8 +234,12 @@ def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes 
 
 
 def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
-    """With a view of each bytearray, so that no other thread can resize it while it is copied. None
-    where one has been since it was pickled: the piece before it ends with its length."""
+    """Return the pieces, with a memoryview of each bytearray.
+
+    The views keep other threads from resizing the bytearrays during the copy. Returns None if a
+    bytearray was resized after the pickling: its length, recorded at the end of the piece before
+    it, differs.
+    """
     views: list[Any] = list(pieces)
     for index, piece in enumerate(views):
         if isinstance(piece, bytearray):
@@ -245,11 +254,11 @@ def _may_name_main(piece: bytes) -> bool:
 
 
 class _Large(Exception):
-    """A buffer that is to go beside the pickle."""
+    """A buffer in the value is so large that it belongs beside the pickle."""
 
 
 def _only_small(buffer: PickleBuffer) -> bool:
-    """The plain pickler's `buffer_callback`: it is to take the buffer in."""
+    """The plain pickler's `buffer_callback`: True puts the buffer into the pickle."""
     with buffer.raw() as raw:
         if raw.nbytes >= LARGE_BUFFER:
             raise _Large
@@ -259,8 +268,11 @@ def _only_small(buffer: PickleBuffer) -> bool:
 def _with(
     maker: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
 ) -> tuple[list[bytes], object]:
-    """The pieces of `value`'s pickle, and what has to live as long as they do, since large pieces
-    may be views. With `buffers`, large buffers are put there, and not into the pickle."""
+    """Return the pieces of `value`'s pickle, and an object to keep alive as long as the pieces.
+
+    Large pieces may be views. If `buffers` is given, large buffers are appended to that list
+    instead of being put into the pickle.
+    """
 
     def beside(buffer: PickleBuffer) -> bool:
         if buffers is None:
@@ -280,8 +292,10 @@ def _with(
 def _in_pieces(
     value: object, snapshot: MainSnapshot
 ) -> tuple[list[bytes], list[memoryview], object]:
-    """The pieces of `value`'s pickle, the large buffers beside it, and what has to live as long as
-    the pieces."""
+    """Return the pieces of `value`'s pickle, the buffers beside it, and an object to keep alive.
+
+    The pieces may be views of that object's memory.
+    """
     buffers: list[memoryview] = []
     try:
         pieces, alive = _with(_Plain, value, snapshot, buffers)
@@ -295,13 +309,13 @@ def _in_pieces(
 
 
 class _Pieces(list[bytes]):
-    """A file that keeps what is written, as it comes: large pieces are not copied."""
+    """A file object that stores the pieces written, so that large pieces are not copied."""
 
     write = list.append
 
 
 def stored(pickled: bytes, store: Store | None) -> bytes | Serialized:
-    """A pickle, in shared memory if it is large and there is room for it."""
+    """Return the pickle, in shared memory if it is large and there is room."""
     if store is None:
         return pickled
     try:
@@ -312,7 +326,7 @@ def stored(pickled: bytes, store: Store | None) -> bytes | Serialized:
 
 
 def join(head: Any, parts: Sequence[bytes | Serialized], store: Store | None) -> bytes | Serialized:
-    """Several payloads as one, with something to say of them: plain data. See `load_joined`."""
+    """Return several payloads as one, preceded by `head` (plain data). See `load_joined`."""
     inlines: list[tuple[bytes, int]] = []
     places: list[Place] = []
     written = 0
@@ -343,7 +357,9 @@ def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
     if it.format not in _NATIVE_FORMATS:
         raise TypeError(f"a memoryview of format {it.format!r} cannot be sent: cast it to bytes")
     if it.ndim > 1 and not it.nbytes:
-        import numpy  # no memoryview can be cast to such a shape, but it can be made of such an array
+        # A memoryview cannot be cast to such a shape, but can be created from an array that has
+        # this shape.
+        import numpy
 
         return memoryview, (numpy.asarray(it),)
     content = PickleBuffer(
@@ -376,12 +392,12 @@ def _reduce_descriptor(it: Any) -> tuple[Any, ...]:
 
 
 def _reduce_partial_method(it: Any) -> tuple[Any, ...]:
-    """CPython 3.14 would make it without its function."""
+    """Keep the function: CPython 3.14's own pickling would lose it."""
     return type(it), (it.func, *it.args), vars(it)
 
 
 _MADE_BY_INIT = ("lock", "_method_cache")
-"""In CPython 3.11 (cached_property) and 3.13.0 (singledispatchmethod); neither can be pickled."""
+"""Unpicklable attributes in CPython 3.11 (cached_property), 3.13.0 (singledispatchmethod)."""
 
 
 _NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
@@ -416,7 +432,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(obj, (type, FunctionType, _CACHED)):
             return super().reducer_override(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
-            return NotImplemented  # the plain way: by reference
+            return NotImplemented  # the default: by reference
         if isinstance(obj, _CACHED) or (
             isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHES
         ):
@@ -427,13 +443,12 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         return _as_a_guest(obj, reduced)
 
     def _leave_shared_globals(self, reduced: Any) -> None:
-        """Of a by-value function's captured globals, what the other image has anyway goes as its
-        name.
+        """Replace captured globals that the other process has anyway by their names.
 
-        Without this, ``lambda i: table[i]`` would carry the whole table each time.
+        Without this, `lambda i: table[i]` would carry the whole table each time.
         """
         if not (isinstance(reduced, tuple) and len(reduced) == 6 and isinstance(reduced[2], tuple)):
-            return  # cloudpickle found it importable
+            return  # cloudpickle can import the function
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value) and not hasattr(
@@ -442,11 +457,11 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
                 captured[name] = _ByName(name)
 
 
-# -- functions of functools that go by value -------------------------------------------------------
+# -- wrappers of functools that are pickled by value -----------------------------------------------
 
 _CACHED: Any = type(functools.cache(abs))
 _DISPATCHES = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
-"""The code that all functions by `singledispatch` have in common."""
+"""The code object that all functions made by `singledispatch` share."""
 _MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
 
@@ -459,15 +474,15 @@ def _is_importable(obj: Any) -> bool:
 
 
 def _reduce_wrapper(obj: Any) -> Any:
-    """A cached function arrives with an empty cache.
+    """Reduce a cached or dispatching function; a cached one arrives with an empty cache.
 
-    Where the wrapped function names its wrapper, the wrapper is reduced again while its arguments
-    are written, and is in the memo when they are: pickle then drops the outer one. In the other
-    image the wrapped function is still without its names at that moment, so the wrapper's own names
-    are in its state, which is set attribute by attribute."""
-    state = {
-        name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)
-    }  # a partial has none
+    If the wrapped function refers to its wrapper, the wrapper is reduced again while its arguments
+    are pickled, and is in the memo after that: pickle then discards the outer reduction. At that
+    moment the wrapped function has no names yet in the other process. So the wrapper's own names
+    are part of its state, which is set attribute by attribute.
+    """
+    # A wrapper of a partial has no names.
+    state = {name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)}
     state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
     if isinstance(obj, _CACHED):
         return _cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
@@ -485,16 +500,16 @@ def _dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
     return made
 
 
-# -- classes that go by value ----------------------------------------------------------------------
+# -- classes pickled by value ----------------------------------------------------------------------
 
-# cloudpickle knows a class again that comes twice, and sets all that it has anew: also in the image
-# that it is from, when an instance comes home. Its methods would have copies of their globals then:
-# so there it is left as it is.
+# cloudpickle recognises a class that arrives twice, and sets all its attributes anew, even in the
+# process that the class comes from, when an instance returns there. The methods would then have
+# copies of their globals. So the class is left unchanged in its own process.
 
 _ours: WeakSet[type] = WeakSet()
-"""Those of this image that have gone elsewhere."""
+"""Classes of this process that were sent elsewhere."""
 _guests: WeakSet[type] = WeakSet()
-"""Those that came here."""
+"""Classes that arrived here by value."""
 
 
 def _as_a_guest(obj: object, reduced: Any) -> Any:
@@ -515,7 +530,10 @@ def _set_guest(made: type, state: Any) -> type:
 
 
 def _ours_are_guests() -> None:
-    """In a forked child: what its parent sends again may have changed."""
+    """Treat the parent's classes as arrived ones, in a forked child.
+
+    The parent may change these classes and send them again.
+    """
     _guests.update(_ours)
     _ours.clear()
 
@@ -524,7 +542,7 @@ os.register_at_fork(after_in_child=_ours_are_guests)
 
 
 class _ByName:
-    """Is pickled as a name, and unpickled as what the other image's `__main__` has under it."""
+    """Pickled as a name, and unpickled as the value of that name in the receiver's `__main__`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -544,7 +562,7 @@ def _look_up(name: str) -> Any:
 
 
 looked_up: list[str] = []
-"""Names that were found in `__main__` while unpickling: who wants to know clears it before."""
+"""Names looked up in `__main__` while unpickling. A caller that needs the list clears it before."""
 
 
 def _hold(value: Any) -> Any:

@@ -1,15 +1,16 @@
-"""How `map` travels: many calls of one function in one piece of work, and many answers in one
-outcome.
+"""Encoding of `map`'s slices: many calls of one function in one task, many answers in one outcome.
 
-    calls    range | pickle of (form, fresh, rows)      the range says which of the rows are to be called, so that what
-                                                        is left of a slice is the same bytes with another range
-    answers  pickle of (values, which, error), and the values that are pickled one by one: for each index in `which`
-    split    done, rest, state | answers                so many calls are done, the error's among them, and so many were
-                                                        not begun and will not be; and what is the drone at now?
+    calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
+                                                       of a slice is the same bytes, another range.
+    answers  pickle of (values, which, error),         `which` lists the indices of the values that
+             then the values pickled separately        are pickled one by one.
+    split    done, rest, state | answers               `done` calls are done, a failed one included;
+                                                       `rest` calls will not be begun here.
 
-Nothing in a slice may show that it is one. Values that cannot change are pickled together. All
-others are pickled one by one, arguments as they are taken from their iterator and results as they
-are returned: else two calls would share an object, or see what a later one made of it."""
+The grouping must not show. Values that cannot change are pickled together. All others are pickled
+one by one: arguments as they are taken from their iterator, results as they are returned. Otherwise
+two calls would share an object, or see changes that a later call made to it.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +30,31 @@ __all__ = [
 ]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
-"""Forms of rows: an only argument, a tuple of arguments, or the pickle of such a tuple."""
+"""Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""
 
 TOGETHER = frozenset(ATOMS)
 """Types of values that are pickled together."""
 SMALL = TOGETHER - {str, bytes}
-"""Of these, at which size nothing has to be looked."""
+"""The types in `TOGETHER` whose size need not be checked."""
 SHORT = 256
-"""Length of a str or bytes from which one call's goes by itself."""
+"""Length from which a str or bytes, as argument or result of one call, is pickled by itself."""
 
 _RANGE = Struct("<II")
 _SPLIT = Struct("<IIB")
 
 ENDED, RUNNING, FAILED = range(3)
-"""States of a slice at its drone: it has ended; it runs a call, or has just ended; it has ended
-with an error, after which nobody wants the rest."""
+"""States of a slice in its drone: ended; running a call, or just past the last one; ended with an
+error, after which the remaining calls are not needed.
+"""
 
 
 def pack_calls(form: int, fresh: bool, rows: Sequence[Any]) -> bytes:
-    """`fresh`: each call is to have a function object of its own."""
+    """Pack a slice. If `fresh`, each call gets a function object of its own."""
     return _RANGE.pack(0, len(rows)) + dumps((form, fresh, rows), 5)
 
 
 def part_of(calls: bytes, start: int, stop: int) -> bytes:
-    """Of packed calls, those from `start` to `stop`, counted within what its range says."""
+    """Return packed calls `start` to `stop` of `calls`, counted within its range."""
     first, _ = _RANGE.unpack_from(calls)
     return _RANGE.pack(first + start, first + stop) + calls[_RANGE.size :]
 
@@ -72,20 +74,23 @@ class Packed(NamedTuple):
 def pack_answers(
     done: list[Any], packed: bool, error: bytes | None, store: Store
 ) -> bytes | Serialized:
-    """`done`: values, and if `packed` some that are `Packed`; and the error of the call after them,
-    if there is one."""
+    """Pack the answers of a slice.
+
+    `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
+    after them, if one failed.
+    """
     which = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done
     return join((values, which, error), [done[index].payload for index in which], store)
 
 
 class Answers:
-    """What came of a slice: as much of it as was done."""
+    """The answers of a slice, as far as its calls were done."""
 
     def __init__(self, payload: Any) -> None:
         (self.values, which, self.error), parts = load_joined(payload)
         self.failed = False
-        self.given: Any = None  # held for the handles among them
+        self.given: Any = None  # keeps remote objects alive while handles of them are in the values
         self._parts = dict(zip(which, parts, strict=True))
 
     def __len__(self) -> int:
@@ -93,12 +98,14 @@ class Answers:
 
     @property
     def plain(self) -> bool:
-        """`values` are all."""
+        """True if `values` holds all answers."""
         return not self._parts
 
     def __iter__(self) -> Iterator[Any]:
-        """Each once: what was pickled by itself is unpickled as it is given. Raises what that
-        raises, and ends then."""
+        """Yield each answer once; separately pickled values are unpickled as they are yielded.
+
+        If unpickling raises, the iteration ends with that error.
+        """
         for index, value in enumerate(self.values):
             part = self._parts.pop(index, None)
             if part is None:
@@ -114,7 +121,7 @@ def split_head(done: int, rest: int, state: int) -> bytes:
 
 
 def unpack_split(payload: Any) -> tuple[int, int, int, Any]:
-    """The head, and the answers, packed."""
+    """Return done, rest and state, and the packed answers."""
     if len(payload) <= _SPLIT.size:
         raise Malformed(f"a split of {len(payload)} bytes")
     done, rest, state = _SPLIT.unpack_from(payload)

@@ -1,12 +1,12 @@
-"""The securities demo: the talk's experiments, re-run end to end on this machine.
+"""The securities demo: the experiments of a talk of 2009, run again on this machine.
 
-Task: load five lists of securities (NYSE, AMEX, NASDAQ, ETFs from the exchange's symbol-directory
-files; mutual funds over HTTP, one page per letter). Waiting for pages dominates, so more heads load
-sooner.
+The task is to load five lists of securities: NYSE, AMEX, NASDAQ and ETFs from the symbol-directory
+files of the exchange, and mutual funds over HTTP, one page per letter. Waiting for pages takes most
+of the time, so several drones or threads load sooner.
 
     generate / DIR --> server (own process) --HTTP--> site --parse--> model
                                                         ^
                                  experiments: sequential, I, II, III, combined --> report
 
-This file imports nothing: the server process starts through it.
+This file imports nothing, because the server process starts through it.
 """

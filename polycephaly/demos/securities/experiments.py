@@ -1,12 +1,12 @@
-"""The talk's experiments: the same five lists, loaded by ever more heads and hands.
+"""The experiments of the talk: the same five lists, loaded by more and more drones and threads.
 
-    sequential  this image loads one list after another
+    sequential  this process loads one list after another
     I           five drones, one code string each
-    II          n drones drain the pages of funds, and the other four lists beside them
-    III         n green threads of this image drain the same
-    combined    five drones, one list each; in its drone, 13 green threads drain the pages of funds
+    II          a pool of n drones loads the pages of funds and the other four lists
+    III         n green threads of this process do the same
+    combined    five drones, one list each; the drone of funds uses 13 green threads
 
-To add one, write what loads the lists from a site and give it a place in `plan`.
+To add an experiment, write a function that loads the lists from a site, and add it to `plan`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from .model import LISTS, PAGES, Fund, Lists
 from .site import Site
 
 FUND_THREADS = 13
-"""The green threads that load funds in experiment *combined*: as many as were best in the talk's
-III."""
+"""The green threads that load funds in experiment *combined*: the best number in the talk's III."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A way to load the five lists: with how many drones, and how many threads in the image that
-    loads the funds."""
+    """A way to load the five lists.
+
+    `drones` is the number of drones, `threads` the number of threads in the process that loads the
+    funds.
+    """
 
     name: str
     drones: int
@@ -42,8 +44,10 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentOutcome:
-    """What came of an experiment; `astray` names the lists that are not exactly the first
-    experiment's."""
+    """The result of an experiment.
+
+    `astray` names the lists that differ from those of the first experiment.
+    """
 
     experiment: Experiment
     seconds: float
@@ -57,10 +61,11 @@ def plan(
     timelines: list[poly.Timeline] | None = None,
     how: Mapping[str, Any] | None = None,
 ) -> list[Experiment]:
-    """All experiments in the order of their running, baseline first.
+    """Return all experiments in the order in which they run, baseline first.
 
     II comes once for each number of drones, III once for each number of threads. The combined one
-    leaves its timeline in `timelines`. `how`: options of all pools, such as their engine."""
+    appends its timeline to `timelines`. `how` has options of all pools, such as their engine.
+    """
     combined = partial(drones_and_threads, timelines=timelines, how=how)
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
@@ -75,10 +80,11 @@ def plan(
 
 
 def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOutcome]:
-    """Run one experiment after another; each outcome comes as soon as it is there.
+    """Run one experiment after another, and yield each outcome as soon as it is known.
 
-    The time includes the start of the drones, the transport of the lists to this image, and the end
-    of the drones."""
+    The time includes the start of the drones, the transport of the lists to this process, and the
+    end of the drones.
+    """
     baseline: Lists | None = None
     for experiment in experiments:
         site.forget()
@@ -87,8 +93,7 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
         seconds = perf_counter() - start
         if baseline is None:
             baseline = lists
-        # Row for row, order included: however many heads loaded a list, it is the one that one head
-        # loads.
+        # Row for row, order included: the lists must not depend on the number of drones or threads.
         astray = tuple(name for name in LISTS if lists[name] != baseline[name])
         yield ExperimentOutcome(
             experiment, seconds, {name: len(lists[name]) for name in LISTS}, astray
@@ -96,7 +101,7 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
 
 
 def sequential(site: Site) -> Lists:
-    """The baseline: all lists one after another, in this image."""
+    """Load all lists one after another, in this process: the baseline."""
     return {
         "nyse": site.load_nyse(),
         "amex": site.load_amex(),
@@ -107,12 +112,12 @@ def sequential(site: Site) -> Lists:
 
 
 def drone_per_list(site: Site, how: Mapping[str, Any] | None = None) -> Lists:
-    """Experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
+    """Run experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
     with _a_drone_for_each_list(how) as drones:
         promises = {}
         for name, drone in drones.items():
-            # The import gives the drone's __main__ the names; the repr of a site makes that site
-            # anew.
+            # The import defines the names in the drone's __main__; the repr of a site recreates the
+            # site.
             promises[name] = drone.promise(
                 f"from {Site.__module__} import LiveSite, Site; {site!r}.load_{name}()"
             )
@@ -123,8 +128,10 @@ def drone_per_list(site: Site, how: Mapping[str, Any] | None = None) -> Lists:
 def _a_drone_for_each_list(
     how: Mapping[str, Any] | None,
 ) -> Iterator[dict[str, poly.Drone | poly.Pool]]:
-    """The longest list, funds, first. With options: a pool of as many, which may run again what a
-    lost drone ran."""
+    """Start a drone for each list, that of the longest list, funds, first.
+
+    With options, a pool of as many drones is used, which may run tasks of a lost drone again.
+    """
     with ExitStack() as stack:
         if how:
             pool = stack.enter_context(poly.Pool(len(LISTS), **how))
@@ -134,8 +141,7 @@ def _a_drone_for_each_list(
 
 
 def drones_drain(drones: int, site: Site, how: Mapping[str, Any] | None = None) -> Lists:
-    """Experiment II: a pool drains the pages of funds; the other four lists are four pieces
-    more."""
+    """Run experiment II: a pool loads the pages of funds; the other lists are four more tasks."""
     with poly.Pool(drones, **how or {}) as pool:
         promises = {
             "nyse": pool.promise(site.load_nyse),
@@ -148,8 +154,7 @@ def drones_drain(drones: int, site: Site, how: Mapping[str, Any] | None = None) 
 
 
 def threads_drain(threads: int, site: Site) -> Lists:
-    """Experiment III: green threads of this image drain the pages of funds, and the other four
-    lists."""
+    """Run experiment III: green threads load the pages of funds and the other four lists."""
     loads: list[Callable[[], Sequence[Any]]] = [
         site.load_nyse,
         site.load_amex,
@@ -157,8 +162,8 @@ def threads_drain(threads: int, site: Site) -> Lists:
         site.load_etfs,
         *(partial(site.load_letter, page) for page in PAGES),
     ]
-    # One map for all: so at no time there are more threads than said, and none is idle while there
-    # is a piece left.
+    # One map for all: so there are never more threads than `threads`, and none is idle while a task
+    # is left.
     nyse, amex, nasdaq, etfs, *pages = green.map(_call, loads, width=threads)
     funds = [fund for page in pages for fund in page]
     return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
@@ -167,8 +172,7 @@ def threads_drain(threads: int, site: Site) -> Lists:
 def drones_and_threads(
     site: Site, timelines: list[poly.Timeline] | None = None, how: Mapping[str, Any] | None = None
 ) -> Lists:
-    """Experiment *combined*: five drones as in I; the longest list is loaded by green threads in
-    its drone."""
+    """Run experiment *combined*: as I, but green threads load the longest list in its drone."""
     promises = {}
     with _a_drone_for_each_list(how) as drones:
         for name, drone in drones.items():
@@ -185,7 +189,7 @@ def drones_and_threads(
 
 
 def load_funds(threads: int, site: Site) -> list[Fund]:
-    """All funds, as `Site.load_funds` gives them, with so many pages at a time."""
+    """Return all funds, as `Site.load_funds` does, loading `threads` pages at a time."""
     return [fund for page in green.map(site.load_letter, PAGES, width=threads) for fund in page]
 
 

@@ -1,7 +1,8 @@
-"""The three symbol-directory files: their names, and reading them from a directory.
+"""The three symbol-directory files: their names, and how to read them from a directory.
 
-Each may be plain or compressed (`nasdaqlisted.txt` or `nasdaqlisted.txt.gz`); plain wins where both
-are."""
+Each may be plain or compressed (`nasdaqlisted.txt` or `nasdaqlisted.txt.gz`). If both exist, the
+plain one is read.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_directory(directory: Path) -> dict[str, Document]:
-    """The three files of a directory by plain name; `SourceError` names the one that cannot be
-    read."""
+    """Return the three files of a directory by plain name.
+
+    Raises `SourceError`, which names the file, if one cannot be read.
+    """
     if not directory.is_dir():
         raise SourceError(
             str(directory), "not a directory" if directory.exists() else "no such directory"
@@ -34,7 +37,7 @@ def _read(plain: Path) -> Document:
     path = packed if packed.exists() and not plain.exists() else plain
     try:
         raw = path.read_bytes()
-        # By content, not by suffix: downloads lose and gain suffixes.
+        # Compression is recognised by content, because downloads lose and gain suffixes.
         return Document.decode(
             str(path), gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw
         )

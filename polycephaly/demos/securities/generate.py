@@ -1,8 +1,9 @@
-"""Symbol-directory files without the exchange: the demo's embedded data, the same at every run.
+"""Generate symbol-directory files, the same at every run, so that the demo needs no exchange.
 
-Invented companies in the exchange's own formats, a seventh of the real number of funds, spread over
-the letters as the real ones are. The files disagree about line ends and footers, and hold the rows
-that real files trip parsers with."""
+The companies are invented, in the formats of the exchange. The number of funds is a seventh of the
+real one, spread over the letters as the real ones are. The files differ in line ends and footers,
+and contain the rows with which parsers of real files fail.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ HOUSES = """
     Quarry Quince Rowan Raven Ripley Sable Sorrel Stour Tansy Teal Thorne Umber Ulver Usk Vale Verity Vesper
     Willow Wren Wexford Yarrow Yew Yarm Zephyr Zinnia Zeal
 """.split()  # noqa: SIM905
-"""Three invented houses per letter; none with X, which has no fund in the exchange's file of
-2015."""
+"""Three invented houses per letter; none with X, because the exchange's file of 2015 has no fund
+with X.
+"""
 
 # fmt: off
 FUNDS_PER_LETTER = {
@@ -65,7 +67,8 @@ TRADES = (
     "Retail",
 )
 
-# Vowel-free, so that no generated symbol is a word: NA, ON and TRUE come from the odd rows alone.
+# Without vowels, so that no generated symbol is a word: NA, ON and TRUE come from the odd rows
+# only.
 _SYMBOL_LETTERS = "BCDFGHJKLMNPQRSTVWZ"
 
 NASDAQ_HEADER = (
@@ -102,7 +105,7 @@ ODD_FUND_ROWS = (
 
 
 def symbol_directory() -> dict[str, Document]:
-    """The three generated files by name, as `read_directory` gives those of a directory."""
+    """Return the three generated files by name, as `read_directory` does for a directory."""
     texts = {
         NASDAQ_LISTED: _file(NASDAQ_HEADER, [*_nasdaq_rows(), *ODD_NASDAQ_ROWS], footer="|||||||"),
         OTHER_LISTED: _file(OTHER_HEADER, [*_other_rows(), *ODD_OTHER_ROWS], footer="||||||"),
@@ -112,8 +115,10 @@ def symbol_directory() -> dict[str, Document]:
 
 
 def _file(header: str, rows: Iterable[str], footer: str | None) -> str:
-    """A whole file, in order of symbol; with a footer it has CRLF line ends too, as fresh downloads
-    do."""
+    """Return a whole file, sorted by symbol.
+
+    With a footer, lines end in CRLF, as in fresh downloads.
+    """
     lines = [header, *sorted(rows)]
     if footer is None:
         return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""Securities, the five lists that the demo loads, and the pages that funds come on.
+"""Securities, the five lists that the demo loads, and the pages of funds.
 
-Nothing here knows where a security came from. The symbol is the key: one name may stand on several
-symbols."""
+This module does not depend on the source of a security. The symbol is the key: several symbols may
+have the same name.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ LISTS = ("nyse", "amex", "nasdaq", "etfs", "funds")
 
 OTHER_PAGE = "0-9"
 PAGES = (OTHER_PAGE, *ascii_uppercase)
-"""The pages of funds: one per letter, after one for the names that begin with none (3i, 1290,
-'Advised')."""
+"""The pages of funds: one for names that do not begin with a letter (3i, 1290, 'Advised'), then one
+per letter.
+"""
 
 NYSE, AMEX, NASDAQ = "N", "A", "Q"
 """Exchange codes of the files. The NASDAQ file has no such column: it lists one exchange."""
 
 
-# No slots: frozen dataclasses that have them are pickled and unpickled by Python code, at half the
+# No slots: frozen dataclasses with slots are pickled and unpickled by Python code, at half the
 # speed.
 @dataclass(frozen=True)
 class Security:
-    """What all securities have."""
+    """The attributes that all securities have."""
 
     symbol: str
     name: str
@@ -33,8 +35,7 @@ class Security:
 
 @dataclass(frozen=True)
 class Listing(Security):
-    """A security that trades on an exchange: a stock or an ETF, or one that exists to test the
-    systems."""
+    """A security that trades on an exchange: a stock, an ETF, or an issue for tests."""
 
     exchange: str
     tier: str
@@ -58,21 +59,21 @@ class Fund(Security):
 
 
 Lists = Mapping[str, Sequence[Security]]
-"""One experiment's result: a list of securities under each name of `LISTS`."""
+"""The result of one experiment: a list of securities under each name of `LISTS`."""
 
 
 def stocks(listings: Iterable[Listing], exchange: str) -> list[Listing]:
-    """The stocks of one exchange: neither its ETFs nor its test issues."""
+    """Return the stocks of one exchange, without its ETFs and test issues."""
     return [listing for listing in listings if listing.exchange == exchange and listing.stock]
 
 
 def etfs(listings: Iterable[Listing]) -> list[Listing]:
-    """The exchange-traded funds, of every exchange."""
+    """Return the exchange-traded funds of all exchanges."""
     return [listing for listing in listings if listing.etf]
 
 
 def page_of(name: str) -> str:
-    """The page of `PAGES` that a fund of this name is on.
+    """Return the page of `PAGES` for a fund of this name.
 
     >>> page_of("iShares"), page_of("3i Growth"), page_of("'Advised' Income")
     ('I', '0-9', '0-9')

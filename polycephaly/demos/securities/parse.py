@@ -1,11 +1,12 @@
-"""From the text of a symbol-directory file to securities.
+"""Parse symbol-directory files into securities.
 
     Document (text, and where it came from) --> Table (header, lines) --> Listing, Fund
 
-The format: pipe-delimited, one header line, no quoting, and a footer `File Creation Time: ...` in
-most copies. Columns go by name, as their number and order differ by year. A row never disappears:
-what cannot be read is a `SourceError` that names the file and says what came instead. That includes
-HTML, which the exchange answers with status 200 for a missing file."""
+The format is pipe-delimited, with one header line, no quoting, and in most copies a footer `File
+Creation Time: ...`. Columns are found by name, because their number and order differ by year. No
+row is dropped silently: unreadable content is a `SourceError` that names the file and describes the
+content. That includes HTML, which the exchange returns with status 200 for a missing file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ FOOTER = "File Creation Time"
 
 
 class SourceError(Exception):
-    """A source did not give what it should: `where` names it, `problem` says what came instead."""
+    """Unexpected content of a source: `where` names the source, `problem` describes the content."""
 
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(where, problem)
@@ -31,26 +32,26 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, and the path or URL to name when it turns out wrong."""
+    """A text, with the path or URL to name if the text is invalid."""
 
     where: str
     text: str
 
     @classmethod
     def decode(cls, where: str, raw: bytes) -> Document:
-        """UTF-8 as the files are; a stray byte spoils one character, not the row and not the
-        file."""
+        """Decode UTF-8. An invalid byte spoils one character, not the row or the file."""
         return cls(where, raw.decode("utf-8-sig", errors="replace"))
 
 
 class Table:
-    """The data lines of a document, and how to split them into named fields.
+    """The data lines of a document, split into named fields.
 
-    A line with more fields than the header has pipes in its `name` column: whatever stands left of
-    that column counts from the left, whatever stands right of it from the right."""
+    If a line has more fields than the header, the surplus pipes belong to the `name` column: fields
+    left of that column are counted from the left, fields right of it from the right.
+    """
 
     def __init__(self, document: Document, *, name: str, needs: Sequence[str]) -> None:
-        # Not splitlines(): to it, a form feed or U+2028 inside a name ends a line.
+        # Not splitlines(), because a form feed or U+2028 inside a name would end a line.
         numbered = ((n, line.rstrip("\r")) for n, line in enumerate(document.text.split("\n"), 1))
         lines = [(n, line) for n, line in numbered if line.strip()]
         self.where = document.where
@@ -66,7 +67,7 @@ class Table:
         self._name = self.columns.index(name)
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Each data line as it stands, and its fields by column."""
+        """Yield each data line unchanged, with its fields by column."""
         for number, line in self.lines:
             fields = line.split("|")
             surplus = len(fields) - len(self.columns)
@@ -82,14 +83,16 @@ class Table:
 
 
 def nasdaq_listed(document: Document) -> list[Listing]:
-    """Everything in `nasdaqlisted.txt`, test issues included. Old copies have no ETF column, and no
-    ETFs."""
+    """Return all listings of `nasdaqlisted.txt`, test issues included.
+
+    Old copies have no ETF column, and no ETFs.
+    """
     table = Table(document, name="Security Name", needs=("Symbol", "Test Issue"))
     return [_listing(row, row["Symbol"], NASDAQ) for _, row in table]
 
 
 def other_listed(document: Document) -> list[Listing]:
-    """Everything in `otherlisted.txt`: what trades on the other exchanges, test issues included."""
+    """Return all listings of `otherlisted.txt` (the other exchanges), test issues included."""
     table = Table(
         document, name="Security Name", needs=("ACT Symbol", "Exchange", "ETF", "Test Issue")
     )
@@ -97,12 +100,12 @@ def other_listed(document: Document) -> list[Listing]:
 
 
 def fund_table(document: Document) -> Table:
-    """The table in `mfundslist.txt`, or on one page of funds."""
+    """Return the table of `mfundslist.txt`, or of one page of funds."""
     return Table(document, name="Fund Name", needs=("Fund Symbol",))
 
 
 def funds(document: Document) -> list[Fund]:
-    """Everything in `mfundslist.txt`, or on one page of funds."""
+    """Return all funds of `mfundslist.txt`, or of one page of funds."""
     return [
         Fund(
             symbol=row["Fund Symbol"],
@@ -130,7 +133,7 @@ def _listing(row: dict[str, str], symbol: str, exchange: str) -> Listing:
 
 
 def _what(text: str) -> str:
-    """What a text is that is no symbol-directory file, in a few words on one line."""
+    """Describe, in a few words on one line, a text that is no symbol-directory file."""
     start = text.lstrip()[:60]
     if not start:
         return "nothing: it is empty"

@@ -1,4 +1,4 @@
-"""The demo's result: a table with bars for the terminal, row by row, and JSON for programs."""
+"""The result of the demo: a table with bars for the terminal, row by row, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up
 
 
 def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
-    """One experiment's line below `HEADER`: its speed-up is against the baseline, and so is its
-    bar."""
+    """Return the line of an experiment below `HEADER`, with its speed-up against the baseline.
+
+    The bar is relative to the baseline, too.
+    """
     experiment, share = outcome.experiment, outcome.seconds / baseline.seconds
     bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
     numbers = (
@@ -27,14 +29,16 @@ def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
 
 
 def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
-    """What to know after the last row: the sizes of the lists, whether they are equal, the talk's
-    figures."""
+    """Return the text after the last row.
+
+    The text has the sizes of the lists, whether they are equal, and the figures of the talk.
+    """
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
     return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
 
 
 def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
-    """The talk's bar chart: the seconds of each experiment, and its speed-up."""
+    """Return the bar chart of the talk: the seconds of each experiment, and its speed-up."""
     baseline = outcomes[0].seconds
     return [
         Bar(_label(each.experiment), each.seconds, f"{baseline / each.seconds:.1f}x")
@@ -43,13 +47,12 @@ def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
 
 
 def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
-    """Whether all experiments loaded the same lists."""
+    """Return True if all experiments loaded the same lists."""
     return not any(outcome.astray for outcome in outcomes)
 
 
 def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
-    """The result for programs: the sizes of the lists, whether they are equal, each experiment's
-    time."""
+    """Return the sizes of the lists, whether they are equal, and the time of each experiment."""
     return {
         "lists": outcomes[0].rows,
         "equal": equal(outcomes),
@@ -77,7 +80,7 @@ def _verdict(outcomes: Sequence[ExperimentOutcome]) -> str:
 
 
 def _best(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
-    """For experiments that run with several numbers, the best of them."""
+    """Yield the best run of each experiment that runs with several numbers."""
     runs: dict[str, list[ExperimentOutcome]] = {"II": [], "III": []}
     for outcome in outcomes:
         runs.get(outcome.experiment.name, []).append(outcome)

@@ -1,13 +1,13 @@
-"""The demo's web site on the loopback: a process of its own that serves the files and the funds'
-pages.
+"""The web site of the demo: a process that serves the files and the pages of funds on the loopback.
 
-    stdin:  the lifeline. It ends when the owner does, however the owner ends, and this process ends with it.
-    stdout: one line of JSON: {"port": n}, or {"error": [where, problem]} when the files cannot be read.
-    HTTP:   /nasdaqlisted.txt  /otherlisted.txt  /mfundslist.txt  /funds/0-9  /funds/A  ...  /funds/Z
+    stdin:  parent-death pipe: ends when the owner ends, in any way, and then this process ends.
+    stdout: one line of JSON: {"port": n}, or {"error": [where, problem]} if a file cannot be read.
+    HTTP:   /nasdaqlisted.txt  /otherlisted.txt  /mfundslist.txt  /funds/0-9  /funds/A ... /funds/Z
 
-Each answer waits for the set latency first, in a thread of its own, so that the waits of many
-requests overlap. All files are read and checked before the port is told: who has a port has a
-working site."""
+Each answer is delayed by the set latency, in a thread of its own, so that the waits of many
+requests overlap. All files are read and checked before the port is printed, so a port means a
+working site.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from .parse import Document, SourceError
 
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
-    """What the site answers for each path. All documents are parsed for that: a bad one is found
-    here."""
+    """Return the answer for each path. All documents are parsed, so a bad one is found here."""
     parse.nasdaq_listed(documents[files.NASDAQ_LISTED])
     parse.other_listed(documents[files.OTHER_LISTED])
     table = parse.fund_table(documents[files.FUNDS])
@@ -43,7 +42,7 @@ def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request, late."""
+    """Answers one request, after the latency."""
 
     server: FixtureServer
 
@@ -60,13 +59,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: the terminal belongs to the demo's report."""
+        """Log nothing: the terminal belongs to the demo's report."""
 
 
 class FixtureServer(ThreadingHTTPServer):
     """An HTTP server on a free port."""
 
-    # The default of 5 makes the sixth drone that knocks at once wait a second for TCP to try again.
+    # With the default of 5, the sixth drone that connects at once waits a second for a TCP retry.
     request_queue_size = 128
 
     def __init__(
@@ -77,13 +76,13 @@ class FixtureServer(ThreadingHTTPServer):
         self.latency = latency
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone (a killed drone) is no error of the site."""
+        """Ignore a client that has gone (a killed drone), which is no error of the site."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def main() -> int:
-    """Serve until stdin ends. The exit status is 1 when the files cannot be read."""
+    """Serve until stdin ends. The exit status is 1 if the files cannot be read."""
     parser = argparse.ArgumentParser(description="Serve symbol-directory files until stdin ends.")
     parser.add_argument(
         "--data", type=Path, help="directory of the files; without it, generated ones"

@@ -1,10 +1,10 @@
-"""Loading the five lists over HTTP: what every experiment does, each with its own way to share the
-work.
+"""Load the five lists over HTTP.
 
-A `Site` is only an address, so it travels: its methods go to drones as callables, its `repr` is an
-expression for code strings.
+Each experiment uses this module and divides the tasks in its own way. A `Site` is only an address,
+so it can be sent: its methods go to drones as callables, and its `repr` is an expression for code
+strings.
 
-    site.load_funds()   ==   one load_letter(page) after another   <--HTTP--   /funds/A, /funds/B, ...
+    site.load_funds()   ==   load_letter(page) for each page   <--HTTP--   /funds/A, /funds/B, ...
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ SECONDS_TO_ANSWER = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A server of the three files, and of the funds' pages below `/funds/`.
+    """A server of the three files, and of the pages of funds below `/funds/`.
 
-    Every method downloads what it needs anew and raises `SourceError` when it does not come. A site
-    holds no connection, each download has a client of its own, so any number of threads may load
-    from one site."""
+    Each method downloads its files anew, and raises `SourceError` if that fails. A site holds no
+    connection and each download has a client of its own, so any number of threads may load from one
+    site.
+    """
 
     url: str
 
-    # On the loopback, neither a proxy from the environment nor a certificate store has a say.
+    # On the loopback, neither a proxy from the environment nor a certificate store is used.
     _client: ClassVar[Mapping[str, Any]] = {"trust_env": False, "verify": False}
 
     def load_nyse(self) -> list[Listing]:
-        """The stocks of the New York Stock Exchange."""
+        """Return the stocks of the New York Stock Exchange."""
         return stocks(parse.other_listed(self._get(OTHER_LISTED)), NYSE)
 
     def load_amex(self) -> list[Listing]:
-        """The stocks of NYSE American, the former AMEX."""
+        """Return the stocks of NYSE American, the former AMEX."""
         return stocks(parse.other_listed(self._get(OTHER_LISTED)), AMEX)
 
     def load_nasdaq(self) -> list[Listing]:
-        """The stocks of NASDAQ."""
+        """Return the stocks of NASDAQ."""
         return stocks(parse.nasdaq_listed(self._get(NASDAQ_LISTED)), NASDAQ)
 
     def load_etfs(self) -> list[Listing]:
-        """The exchange-traded funds of all exchanges: those of NASDAQ first."""
+        """Return the exchange-traded funds of all exchanges, those of NASDAQ first."""
         nasdaq = parse.nasdaq_listed(self._get(NASDAQ_LISTED))
         return etfs(nasdaq + parse.other_listed(self._get(OTHER_LISTED)))
 
     def load_letter(self, letter: str) -> list[Fund]:
-        """The funds on one of `PAGES`."""
+        """Return the funds on one of `PAGES`."""
         return parse.funds(self._get(f"funds/{letter}"))
 
     def load_funds(self) -> list[Fund]:
-        """All funds, one page after another."""
+        """Return all funds, loaded one page after another."""
         return [fund for letter in PAGES for fund in self.load_letter(letter)]
 
     def forget(self) -> None:
-        """Drop what this image keeps of the site, so that the next experiment starts as the last
-        one did."""
+        """Drop the data that this process keeps of the site, so that experiments start alike."""
 
     def _get(self, path: str) -> Document:
         url = f"{self.url}/{path}"
@@ -84,7 +84,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class LiveSite(Site):
-    """The exchange's own server. It has no pages of funds: an image cuts them from one download."""
+    """The server of the exchange.
+
+    The server has no pages of funds: each process cuts them from one download.
+    """
 
     url: str = NASDAQ_TRADER
 
@@ -100,17 +103,20 @@ class LiveSite(Site):
 Pages = Mapping[str, list[Fund]]
 
 _cut: dict[str, Promise[Pages]] = {}
-"""The pages of each live site that were cut in this image, or are being cut."""
+"""The pages of each live site that were cut in this process, or are being cut."""
 
-# What is still being cut at a fork, nobody finishes in the child.
+# After a fork, no thread of the child would finish a cut that was in progress.
 os.register_at_fork(after_in_child=_cut.clear)
 
 
 def _pages(site: LiveSite) -> Pages:
-    """The pages of a site, downloaded once: of threads that come together, one downloads, and all
-    have its result or its error. After an error, who comes next tries again."""
+    """Return the pages of a site, downloaded once.
+
+    If several threads come together, one downloads, and all get its result or its error. After an
+    error, the next caller tries again.
+    """
     mine: Promise[Pages] = Promise()
-    promise = _cut.setdefault(site.url, mine)  # atomic: for one of them it is its own
+    promise = _cut.setdefault(site.url, mine)  # atomic: exactly one thread gets its own promise
     if promise is mine:
         try:
             pages: dict[str, list[Fund]] = {}

@@ -1,6 +1,6 @@
-"""Where the securities come from: a loopback site that lives as long as a `with` block.
+"""The source of the securities: a loopback site that lives as long as a `with` block.
 
-owner --stdin (lifeline)--> server process --stdout: its port--> owner
+owner --stdin (parent-death pipe)--> server process --stdout: its port--> owner
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from .site import Site
 def loopback(
     data: Path | None = None, latency: float = 0.0, host: str = "127.0.0.1"
 ) -> Iterator[Site]:
-    """A site on the loopback, or at the address `host`, in a process of its own, gone when the
-    block ends.
+    """Start a site on the loopback, or at the address `host`, in a process of its own.
 
-    It serves the symbol-directory files in `data`, or generated ones, and answers each request
-    after `latency` seconds. Raises `SourceError`, naming the file, when `data` has not what it
-    should.
+    The site ends with the block, serves the symbol-directory files in `data`, or generated ones,
+    and answers each request after `latency` seconds. Raises `SourceError`, which names the file, if
+    a file in `data` is missing or invalid.
 
     >>> with loopback() as site:
     ...     len(site.load_amex()) < len(site.load_nyse())
@@ -42,14 +41,14 @@ def loopback(
     ]
     if data is not None:
         command += ["--data", str(data)]
-    # A session of its own: Ctrl-C goes to the owner, which ends the server when it is done with it.
+    # A session of its own: Ctrl-C goes to the owner, which ends the server itself.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as server:
         try:
             yield Site(f"http://{host}:{_port(server)}")
         finally:
-            # Closing the lifeline may not do: drones forked meanwhile hold copies of it until they
+            # Closing the pipe may not suffice: drones forked meanwhile hold copies of it until they
             # end.
             server.terminate()
 

@@ -1,1 +1,1 @@
-"""The local engine: drones are forks of this image, on this machine."""
+"""The local engine: drones on this machine, forked from a snapshot of the controller process."""

@@ -1,15 +1,15 @@
-"""A bare zygote: a fresh interpreter that has imported this package, and nothing of the user's.
+"""A bare zygote: a fresh interpreter that has imported this package and no code of the user.
 
-    main image ── as `multiprocessing` spawns a process ──> bare zygote ──fork──> drone: makes its __main__
+    controller ── spawned as by `multiprocessing` ──> bare zygote ──fork──> drone: makes __main__
 
-It has one thread and has never run code of users, so it can be forked at any time, whatever the
-main image and the drones do with threads. Each drone makes its `__main__` after the fork: from what
-the main image held, by value (wire/main_snapshot.py), or, with ``start="spawn"``, by importing the
-main module, as the standard library's spawned processes do.
+A bare zygote has one thread and has never run user code. So a fork is safe at any time, whatever
+the controller process and the drones do with threads. Each drone makes its `__main__` after the
+fork: from the controller's `__main__`, copied by value (wire/main_snapshot.py), or, with
+``start="spawn"``, by importing the main module, as the standard library's spawned processes do.
 
-`multiprocessing` knows how to start an interpreter with the same flags, path and keys, and how its
-queues and locks get there. It would have the zygote import the main module too: so the steps are
-taken here, without that one."""
+`multiprocessing` starts an interpreter with the same flags, path and keys, and hands over its
+queues and locks, but would import the main module in the zygote too. So this module repeats its
+steps without that import."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
 __all__ = ["MainMaker", "start_bare"]
 
 _MODULE = ("init_main_from_name", "init_main_from_path")
-"""How `multiprocessing` says which module is to be imported as the main one."""
+"""The keys in which `multiprocessing` names the main module that a child imports."""
 
 
 @dataclass(frozen=True, slots=True)
 class MainMaker:
-    """How `__main__` is made in a drone of a bare zygote."""
+    """The recipe by which a drone of a bare zygote makes its `__main__`."""
 
-    snapshot: Snapshot | None  # None: the main module is imported
-    module: dict[str, str]  # which one; empty if there is none, as under `python -c`
+    snapshot: Snapshot | None  # None: import the main module
+    module: dict[str, str]  # names the main module; empty if there is none, as under `python -c`
 
     def make(self, arena: Arena) -> MainSnapshot:
-        """Makes it, in a drone. Raises what the import of the main module raises."""
-        _old_main.append(sys.modules["__main__"])  # its code still runs
+        """Make `__main__`, in a drone. Raises the errors of importing the main module."""
+        _old_main.append(sys.modules["__main__"])  # kept alive, because its code still runs
         sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
         if self.snapshot is not None:
             return enter(self.snapshot, arena)
         current: Any = process.current_process()
-        current._inheriting = (
-            True  # a script that starts processes as it is imported is refused, with the reason
-        )
+        # With this flag `multiprocessing` refuses, with the reason, to start processes while the
+        # script is being imported.
+        current._inheriting = True
         try:
             _import_main(**self.module)
         finally:
@@ -73,14 +73,16 @@ _old_main: list[ModuleType] = []
 
 
 def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -> None:
-    """Run the main module's code in `__main__` itself. (`multiprocessing` runs the code elsewhere
-    and copies what comes of it, so that functions of the module do not see what is set in
-    `__main__` later.)"""
+    """Run the main module's code in `__main__` itself.
+
+    `multiprocessing` runs the code in another namespace and copies the results, so that functions
+    of the module would not see names that are set in `__main__` later.
+    """
     main = vars(sys.modules["__main__"])
     main["__name__"] = "__mp_main__"
     name, path = init_main_from_name, init_main_from_path
     if name.endswith("__main__") or os.path.basename(path).partition(".")[0] == "ipython":
-        return  # a package's command line, which `multiprocessing` does not import again either
+        return  # the command line of a package: `multiprocessing` does not import that again either
     if name:
         spec: Any = find_spec(name)
         if spec is None:
@@ -89,7 +91,7 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
             __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin
         )
         exec(spec.loader.get_code(name), main)
-    elif path and get_importer(path) is not None:  # a directory, or an archive
+    elif path and get_importer(path) is not None:  # a directory or an archive
         main.update(run_path(path, run_name="__mp_main__"))
     elif path:
         main["__file__"] = path
@@ -98,7 +100,7 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
 
 
 class _BareZygote:
-    """What the interpreter is sent. `multiprocessing` calls `_bootstrap` there."""
+    """Pickled for the fresh interpreter, in which `multiprocessing` calls `_bootstrap`."""
 
     def __init__(self, control: int, page: int, arena: Arena, spec: DroneSpec) -> None:
         self.descriptors = control, page, arena.fd
@@ -124,8 +126,9 @@ class _BareZygote:
 
 
 class _Spawning:
-    """Whom `multiprocessing` asks, while it pickles its queues and locks, to have their descriptors
-    inherited."""
+    """A stand-in for the `Popen` of `multiprocessing`, which registers here the descriptors of
+    queues and locks that are pickled, so that the zygote inherits them.
+    """
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -145,15 +148,16 @@ class _Spawning:
 def start_bare(
     control: int, page: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
 ) -> int:
-    """Starts a bare zygote for `nest`, whose drones get that snapshot, or import the main module;
-    gives its pid.
+    """Start a bare zygote for `spec`, and return its pid.
 
-    Raises what the pickling of the pool's `initargs` raises, and `RuntimeError` in a main module
-    that is being imported by a spawned process."""
+    Its drones get `snapshot`, or import the main module if `snapshot` is None. Raises the error of
+    the pool's `initargs` if these cannot be pickled, and `RuntimeError` if this process is itself
+    a spawned one that is still importing its main module.
+    """
     prepared = spawn.get_preparation_data("polycephaly-zygote")
     module = {key: prepared.pop(key) for key in _MODULE if key in prepared}
     spawning, pickled = _Spawning(), io.BytesIO()
-    set_spawning_popen(spawning)  # type: ignore[arg-type]  # it does what is asked of a Popen
+    set_spawning_popen(spawning)  # type: ignore[arg-type]  # has the needed methods
     try:
         inherited_args = None if spec.inherited_args is None else _pickled(spec.inherited_args)
         zygote = _BareZygote(

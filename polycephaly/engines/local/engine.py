@@ -1,12 +1,11 @@
-"""Drones on this machine, forked by a zygote: from a snapshot of this image, or from a bare
-interpreter.
+"""Drones on this machine, forked by a zygote.
 
     snapshot ──> Launcher (the zygote) ── orders ──> drones
-                    └── reports: started, exited, failed ──> the roster
+                    └── reports: started, exited, failed ──> the supervisor
 
-The zygote keeps the snapshot, so a drone that replaces another is the same image. Should the zygote
-itself be lost, a new snapshot is taken. A launcher is kept until the last drone of its snapshot is
-gone."""
+The zygote is a fork of this process or a bare interpreter, and keeps its snapshot. So a replacement
+drone starts with the same data as the drone before. If the zygote itself is lost, the engine takes
+a new snapshot. A launcher is kept until the last drone of its snapshot is gone."""
 
 from __future__ import annotations
 
@@ -46,6 +45,8 @@ log = logging.getLogger(__name__)
 
 
 class ThisMachine:
+    """This machine as a place for drones; see `pool.engine.Machine`."""
+
     def usual(self) -> int:
         return (
             len(os.sched_getaffinity(0))
@@ -61,9 +62,10 @@ class ThisMachine:
 
 
 class LocalEngine:
+    """The local engine of one pool. `pool.engine.Engine` says which thread calls which method."""
+
     def __init__(self, supervisor: Supervisor) -> None:
-        """Takes the snapshot, in the calling thread. Raises `OSError` where the machine's limits
-        forbid it."""
+        """Take the snapshot, in the calling thread. Raises `OSError` at a limit of the machine."""
         self._supervisor = supervisor
         self._dispatcher = supervisor.dispatcher
         self._config = self._dispatcher.config
@@ -119,7 +121,10 @@ class LocalEngine:
         return share(obj, self._supervisor.registry.snapshot, self._store)
 
     def _tidy_later(self) -> None:
-        """From any thread: memory of this image's has come back. It stays warm for a while."""
+        """Schedule `_tidy`, because a reader has returned memory of this process.
+
+        Any thread may call this. The memory stays warm for `tuning.warm_seconds`.
+        """
         if not self._tidying:
             self._tidying = True
             self._reactor.post(lambda: self._reactor.after(tuning.warm_seconds, self._tidy))
@@ -168,7 +173,7 @@ class LocalEngine:
             self._free_slots.append(slot)
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 self._supervisor.cannot_start(named(error))
-            return None  # or its zygote is gone: the end of its reports tells, and why
+            return None  # if the zygote is gone, `_read_reports` handles the loss
         finally:
             for fd in ends:
                 os.close(fd)
@@ -232,7 +237,7 @@ class LocalEngine:
         if handle.slot not in self._free_slots:
             self._free_slots.append(handle.slot)
         if handle.launcher is not self._launcher and not self._handles(handle.launcher):
-            self._dismiss(handle.launcher)  # that was the last drone of an old snapshot
+            self._dismiss(handle.launcher)  # the last drone of an old snapshot is gone
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -259,8 +264,10 @@ class LocalEngine:
         snapshot.end()
 
     def _relaunch(self) -> None:
-        """The zygote was lost: another, of the image as it is now. In the hub's thread, outside its
-        turn."""
+        """Replace a lost zygote by one with a new snapshot of this process.
+
+        Runs in the reactor's thread, without the reactor's lock.
+        """
         try:
             launcher = self.snapshot()
         except OSError as error:
@@ -270,7 +277,7 @@ class LocalEngine:
 
     def _use_or_discard(self, launcher: Launcher) -> None:
         self._supervisor.renew(launcher, Promise())
-        if launcher is not self._launcher:  # nobody wants drones any more
+        if launcher is not self._launcher:  # not adopted, because the pool needs no more drones
             launcher.end()
 
     # -- zygotes' ends -----------------------------------------------------------------------------
@@ -281,19 +288,17 @@ class LocalEngine:
         self._zygote_lost = launcher is self._launcher
         orphaned = self._handles(launcher)
         for handle in orphaned:
-            if (
-                handle.pid is not None
-            ):  # the kernel has killed it with the zygote; not so what it had started
+            # The kernel has killed the drone, but not the programs that the drone had started.
+            if handle.pid is not None:
                 leave_word(channels_of(self._reactor.endpoint.home, handle.pid), -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(handle.pid, signal.SIGKILL)
         if orphaned:
             parent_death.end_family(launcher.family, launcher.pid)
         if self._dispatcher.begun.done():
+            # Before `_reap` closes the status table, which has the tasks that drones were running.
             for handle in orphaned:
-                self._supervisor.died(
-                    handle, -signal.SIGKILL
-                )  # the page tells what each was running: before it is closed
+                self._supervisor.died(handle, -signal.SIGKILL)
         code = self._reap(launcher)
         if not self._dispatcher.begun.done():
             self._dispatcher.cannot_start(
@@ -311,7 +316,7 @@ class LocalEngine:
         self._dispatcher.look_for_end = True
 
     def _dismiss(self, launcher: Launcher) -> None:
-        """Its zygote is not needed any more: lets it end, and reaps it then."""
+        """Let a zygote end that is no longer needed, and reap it then."""
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
         if launcher.pidfd is None:

@@ -1,4 +1,4 @@
-"""The hub's end of a local drone: its lane, its output, its row of the running page."""
+"""The controller's handle of a local drone: fast transport, output and slot of the status table."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalHandle"]
 
-SENT_MOST = 1000  # messages looked at when a drone has died, for its last ones; what is behind them is in transit
-TICK = 0.002  # seconds until a full lane is tried again
+# Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
+SENT_MOST = 1000
+TICK = 0.002  # seconds until a full fast transport is tried again
 
 _WHY = {
     "T": "it is stopped by a signal",
@@ -67,8 +68,9 @@ class LocalHandle(DroneHandle):
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        """By the lane if it can go there without passing anything sent by bulk; see
-        wire/fast_transport.py."""
+        """Send by the fast transport if that overtakes no message sent by ZeroMQ; see
+        wire/fast_transport.py.
+        """
         if (
             not self.bulk_unanswered
             and not self._bulk_waiting
@@ -83,20 +85,24 @@ class LocalHandle(DroneHandle):
         if self.bulk_open:
             reactor = self.dispatcher.reactor
             reactor.router.send_multipart([self.identity, *frames])
-            reactor.wake()  # in a caller's thread, this may have taken note of news for which the hub sleeps
+            # In a caller's thread, the send may have consumed ZeroMQ's signal of an incoming
+            # message, for which the reactor is sleeping.
+            reactor.wake()
         else:
             self._bulk_waiting.append(frames)
             self._ask_to_open()
 
     def _ask_to_open(self) -> None:
-        """Something waits for bulk: the drone is to open it."""
+        """Ask the drone to open ZeroMQ, because messages wait for that."""
         if self._bulk_waiting and not self._asked and self.fast_transport is not None:
             self._asked = self.fast_transport.send(pack_numbers(OPEN))
-            if not self._asked:  # its lane is full: it is busy, and will read it
+            if not self._asked:  # full: the drone is busy, and reads the fast transport later
                 self.dispatcher.reactor.after(TICK, self._ask_to_open)
 
     def open_bulk(self, router: zmq.Socket[bytes]) -> None:
-        """The drone's DEALER has said hello: only now does the ROUTER know the way to it."""
+        """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER
+        have a route to the drone.
+        """
         self.bulk_open = True
         for frames in self._bulk_waiting:
             router.send_multipart([self.identity, *frames])
@@ -109,7 +115,7 @@ class LocalHandle(DroneHandle):
     def is_up(self) -> bool:
         return self.alive and self.fast_transport is not None
 
-    # -- what is known of it -----------------------------------------------------------------------
+    # -- state of the drone ------------------------------------------------------------------------
 
     def started(self) -> int:
         return self.launcher.status_table.started(self.slot)
@@ -138,9 +144,13 @@ class LocalHandle(DroneHandle):
         return _WHY.get(state_of(self.pid), _IDLE)
 
     def worked(self, threads: Times) -> tuple[object, Times] | None:
-        """Its ear only shows that it lives. While its main thread waits for promises, that looks up
-        twice a second, and wakes the one that runs green threads: then the steps of these count,
-        and threads that compute; else any thread that was let run."""
+        """Return a value that changes when the drone makes progress with its tasks.
+
+        The control thread does not count, because its running shows only that the drone is alive.
+        A main thread that waits for promises looks up twice a second, and wakes the thread that
+        runs green threads. So in that case only the steps of green threads count, and threads that
+        compute. Otherwise each thread counts that the kernel has let run.
+        """
         status_table, slot = self.launcher.status_table, self.slot
         others = {
             thread: times
@@ -177,7 +187,7 @@ class LocalHandle(DroneHandle):
 
     def last_words(self) -> None:
         reactor = self.dispatcher.reactor
-        self.catch_up()  # what had already reached this process counts
+        self.catch_up()  # messages that had already reached this process count
         reactor.receive(SENT_MOST)
         hear_kept(self, self.launcher.status_table.kept(self.slot))
 

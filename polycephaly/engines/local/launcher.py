@@ -1,12 +1,12 @@
-"""The controller's end of a zygote: takes the snapshot, gives orders, hears how drones start and
-end.
+"""The controller's end of a zygote: takes the snapshot, sends orders, receives reports of drones.
 
-    start="fork"    safepoint.fork() here and now: the zygote is this image as it is at this moment
-    start="spawn"   a bare zygote (bare.py), each of whose drones imports the main module as the standard library does
-    start=None      a fork where that is safe (native_threads.py); else a bare zygote, whose drones get `__main__`
-                    by value
+    start="fork"    `fork_guard.fork()`: the zygote is a copy of this process at this moment
+    start="spawn"   a bare zygote (bare.py); each drone imports the main module, as in the
+                    standard library
+    start=None      a fork if that is safe (native_threads.py); else a bare zygote, whose drones
+                    get `__main__` by value
 
-Made in the thread that asks for it; afterwards only the hub's thread uses it.
+The thread that asks for a launcher makes it. After that, only the reactor's thread uses it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ START_METHODS = ("fork", "spawn")
 
 
 class Launcher:
-    """One zygote. `snapshot` says what its images have in `__main__`; of those that import it, once
-    one has done so."""
+    """One zygote.
+
+    `snapshot` has the names in the `__main__` of its drones. If these import the main module, the
+    names are known only after the first drone has done so.
+    """
 
     def __init__(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> None:
-        """Warns if it does not fork though nothing was said of the start; `name` says whose it
-        is."""
+        """Warn, with the pool's `name`, if `start` is None and a fork is not safe."""
         self.family = spec.family
         self.arena = store.arena
         self.imports_main = start == "spawn"
         self.taken: Snapshot | None = None
-        """What its drones have by value."""
-        self._held: list[
-            Keep
-        ] = []  # shared memory that the zygote and its drones have from this image, as it is now
+        """The copy of `__main__` for its drones; None if they fork or import the main module."""
+        # Shared memory that the zygote and its drones see too: held, so that its content stays.
+        self._held: list[Keep] = []
         self._reaped = False
-        # Of imported modules nothing is known until a drone reports: till then all of `__main__`
-        # goes by value.
+        # The names in an imported main module are unknown until a drone reports them. Until then
+        # all of `__main__` is sent by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = not self.imports_main
         self.status_table = StatusTable(spec.slots)
@@ -82,7 +83,7 @@ class Launcher:
         return self._start_bare(spec)
 
     def _fork(self, spec: DroneSpec, insists: bool) -> int:
-        """Raises `UnsafeFork`, unless it `insists`."""
+        """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless the user `insists`."""
         owner = os.getpid()
         above, addresses.address_of_parent = (
             addresses.address_of_parent,
@@ -101,19 +102,15 @@ class Launcher:
             return pid
         except BaseException:
             parent_death.close(self._control)
-            if (
-                pid and os.getpid() == owner
-            ):  # it has no drones yet, and may hang before it is a zygote
+            # SIGKILL, because the child may hang. It has no drones yet.
+            if pid and os.getpid() == owner:
                 os.kill(pid, signal.SIGKILL)
-                with suppress(
-                    ChildProcessError
-                ):  # the kernel reaps it itself, where SIGCHLD is ignored
+                with suppress(ChildProcessError):  # the kernel reaps it if SIGCHLD is ignored
                     os.waitpid(pid, 0)
             raise
         finally:
-            if (
-                os.getpid() != owner
-            ):  # whatever went wrong: the main image's code must not go on here
+            # In the child, after any error, the controller's code must not go on.
+            if os.getpid() != owner:
                 os._exit(1)
             theirs.close()
             addresses.address_of_parent = above
@@ -130,7 +127,7 @@ class Launcher:
             theirs.close()
 
     def left_out(self, name: str) -> str | None:
-        """Why its drones have that name of `__main__` not, if it has a reason; with the cure."""
+        """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
         if self.taken is not None:
             why = self.taken.left_out.get(name)
             cure = "make it in an initializer, or use start='fork'"
@@ -158,8 +155,10 @@ class Launcher:
         return self._control.fileno()
 
     def start(self, order: Order, ends: list[int]) -> None:
-        """Asks for a drone, with its `ends` of stdout, stderr and lane. Raises `OSError`: no zygote
-        is there."""
+        """Order a drone, with its `ends` of stdout, stderr and fast transport.
+
+        Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
+        """
         message = order.to_json()
         if len(message) > MAX_ORDER:
             raise ValueError(
@@ -168,26 +167,27 @@ class Launcher:
         socket.send_fds(self._control, [message], ends)
 
     def kill(self, number: int) -> None:
-        """SIGKILL by the drone's own parent, so that it cannot hit another process with the same
-        number."""
+        """Have the drone's parent send SIGKILL, so that no other process with its pid is hit."""
         with suppress(OSError):
             self._control.send(json.dumps({"kill": number}).encode())
 
     def kill_zygote(self) -> None:
-        """SIGKILL, and the kernel ends its drones with it. It is our child, unreaped: the number is
-        its own."""
+        """Kill the zygote; the kernel then ends its drones.
+
+        The pid of an unreaped child cannot belong to another process.
+        """
         if not self._reaped:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def continue_zygote(self) -> None:
-        """SIGCONT: it was stopped."""
+        """Send SIGCONT to a zygote that was stopped by a signal."""
         if not self._reaped:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """What the zygote has told since the last call; None once it is gone."""
+        """Return the zygote's reports since the last call; None if the zygote is gone."""
         heard: list[dict[str, Any]] = []
         while True:
             try:
@@ -201,7 +201,7 @@ class Launcher:
             heard.append(json.loads(message))
 
     def learn_names(self, names: list[str]) -> bool:
-        """A drone has imported the main module and found these there: was that not known?"""
+        """Note the names that a drone found in the main module; return False if known before."""
         if self._knows_names:
             return False
         self._knows_names = True
@@ -211,9 +211,9 @@ class Launcher:
     # -- endings -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Lets go of the lifeline: the zygote ends, and all that is left of its drones with it.
+        """Close the parent-death pipe: the zygote ends, with all that is left of its drones.
 
-        The goodbye tells it that its owner lives on. Twice is no error.
+        The goodbye message tells the zygote that its owner lives on. A second call does nothing.
         """
         with suppress(ValueError):
             shared_with.remove(self._shared)
@@ -222,19 +222,21 @@ class Launcher:
         parent_death.close(self._control)
 
     def end(self) -> int | None:
-        """Lets it go, and waits for its end: nothing is left to it but to end."""
+        """Close the launcher, wait for the zygote's end, and return its exit code if known."""
         self.close()
         return self.reap()
 
     def reap(self) -> int | None:
-        """Waits for the zygote's end (it is near, or has been) and gives its exit code, if it is
-        known. Twice is no error."""
+        """Wait for the zygote's end, which is near or past, and return its exit code if known.
+
+        A second call returns None.
+        """
         code: int | None = None
         if self._reaped:
             return code
-        self.continue_zygote()  # one that somebody has stopped would not end
+        self.continue_zygote()  # a zygote that is stopped by a signal would not end
         self._reaped = True
-        with suppress(ChildProcessError):  # somebody else's os.wait() has had it
+        with suppress(ChildProcessError):  # reaped by another os.wait() in this process
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.pidfd is not None:
             os.close(self.pidfd)

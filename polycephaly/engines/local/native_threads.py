@@ -1,22 +1,20 @@
-"""Which native threads of this process make a fork of it unsafe, and to which libraries they
-belong.
+"""Checks whether native threads make a fork of this process unsafe, and finds their libraries.
 
-A fork copies one thread. If a thread of a native library holds a lock then, or the library waits
-for the thread to do something, the copy waits for ever: GNU's OpenMP, once used, hangs at the next
+A fork copies one thread. If at that moment a thread of a native library holds a lock, or the
+library waits for a thread, the copy waits for ever: GNU's OpenMP, once used, hangs at the next
 parallel region in every fork. So a process is forked only if each of its threads is
 
-* Python's: one of `threading`, or started by CPython otherwise. What a user's thread holds is the
-  user's affair.
-* known to be harmless by its name or library: no ZeroMQ object is used across a fork; jemalloc, and
-  the OpenMP of LLVM and Intel, make their locks anew in the child, by handlers of their own
-  (`pthread_atfork`).
-* gone after the fork. OpenBLAS has a handler, too, which ends its threads before each fork, and it
-  starts others when it needs them. Nothing else tells OpenBLAS's threads from those of other
-  libraries while they run.
+* Python's: one of `threading`, or started by CPython otherwise. Locks that a user's thread holds
+  are the user's responsibility.
+* harmless, by its name or library: no ZeroMQ object is used across a fork; jemalloc, and the OpenMP
+  of LLVM and Intel, renew their locks in the child, by `pthread_atfork` handlers of their own.
+* gone after the fork. OpenBLAS, by such a handler, ends its threads before each fork, and starts
+  new ones when needed. Nothing else distinguishes its threads from those of other libraries while
+  they run.
 
-All others make a fork unsafe, and so do those that cannot be told apart. The library of a thread is
-that of the function with which the thread was started. The C library notes that function above the
-thread's stack, and the kernel tells where the stack is, of a thread that waits."""
+All other threads make a fork unsafe, and so do threads whose library is unknown. The library of a
+thread is that of its start function. The C library stores the address of that function above the
+thread's stack, and the kernel reports the stack pointer of a thread that waits."""
 
 from __future__ import annotations
 
@@ -36,27 +34,23 @@ from ...runtime.tuning import tuning
 __all__ = ["UnsafeFork", "check_after_fork", "check_before_fork"]
 
 LOOKS = 250
-"""Looks in a row, a millisecond apart, at which a thread waits and its owner is not told."""
+"""Looks in a row, a millisecond apart, after which a waiting thread counts as unknown."""
 _HARMLESS_NAMES = ("ZMQbg/", "jemalloc_bg_thd")
 _HARMLESS = ("libiomp5", "libomp")
 _PYTHON = "<Python>"
 _OF_CPP = ("libstdc++", "libc++")
 _WORD = struct.calcsize("P")
-_STACKS = (
-    1 << 13,
-    1 << 18,
-)  # bytes of a stack that are looked at: a thread that waits for work has used little
-_DESCRIPTION = (
-    2304  # bytes of glibc's description of a thread, with the function that it was started with
-)
+# Bytes of a stack that are read. A thread that waits for work has used few, so the short read is
+# tried first.
+_STACKS = (1 << 13, 1 << 18)
+_DESCRIPTION = 2304  # bytes of glibc's thread descriptor, which has the thread's start function
 
 
 class UnsafeFork(Exception):
-    """Threads of native libraries are there, which a fork would not copy: how many of each
-    library."""
+    """Raised if a fork would not copy threads of native libraries; counts those of each library."""
 
     def __init__(self, threads: list[tuple[str, str]]) -> None:
-        """By the library and the name of each."""
+        """Take the library and the name of each thread."""
         self.owners = Counter(owner for owner, _ in threads)
         names = {
             owner: ", ".join(sorted({name for its, name in threads if its == owner}))
@@ -69,7 +63,7 @@ class UnsafeFork(Exception):
         )
 
     def warn(self, name: str) -> None:
-        """Tells the user, once for each set of libraries."""
+        """Warn the user, once for each set of libraries."""
         cause = frozenset(self.owners)
         if cause in _told:
             return
@@ -82,14 +76,17 @@ class UnsafeFork(Exception):
             RuntimeWarning,
             stacklevel=_level_of_the_caller(),
         )
-        _told.add(cause)  # only now: a filter may have made an error of it
+        _told.add(cause)  # only now, because a filter may turn the warning into an error
 
 
 _told: set[frozenset[str]] = set()
 
 
 def check_before_fork() -> None:
-    """Raises `UnsafeFork` for threads that have a name of their own, as OpenBLAS's have not."""
+    """Raise `UnsafeFork` if there are native threads with names of their own.
+
+    OpenBLAS gives its threads no names, so those wait for `check_after_fork`.
+    """
     others = _others()
     usual = _usual_names() if others else set()
     owners = {thread: _owner(thread)[0] for thread, name in others.items() if name not in usual}
@@ -103,24 +100,24 @@ def check_before_fork() -> None:
 
 
 def check_after_fork() -> None:
-    """Raises `UnsafeFork` in the parent, just after a fork, for all threads that are still there:
-    then the child is not to be used.
+    """Raise `UnsafeFork` in the parent, just after a fork, if unsafe threads are still there.
 
-    A thread that was there at the fork and has ended since is not seen. Only one that lives no
-    longer than a fork takes can so be missed."""
-    ran: dict[int, float] = {}  # seconds, when a thread of an unknown owner was first seen
+    The child must not be used then. A thread that was there at the fork and has ended since is not
+    seen. Only a thread that lives no longer than a fork takes can be missed in this way.
+    """
+    # Processor seconds of a thread of unknown owner when the thread was first seen.
+    ran: dict[int, float] = {}
     asleep: Counter[int] = Counter()
-    owners: dict[
-        int, tuple[str, int]
-    ] = {}  # once told, kept: a thread that waits now and then tells only then
+    # Owners are kept once found, because the owner of a thread shows only while the thread waits.
+    owners: dict[int, tuple[str, int]] = {}
     while True:
         others = _others()
         told = {thread: owners.get(thread) or _owner(thread) for thread in others}
         owners = {thread: (owner, ident) for thread, (owner, ident) in told.items() if owner}
         _refuse([(owner, others[thread]) for thread, (owner, _) in owners.items()])
         unknown = [thread for thread in others if thread not in owners]
-        # A raw thread of Python's that computes is one whose owner is unknown, since reading what
-        # the kernel tells lets it run: so many of those there may be.
+        # A raw Python thread that computes has an unknown owner, because reading /proc releases
+        # the interpreter and lets the thread run. So that many unknown threads are allowed.
         raw = len(_raw_threads() - {ident for _, ident in owners.values()})
         if len(unknown) <= raw:
             return
@@ -145,11 +142,11 @@ def _refuse(threads: list[tuple[str, str]]) -> None:
 
 
 def _others() -> dict[int, str]:
-    """The threads that are not known to be harmless, with their names."""
+    """Return the threads that are not known to be harmless, with their names."""
     others: dict[int, str] = {}
     with suppress(OSError):  # no /proc
         for thread in set(map(int, os.listdir("/proc/self/task"))) - _of_python():
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the thread has just ended
                 name = _read(f"/proc/self/task/{thread}/comm")
                 if not name.startswith(_HARMLESS_NAMES):
                     others[thread] = name
@@ -161,8 +158,10 @@ def _of_python() -> set[int | None]:
 
 
 def _usual_names() -> set[str]:
-    """What Python's threads are called, and so a thread that was started by one of them and given
-    no name."""
+    """Return the names of Python's threads.
+
+    A native thread inherits one of these if a Python thread starts it without giving a name.
+    """
     names = set()
     for thread in _of_python():
         with suppress(OSError):
@@ -179,11 +178,11 @@ def _read(path: str) -> str:
 
 
 def _raw_threads() -> set[int]:
-    """The identities of threads that run Python code, and that `threading` does not know of."""
+    """Return the identities of threads that run Python code and are unknown to `threading`."""
     return sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()}
 
 
-# -- whose a thread is -----------------------------------------------------------------------------
+# -- the owner of a thread -------------------------------------------------------------------------
 
 
 class _Symbol(ctypes.Structure):
@@ -196,8 +195,11 @@ _dladdr = getattr(ctypes.CDLL(None), "dladdr", None)
 
 
 def _owner(thread: int) -> tuple[str | None, int]:
-    """Its library's file, or `_PYTHON`; None if the thread runs, or nothing is told. And its
-    identity in Python, which is where the C library describes it."""
+    """Return the file of a thread's library, or `_PYTHON`, and the thread's identity in Python.
+
+    The library is None if the thread runs, or if nothing is known. The identity is the address of
+    the C library's thread descriptor.
+    """
     try:
         *_, stack_pointer, _ = _read(f"/proc/self/task/{thread}/syscall").split()
         start = int(stack_pointer, 16) // _WORD * _WORD
@@ -206,16 +208,15 @@ def _owner(thread: int) -> tuple[str | None, int]:
             words, at = _up_to_the_description(memory, start)
         finally:
             os.close(memory)
-    except (OSError, ValueError):  # it runs, or ends; or it may not be looked at
+    except (OSError, ValueError):  # the thread runs, or ends, or reading its stack is forbidden
         return None, 0
     end = start + len(words) * _WORD  # not further up: a library may lie right above a stack
     elsewhere = (word for word in words[at:] if not start <= word < end)  # no code lies on a stack
     owner = next(filter(None, map(_library, elsewhere)), None)
-    if owner is not None and owner.startswith(
-        _OF_CPP
-    ):  # it starts threads for others: whose is the outermost call?
-        # Never Python's. (A number on the stack may look like an address in an interpreter that
-        # lies at a low one.)
+    # The C++ library starts threads for other libraries: take the library of the outermost call.
+    if owner is not None and owner.startswith(_OF_CPP):
+        # Python is never the answer. (If the interpreter lies at low addresses, a number on the
+        # stack may look like an address in the interpreter.)
         calls = filter(None, map(_library, reversed(words[:at])))
         owner = next(
             (each for each in calls if not each.startswith((_PYTHON, "libc.", *_OF_CPP))), owner
@@ -224,9 +225,12 @@ def _owner(thread: int) -> tuple[str | None, int]:
 
 
 def _up_to_the_description(memory: int, start: int) -> tuple[tuple[int, ...], int]:
-    """What is on the stack, and above it the description of its thread, which begins at that index.
-    Raises `ValueError` if there is none. (On x86-64 a description lies at a multiple of 64, and has
-    its own address twice.)"""
+    """Return the words of a stack and of the thread descriptor above it, and an index into them.
+
+    The index is that of the fourth word of the descriptor. Raises `ValueError` if there is no
+    descriptor. On x86-64 a descriptor lies at a multiple of 64, and has its own address as its
+    first and third words.
+    """
     for size in _STACKS:
         content = os.pread(memory, size, start)
         words = struct.unpack(f"{len(content) // _WORD}P", content[: len(content) // _WORD * _WORD])
@@ -237,8 +241,8 @@ def _up_to_the_description(memory: int, start: int) -> tuple[tuple[int, ...], in
 
 
 def _library(address: int) -> str | None:
-    """The library that is loaded there."""
-    if _dladdr is None or not 1 << 16 < address < 1 << 47:  # no address of a process
+    """Return the library that is loaded at `address`; None if there is none."""
+    if _dladdr is None or not 1 << 16 < address < 1 << 47:  # no user-space address
         return None
     symbol = _Symbol()
     if not _dladdr(address, ctypes.byref(symbol)):
@@ -246,7 +250,8 @@ def _library(address: int) -> str | None:
     if symbol.base == _python.base:
         return _PYTHON
     name = os.path.basename(os.fsdecode(symbol.file or b""))
-    return None if name.startswith("ld-") else name  # the head of the list of all threads is there
+    # The dynamic linker holds the head of the list of all threads: a descriptor may point there.
+    return None if name.startswith("ld-") else name
 
 
 _python = _Symbol()
@@ -256,7 +261,7 @@ if _dladdr is not None:
 
 
 def _level_of_the_caller() -> int:
-    """How many frames above who asks this package was called."""
+    """Return how many frames above the caller the first frame outside this package is."""
     frame, level = sys._getframe(1), 1
     package = __name__.partition(".")[0] + "."
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):

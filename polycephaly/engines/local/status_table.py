@@ -1,29 +1,21 @@
-"""The running page: what each drone is running is displayed, not sent.
+"""The status table: shared memory in which each drone displays the task that it runs.
 
-After CEFOS's display-request-and-data area: one page of memory that the controller and all its
-drones map. A drone writes the number of the work that it starts (an 8-byte store, about 40 ns), and
-no message is needed for the controller to know, when the drone has died, exactly what it took
-along.
+The controller and all its drones map the table. A drone writes the number of each task that it
+starts (an 8-byte store, about 40 ns). So the controller knows without a message which tasks a dead
+drone had begun. Each drone has one slot:
 
-    slot   started: the work begun last      sent: the last work whose result went to the socket
-           ≤ sent       its result is in the socket's hands and may still arrive
-           ≤ started    it had begun and no result was sent: it is lost, unless its result was
-           beyond       never begun: it can run elsewhere without running twice
-           kept         bytes of results that are done, and might be lost with the drone: they wait to be sent along
-                        with others, or were lately given to ZeroMQ, whose own thread writes them. While there is room
-           beat         counts while a task runs: a sign of life
-           ear          the thread that counts there, by the kernel's number: that it runs says nothing of the work
-           steps        while the main thread waits for promises, and looks up now and then: one more than how often
-                        green threads have gone on; else 0
+    started   number of the task begun last
+    sent      number of the last task whose result went to the socket
+    kept      bytes of results that are done and might be lost with the drone: they wait to be sent
+              with others, or were lately given to ZeroMQ, whose own thread writes them
+    beat      heartbeat: a counter that changes while a task runs
+    ear       the kernel's number of the control thread, whose running is no sign of progress
+    steps     while the main thread waits for promises, or tasks overlap: one more than the number
+              of times that green threads have gone on; else 0
 
-Work that a drone overlaps ends in any order. Then `sent` stays at what came before it, and the
-controller counts as begun, besides what is started, all that was sent before something it has had
-an answer to.
-
-So results that wait for company outlive their drone: a death takes along what was running, and
-nothing else (but results larger than the page, in ZeroMQ's hands). One slot has one writer (its
-drone), so no lock is needed; an aligned 8-byte store is not torn, and the count of kept bytes is
-written after them."""
+A slot has one writer, its drone, so no lock is needed: an aligned 8-byte store is not torn, and
+the count of kept bytes is written after the bytes. See
+docs/decisions/0012-status-table-for-exactly-once.md."""
 
 from __future__ import annotations
 
@@ -32,13 +24,16 @@ import os
 
 __all__ = ["StatusTable"]
 
-ROOM = 16 * 1024  # bytes of a slot, of which most are for kept results
+ROOM = 16 * 1024  # bytes of a slot, most of them for kept results
 _STARTED, _SENT, _KEPT, _BEAT, _EAR, _STEPS, _CELLS = range(7)
 _HEAD = _CELLS * 8
 
 
 class StatusTable:
-    """`slots` slots in memory shared by descriptor; it has no name, so it cannot be left behind."""
+    """`slots` slots in memory that is shared by descriptor.
+
+    The memory has no name, so no file can be left behind.
+    """
 
     def __init__(self, slots: int, fd: int | None = None) -> None:
         size = slots * ROOM
@@ -54,7 +49,7 @@ class StatusTable:
         self._bytes = memoryview(self._map)
 
     def row(self, slot: int) -> Slot:
-        """The writer's side of a slot."""
+        """Return the writer's side of a slot."""
         return Slot(self._bytes[slot * ROOM : (slot + 1) * ROOM])
 
     def clear(self, slot: int) -> None:
@@ -76,7 +71,7 @@ class StatusTable:
         return self._read(slot, _STEPS)
 
     def kept(self, slot: int) -> bytes:
-        """The results that were done and not yet known to be sent."""
+        """Return the results that were done and are not yet known to be sent."""
         at = slot * ROOM + _HEAD
         size = self._read(slot, _KEPT)
         return bytes(self._bytes[at : at + size]) if size else b""
@@ -84,7 +79,7 @@ class StatusTable:
     def _read(self, slot: int, cell: int) -> int:
         try:
             return self._bytes[slot * ROOM : slot * ROOM + _HEAD].cast("Q")[cell]
-        except ValueError:  # closed, by another thread perhaps: nothing runs any more
+        except ValueError:  # closed, perhaps by another thread: no drone runs any more
             return 0
 
     def close(self) -> None:
@@ -94,7 +89,7 @@ class StatusTable:
 
 
 class Slot:
-    """What one drone displays."""
+    """The writer's side of a slot: one drone's display."""
 
     def __init__(self, room: memoryview) -> None:
         self._cells = room[:_HEAD].cast("Q")
@@ -106,8 +101,10 @@ class Slot:
         self._cells[_STARTED] = number
 
     def beat(self) -> None:
-        """In any thread of the drone: what two of them count at once may count as one, which
-        changes it too."""
+        """Count a heartbeat. Any thread of the drone may call this.
+
+        If two threads count at once, one count may get lost. The counter changes all the same.
+        """
         self._cells[_BEAT] += 1
 
     def ear(self, thread: int) -> None:
@@ -117,7 +114,7 @@ class Slot:
         self._cells[_STEPS] = count
 
     def keep(self, result: bytes) -> bool:
-        """Keeps a result until `sent`; False where there is no room for it."""
+        """Keep a result until `sent`; return False if the slot has no room for the result."""
         end = self._kept + len(result)
         if end > len(self._room):
             self._is_full = len(result) <= len(self._room)
@@ -127,19 +124,21 @@ class Slot:
         return True
 
     def mark_sent(self, number: int) -> None:
-        """That one's result will be sent, and is not kept."""
+        """Note that the result of task `number` will be sent and is not kept."""
         self._cells[_SENT] = number
 
     def rewrite(self, results: list[bytes]) -> None:
-        """Keeps these, and no others."""
+        """Keep these results, and no others."""
         self._kept = self._cells[_KEPT] = 0
         for each in results:
             Slot.keep(self, each)
 
     def sent(self, number: int, arrive: bool) -> None:
-        """All results up to this work's have gone to the socket; whether they arrive though this
-        drone should die. Of a page that is full they are forgotten all the same: there is to be
-        room for the next ones."""
+        """Note that all results up to that of task `number` have gone to the socket.
+
+        With `arrive`, they reach the controller even if this drone dies. If the slot is full, the
+        kept results are forgotten in any case, to make room for the next ones.
+        """
         self._cells[_SENT] = number
         if arrive or self._is_full:
             self._kept = self._cells[_KEPT] = 0

@@ -1,17 +1,18 @@
-"""The zygote: a quiet copy of the main image, or a bare interpreter (bare.py), from which the
-drones are forked.
+"""The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
-    hub ──START + three ends──────> zygote ──fork──> drone      (one SEQPACKET socket pair: orders, reports and
-    hub <──started, failed, exited── zygote <──SIGCHLD── drone    lifeline in one; JSON, descriptors beside it)
+    reactor ──Order + three ends──────> zygote ──fork──> drone
+    reactor <──started, failed, exited── zygote <──SIGCHLD── drone
 
-It is single-threaded and runs nothing of the user's, so it can fork at any time; whatever the main
-image does afterwards, the drones are all of the same snapshot. It is its drones' parent: it reaps
-them, tells how they ended, and kills what they left. Its own end is the end of them all, and its
-owner's end is its own.
+One SEQPACKET socket pair carries orders and reports, as JSON with descriptors beside, and is the
+parent-death pipe too. The zygote is single-threaded and runs no user code, so a fork is safe at any
+time. Whatever the controller process does later, all drones come from the same snapshot.
 
-Every child of the zygote that is not a drone is an orphan of a dead one (a drone is a subreaper:
-orphans of its own descendants go to it while it lives), so those are killed wherever they are met.
-"""
+As the parent of its drones, the zygote reaps them, reports how they ended, and kills the processes
+that they left. If the zygote ends, its drones end; if the owner ends, the zygote ends.
+
+While a drone lives, orphans of its descendants become its children, because it is a subreaper. So
+each child of the zygote that is not a drone is an orphan of a dead drone, and is killed when found.
+See docs/decisions/0001-fork-drones-by-a-zygote.md."""
 
 from __future__ import annotations
 
@@ -44,26 +45,27 @@ if TYPE_CHECKING:
 
 __all__ = ["DroneSpec", "Order", "run_zygote"]
 
-OWNER_ENDS_WITHIN = 2.0  # seconds after its end of the lifeline has closed
+# Seconds to wait for the owner's end after its end of the parent-death pipe has closed.
+OWNER_ENDS_WITHIN = 2.0
 SWEEP = 0.02  # seconds between looks for orphans
 SWEEP_FOR = 0.5  # seconds after a drone's death
 MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
 
 _NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""What a whole session or `pkill` gets: the zygote ends when its owner does, and sees to the others
-then."""
+"""Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
+owner ends, and then ends the drones."""
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the zygote needs to know to start one drone."""
+    """An order to the zygote to start one drone."""
 
     number: int
     slot: int
-    identity: (
-        str  # hex; who knows it may speak to the hub, so it is in no file and on no command line
-    )
+    # Hex. A process that knows the identity can send to the reactor, so it is in no file and on no
+    # command line.
+    identity: str
     name: str
     env: dict[str, str]
     cwd: str | None
@@ -74,7 +76,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class DroneSpec:
-    """What all drones of one zygote share. `hatch` is the drone's main function."""
+    """The start parameters that all drones of one zygote share."""
 
     drone_main: Callable[
         [Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None
@@ -82,13 +84,13 @@ class DroneSpec:
     home: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see runtime/parent_death.py
-    inherited_args: tuple[Any, ...] | bytes | None = (
-        None  # what a process can only be started with; see drone/child.py
-    )
+    # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
+    # zygote.
+    inherited_args: tuple[Any, ...] | bytes | None = None
     main: MainMaker | None = None  # of a bare zygote
 
     def imports_main(self) -> bool:
-        """Whether each drone does. It reports its own start then, when it has done so."""
+        """Return True if each drone imports the main module, and then reports its own start."""
         return self.main is not None and self.main.snapshot is None
 
 
@@ -100,7 +102,7 @@ def run_zygote(
     snapshot: MainSnapshot,
     owner: int,
 ) -> NoReturn:
-    """The zygote's life. Never returns: the frames below belong to the main image."""
+    """Run the zygote to its end. Never returns, because the frames below are the controller's."""
     status = 1
     try:
         zygote = _Zygote(control, spec, status_table, arena, snapshot, owner)
@@ -115,7 +117,7 @@ def run_zygote(
 
 
 def leave_the_main_image() -> None:
-    """What a fork must forget: signal handlers, exit handlers, the standard input."""
+    """Reset what a fork has inherited: signal handlers, exit handlers, the standard input."""
     signal.set_wakeup_fd(-1)
     for name in _RESET:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -123,7 +125,7 @@ def leave_the_main_image() -> None:
     atexit._clear()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - stays open
 
 
 class _Zygote:
@@ -146,7 +148,8 @@ class _Zygote:
             os.setsid()
         parent_death.become_subreaper()
         leave_the_main_image()
-        if spec.main is None:  # a fork of the main image: a bare one has only what it was given
+        # Only a fork has the controller's connections; a bare zygote has none of these.
+        if spec.main is None:
             leave_connections(owner, spec.inherited_args or ())
         for name in _NOT_FOR_IT:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -154,21 +157,21 @@ class _Zygote:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        # Armed before the look at getppid(): an owner that ended earlier has left another parent
-        # behind.
+        # Opened before getppid() is checked: if the owner ended earlier, this process has another
+        # parent.
         self._owner = parent_death.open_pidfd(owner)
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
-        # The collector would touch, and so copy, every page that the drones share; and run
-        # finalizers of users.
+        # The collector would write to, and so copy, each page that the drones share, and run
+        # finalizers of the user.
         self._collects = gc.isenabled()
         gc.disable()
         gc.freeze()
 
     def serve(self) -> None:
-        """Until the owner closes the lifeline or ends."""
+        """Serve until the owner closes the parent-death pipe or ends."""
         poll = select.poll()
         for fd in (self._control.fileno(), self._woken, self._owner):
             if fd is not None:
@@ -231,10 +234,10 @@ class _Zygote:
     def _kill(self, number: int) -> None:
         for pid, its in self._drones.items():
             if its == number:
-                os.kill(pid, signal.SIGKILL)  # our child, unreaped: the number is surely its own
+                os.kill(pid, signal.SIGKILL)  # safe: the pid of an unreaped child is not reused
 
     def _drone_main(self, order: Order, handed: list[int], zygote: int) -> NoReturn:
-        """In the forked child: becomes a headless image, then runs it to its end."""
+        """Run a drone to its end, in the forked child."""
         status = 1
         try:
             parent_death.die_with_parent(zygote)
@@ -249,9 +252,8 @@ class _Zygote:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if self._spec.imports_main():
-                parent_death.own(
-                    self._control
-                )  # until its start is reported: then the zygote sees to its end
+                # Open until the drone has reported its start. The zygote reports the drone's end.
+                parent_death.own(self._control)
             else:
                 self._control.close()
             for fd in (self._woken, self._wake, self._owner, stdout, stderr):
@@ -282,7 +284,7 @@ class _Zygote:
     # -- endings -----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Reaps who has ended, and kills whatever a dead drone left."""
+        """Reap the children that have ended, and kill the processes that a dead drone left."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -292,16 +294,15 @@ class _Zygote:
                 return
             pid = ended.si_pid
             number = self._drones.get(pid)
+            # Before the drone is reaped, because until then its pid is not reused.
             if number is not None:
-                parent_death.end_process_group(
-                    pid
-                )  # before it is reaped: until then its number is not reused
+                parent_death.end_process_group(pid)
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
                 leave_word(channels_of(self._spec.home, pid), os.waitstatus_to_exitcode(status))
-                # The kernel's list of children may miss one while others come and go: so look again
-                # for a while.
+                # The kernel's list of children may miss one while others come and go: so `serve`
+                # looks again for a while.
                 self._sweep_until = time.monotonic() + SWEEP_FOR
                 self._kill_orphans()
                 shutil.rmtree(os.path.join(self._spec.home, str(pid)), ignore_errors=True)
@@ -313,14 +314,15 @@ class _Zygote:
                 os.kill(pid, signal.SIGKILL)
 
     def end_everything(self) -> None:
-        """Kills and reaps all drones and all that they started; removes the owner's directory if it
-        is gone."""
+        """Kill and reap all drones and the processes that they started.
+
+        Removes the owner's directory if the owner has ended.
+        """
         for pid in self._drones:
             parent_death.end_process_group(pid)
         self._drones.clear()
-        with suppress(
-            ChildProcessError
-        ):  # raised when there is no child left, which is the only sure sign
+        # `waitpid` raises if there is no child left, which is the only sure sign of that.
+        with suppress(ChildProcessError):
             while True:
                 self._kill_orphans()
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -330,8 +332,10 @@ class _Zygote:
             shutil.rmtree(self._spec.home, ignore_errors=True)
 
     def _wait_for_the_owners_end(self) -> None:
-        """The kernel closes an ending process's descriptors first, so it may still be making
-        files."""
+        """Wait until the owner has ended and makes no more files.
+
+        The kernel closes the descriptors of an ending process first.
+        """
         if self._owner is not None:
             select.select([self._owner], [], [], OWNER_ENDS_WITHIN)
 
@@ -340,13 +344,16 @@ class _Zygote:
         self._send_reports()
 
     def _send_reports(self) -> None:
-        """What the socket takes now. The zygote never blocks in a send, so it always reads on, and
-        so the hub, which may block when it gives many orders, always gets through."""
+        """Send the reports that the socket takes now.
+
+        The zygote never blocks in a send, so it always reads on. So the reactor, which may block
+        while sending many orders, gets through.
+        """
         try:
             while self._reports:
                 self._control.send(self._reports[0], socket.MSG_DONTWAIT)
                 self._reports.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # the owner is gone: the lifeline tells that in a moment
+        except OSError:  # the owner is gone: `serve` learns that from the parent-death pipe
             self._reports.clear()

@@ -1,15 +1,15 @@
 """The Ray engine: drones are Ray actors, on any node of a cluster.
 
     Pool(8, engine="ray") ──> Dispatcher ──> RayEngine ──> RayHandle ── actor calls ──> DroneActor
-                                                 ^                                         └─ a DroneExecutor
-                                                 └─ Switch (an actor): orders ──────> its control thread
-                                                         news, output, heartbeats <── its control thread
+                                                 ^                        with a control thread
+                                                 └── Switch (an actor) ── orders ──> control thread
+                                                            <── news, output, heartbeats ──┘
 
-Placement, resources, restarts and transport of objects are Ray's. Ours are the messages
-(wire/messages.py), many calls in one, and what runs in a drone (drone/executor.py): the same as on
-one machine.
+Ray does the placement, accounts for resources, and transports objects. This package adds the
+messages (wire/messages.py), which batch many calls, and the executor in a drone
+(drone/executor.py): both the same as on one machine. See docs/decisions/0011-ray-engine.md.
 
-This module imports Ray only when a pool asks for it.
+This module imports Ray only if a pool asks for the Ray engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ __all__ = ["reach"]
 
 
 def reach(options: dict[str, Any]) -> Machine:
-    """The cluster that `options` name. Raises `ImportError` without Ray, and as `Cluster` does."""
+    """Return the cluster that `options` name.
+
+    Raises `ImportError` if Ray is not installed, and the errors of `Cluster`.
+    """
     try:
         import ray  # noqa: F401
     except ImportError as missing:

@@ -1,15 +1,18 @@
-"""What lies beside messages: large buffers, in Ray's object store.
+"""Out-of-band buffers on Ray: large buffers travel beside messages, in Ray's object store.
 
-    a call's arguments ── put, when the call is made ──> object ── an argument of the actor call ──> views, in the drone
-    a call's result ── beside the message that tells of it ──> object of the driver's ── when `value` asks ──> views
+    arguments of a call ── put, when the call is made ──> object ── argument of the actor call
+                                                                      ──> views, in the drone
+    result of a call ── beside the message that reports the result ──> object owned by the driver
+                                                        ── when `value` is read ──> views
 
-`OutOfBandBuffers` are a list of buffers. Where they arrive they are read-only views of the store's
-memory, which lives as long as they do. So nothing is copied but once, by whoever puts it there, and
-a result that is only an argument of other calls never comes to the driver.
+`OutOfBandBuffers` is a list of buffers. On arrival they are read-only views of the store's memory,
+which lives as long as the views. So data are copied once, when put into the store. A result that is
+only an argument of other calls never comes to the driver.
 
-What is in a store is gone with its *session*, one connection of this process to a cluster: handles
-and promises may outlive that, so each knows its own. Ray, asked for what another session had, would
-start a cluster where there is none, and else refuse the whole message."""
+Objects in a store are lost with their *session*: one connection of this process to a cluster.
+Object references and promises may outlive a session, so each knows its own. If Ray is asked for an
+object of another session, Ray starts a new cluster if this process is connected to none, and
+otherwise refuses the whole message."""
 
 from __future__ import annotations
 
@@ -38,14 +41,16 @@ __all__ = [
 ]
 
 HEAVY = 1 << 20
-"""Bytes of a result from which it is not copied until it is sent: its drone runs nothing else
-before."""
+"""Bytes from which a result is not copied before it is sent: its drone runs no other task until
+then."""
 
 
 def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
-    """An ObjectRef of the user's. Other picklers than Ray's own would leave out who owns it, and
-    whoever gets it would wait for ever. Ray keeps what is pickled so for as long as this process
-    lives."""
+    """Pickle an ObjectRef of the user by Ray's own pickler.
+
+    Other picklers would leave out its owner, and the receiver would wait for ever. Ray keeps an
+    object that is pickled in this way until this process ends.
+    """
     return ray.cloudpickle.loads, (ray.cloudpickle.dumps(ref),)
 
 
@@ -53,19 +58,21 @@ copyreg.pickle(ray.ObjectRef, _with_its_owner)
 
 
 def session() -> tuple[str, str] | None:
-    """By which node this process is connected to Ray, and as whom there: two clusters differ in the
-    one, two connections to one cluster in the other. None: it is not connected."""
+    """Return the node and worker by which this process is connected to Ray; None if unconnected.
+
+    Two clusters differ in the node, two connections to one cluster in the worker.
+    """
     if not ray.is_initialized():
         return None
     here = ray.get_runtime_context()
     try:
         return here.get_node_id(), here.get_worker_id()
-    except (AttributeError, AssertionError):  # another thread is shutting it down
+    except (AttributeError, AssertionError):  # another thread is shutting Ray down
         return None
 
 
 class OutOfBandBuffers:
-    """Buffers on their way."""
+    """Buffers that travel beside a message."""
 
     def __init__(self, buffers: Sequence[Any]) -> None:
         self.buffers = buffers
@@ -75,7 +82,7 @@ class OutOfBandBuffers:
 
 
 class LazyBuffers:
-    """A cargo in the object store, fetched when somebody looks at it."""
+    """Out-of-band buffers in the object store, fetched on first access."""
 
     def __init__(self, ref: Any, of: tuple[str, str] | None) -> None:
         self.ref = ref
@@ -84,7 +91,7 @@ class LazyBuffers:
 
     @property
     def buffers(self) -> Sequence[Any]:
-        """Raises `Lost`, where it lay with a node, or in a Ray, that is gone."""
+        """The buffers. Raises `Lost` if the node or the Ray session that had them is gone."""
         if self._cargo is None:
             if self.session != session():
                 raise Lost("a value that lay in Ray's object store is lost: that Ray was shut down")
@@ -97,23 +104,23 @@ class LazyBuffers:
 
 
 class StoredBuffers:
-    """A cargo that this image has made, or knows of: a segment, to a `Serialized`."""
+    """Out-of-band buffers that this process has made or knows: a segment for `Serialized`."""
 
     def __init__(self, cargo: Any, length: int, of: tuple[str, str] | None = None) -> None:
-        self.cargo = cargo  # an ObjectRef, or a `OutOfBandBuffers` that is still to be sent
+        self.cargo = cargo  # an ObjectRef, or `OutOfBandBuffers` that are still to be sent
         self.length = length
         self.session = of  # of the ObjectRef
-        self.offset = 0  # of its first buffer, among those of the cargo with which it goes
+        self.offset = 0  # of its first buffer, among all buffers that go with the same message
 
 
 class RayStore:
-    """The driver's store: what is put there is in the object store from that moment on."""
+    """The driver's store: a put writes to Ray's object store at once."""
 
     def __init__(self) -> None:
         self.session = session()
 
     def parcel(self, pieces: list[Any], buffers: list[memoryview]) -> Serialized:
-        """Raises `Full`, or `ConnectionError` when Ray was shut down."""
+        """Store the buffers. Raises `Full`, or `ConnectionError` if Ray was shut down."""
         inline, runs, lengths = _runs(pieces, buffers)
         total = sum(lengths)
         sealed = StoredBuffers(self.put(OutOfBandBuffers(runs), total), total, self.session)
@@ -121,7 +128,7 @@ class RayStore:
         return Serialized(inline, places, total)  # type: ignore[arg-type]
 
     def put(self, cargo: OutOfBandBuffers, total: int) -> Any:
-        """Raises as `parcel` does."""
+        """Store `cargo`. Raises the errors of `parcel`."""
         if self.session != session():
             raise ConnectionError("the pool's Ray was shut down")
         try:
@@ -130,12 +137,14 @@ class RayStore:
             raise Full(f"no room for {total:,} bytes in Ray's object store: {error}") from error
 
     def warn(self, error: Exception) -> None:
-        """It goes with the message instead."""
+        """Do nothing, because the value goes with the message instead."""
 
 
 class BufferHold(RayStore):
-    """A drone's store: it keeps results until the message goes that tells of them. `laden` is
-    called when one is so large that it is not copied: nothing else may be run before that."""
+    """A drone's store: holds results until the message that reports them is sent.
+
+    Calls `laden` for a result so large that it is not copied: no other task may run before that.
+    """
 
     session = None
 
@@ -151,11 +160,11 @@ class BufferHold(RayStore):
 
 
 class RayRefTable:
-    """What goes beside messages across one link, there and back; what a `RefTable` is to shared
-    memory.
+    """The buffers beside messages between the driver and one drone, in both directions.
 
-    `loading`: the cargoes of the message that is being made. `landed`: those of the message that is
-    being read, which is set before it is."""
+    The counterpart of `RefTable` for shared memory. `loading` has the buffers of the message that
+    is being made. `landed` has those of the message that is about to be read.
+    """
 
     def __init__(self) -> None:
         self.loading: list[Any] = []
@@ -163,7 +172,8 @@ class RayRefTable:
         self.returned: deque[int] = deque()  # Ray counts references itself
 
     def lend(self, sealed: StoredBuffers) -> int:
-        if isinstance(sealed.cargo, OutOfBandBuffers):  # a result: all of a message are one object
+        # A result: all buffers of a message become one object.
+        if isinstance(sealed.cargo, OutOfBandBuffers):
             sealed.offset = sum(len(each.buffers) for each in self.loading)
             self.loading.append(sealed.cargo)
             return 0
@@ -178,7 +188,7 @@ class RayRefTable:
         return ReceivedFromRay(waybill, self.landed)
 
     def came_back(self, number: int) -> None:
-        """There are no loans."""
+        """Do nothing, because Ray counts references itself."""
 
     def take_returned(self) -> list[int]:
         return []
@@ -188,7 +198,7 @@ class RayRefTable:
 
 
 class ReceivedFromRay(Received):
-    """What has been received, and lies in the object store."""
+    """A received payload whose buffers are in the object store."""
 
     __slots__ = ("_cargoes",)
 
@@ -198,7 +208,7 @@ class ReceivedFromRay(Received):
         self._places = [(which, loans[which][1] + index, length) for which, index, length in places]
 
     def content(self) -> tuple[bytes, list[memoryview]]:
-        """Raises `Lost`."""
+        """Return pickle and buffers. Raises `Lost` if these are gone."""
         cargoes = [each.buffers for each in self._cargoes]
         return self._inline, [memoryview(cargoes[which][index]) for which, index, _ in self._places]
 
@@ -220,7 +230,10 @@ class ReceivedFromRay(Received):
 
 
 def _runs(pieces: list[Any], buffers: list[memoryview]) -> tuple[bytes, list[Any], list[int]]:
-    """The pickle, if it is small; what goes beside it, and how long that is."""
+    """Return the pickle, the buffers that go beside it, and their lengths.
+
+    A large pickle is the first of the buffers, and b"" is returned in its place.
+    """
     pickled = b"".join(pieces)
     runs: list[Any] = [*buffers]
     if len(pickled) >= LARGE_PICKLE:

@@ -1,4 +1,4 @@
-"""Which cluster, and what each drone asks of it."""
+"""The Ray cluster of a pool, and the resources that each drone asks of the cluster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PLACEMENT = (
     "label_selector",
 )  # fmt: skip
 _OPTION_OF = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""What Ray takes as options of their own, and refuses among `resources`."""
+"""Resources that Ray takes as options of their own, and refuses among `resources`."""
 _LOCAL = ("auto", "local")
-_UNITS = 10_000  # of each resource
+_UNITS = 10_000  # Ray's smallest units in one of each resource
 _NO_CLIENT = (
     "by Ray Client a pool cannot hear its drones; run the controller on a machine of the cluster, "
     "with address='auto' or the HOST:PORT of its head"
@@ -35,14 +35,26 @@ _NO_CLIENT = (
 
 
 class Cluster:
-    """The cluster at `address` (None: the one this process is connected to, else that of
-    `RAY_ADDRESS`, else "local"; "local": one that is started here; "auto": one that runs already;
-    "HOST:PORT" of its head). Ray itself, with None, would rather take one that runs on this
-    machine, whosever it is. Other options are given to Ray with each drone.
+    """A cluster as a place for drones; see `pool.engine.Machine`.
 
-    Raises `TypeError` for an option that there is not, `ConnectionError` for a cluster that cannot
-    be reached, and `ValueError` for an address that is none or not that of the cluster this process
-    is connected to."""
+    Parameters
+    ----------
+    options
+        `address`, and options that are given to Ray with each drone. An `address` is "local" (start
+        a cluster on this machine), "auto" (a cluster that runs already), or the "HOST:PORT" of the
+        cluster's head. If None, the cluster is the one that this process is connected to, else that
+        of `RAY_ADDRESS`, else "local". (Ray itself, with None, would prefer any cluster that runs
+        on this machine, even another user's.)
+
+    Raises
+    ------
+    TypeError
+        If an option is unknown, or is not a mapping as required.
+    ValueError
+        If an amount or the address is invalid, or if this process is connected to another cluster.
+    ConnectionError
+        If the cluster cannot be reached.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         options = dict(options)
@@ -102,14 +114,16 @@ class Cluster:
             where = f"this machine (address={address!r})" if address in _LOCAL else address
             raise ConnectionError(f"no Ray cluster can be reached at {where}: {error}") from error
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- resources ---------------------------------------------------------------------------------
 
     def usual(self) -> int:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def check(self, size: int) -> None:
-        """Is there, on all nodes together, or in the placement group, room for so many drones,
-        whoever else may use it now? Raises if not."""
+        """Raise an error if `size` drones can never fit into the cluster or the placement group.
+
+        Counts all resources that the nodes have, even those that are in use now.
+        """
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if not nodes:
             raise ConnectionError("no node of the Ray cluster is alive")
@@ -165,7 +179,7 @@ class Cluster:
         asked.update(self.placement.get("resources", {}))
         accelerator = self.placement.get("accelerator_type")
         if accelerator is not None:
-            asked[f"accelerator_type:{accelerator}"] = 0.001  # so Ray puts it
+            asked[f"accelerator_type:{accelerator}"] = 0.001  # as Ray itself encodes the option
         return {name: amount for name, amount in asked.items() if amount}
 
     def open(self, supervisor: Supervisor) -> Engine:
@@ -175,8 +189,10 @@ class Cluster:
 
 
 def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
-    """``resources={"GPU": 1}`` is ``num_gpus=1``. Raises `ValueError` where both are given, and
-    differ."""
+    """Replace ``resources={"GPU": 1}`` by ``num_gpus=1``, and the like.
+
+    Raises `ValueError` if both are given and differ.
+    """
     resources = dict(placement.get("resources", {}))
     for name in _OPTION_OF.keys() & resources.keys():
         option, amount = _OPTION_OF[name], resources.pop(name)
@@ -189,8 +205,10 @@ def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
 
 
 def _room(name: str, there: float, amount: float) -> int:
-    """For how many. Ray counts in ten-thousandths, and what is less than one GPU is of one
-    device."""
+    """Return for how many drones of `amount` each there is room.
+
+    Ray counts in ten-thousandths. An amount of less than one GPU must come from a single device.
+    """
     units, each = round(there * _UNITS), max(1, round(amount * _UNITS))
     if name == "GPU" and each < _UNITS:
         return units // _UNITS * (_UNITS // each)
@@ -198,8 +216,10 @@ def _room(name: str, there: float, amount: float) -> int:
 
 
 def _bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float]]:
-    """What drones may take there. Raises `ValueError` for a group that is no more: Ray would wait
-    for it."""
+    """Return the resources of the bundles that drones may use.
+
+    Raises `ValueError` if the group is gone, because Ray would wait for the group.
+    """
     group, index = strategy.placement_group, strategy.placement_group_bundle_index
     known = ray.util.placement_group_table(group)
     if not known or known["state"] == "REMOVED":
@@ -217,7 +237,7 @@ def _bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float
 
 
 def where_in(placement: Mapping[str, Any]) -> str:
-    """Of which placement group, and how that is; or nothing."""
+    """Return the placement group and its state, for a message; "" if there is no group."""
     strategy = placement.get("scheduling_strategy")
     if (
         not isinstance(strategy, PlacementGroupSchedulingStrategy)
@@ -229,7 +249,10 @@ def where_in(placement: Mapping[str, Any]) -> str:
 
 
 def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """By Ray's rules: a value, or several as "in(a,b)", with "!" for none of these."""
+    """Return True if a node's labels match `selector`, by Ray's rules.
+
+    A rule is a value, or several values as "in(a,b)"; a leading "!" means none of these.
+    """
     for name, wanted in selector.items():
         value = wanted.removeprefix("!")
         values = value[3:-1].split(",") if value.startswith("in(") else [value]

@@ -1,19 +1,17 @@
-"""A drone in a Ray actor: calls of the driver bring it work, and their answers bring back what came
-of it.
+"""A drone in a Ray actor: calls by the driver bring tasks, and the answers bring the results.
 
-    driver ── take(WORK) ──> todo ── main thread: run ──> outcomes ──> the call's answer ──> driver
-    switch ── orders: RECALL, CANCEL ──> the ear (a thread) ── what the main thread is too busy to tell ──> switch
+    driver ── take(WORK) ──> todo ── main thread: run ──> outcomes ──> answer of the call ──> driver
+    switch ── orders: RECALL, CANCEL ──> control thread ── reports of a long task ──> switch
 
-A *report* is what a drone tells at once: messages (wire/messages.py), what was printed since the
-last one, and how it is. Reports are numbered, since they go by two ways: by the answer of a call,
-or, while the main thread runs something for long, through the switch. The driver reads them in
-their order, and says with each call up to which it has them.
+A *report* has messages (wire/messages.py), the output since the last report, and the drone's state.
+Reports are numbered, because they travel by two ways: by the answer of a call or, during a long
+task, through the switch. The driver reads them in order, and acknowledges them with each call.
 
-A large result goes beside the answer as an object that is the driver's: it outlives this drone. One
-so large that it is not copied before that ends the call: what was not begun is given back.
+A large result goes beside the answer as an object that the driver owns, so it outlives the drone.
+A result so large that it is not copied ends the call: tasks that have not begun are given back.
 
-Ray runs an actor's calls in its process's main thread, so an interrupt is what it is on one
-machine: a signal."""
+Ray runs the calls of an actor in the main thread of its process. So an interrupt is a signal, as
+on one machine. See docs/decisions/0011-ray-engine.md."""
 
 from __future__ import annotations
 
@@ -48,46 +46,49 @@ from .exit_record import ERR, OUT, ExitRecord, Printed, open_folder
 
 __all__ = ["DroneActor", "Report", "SpawnReply", "SpawnRequest"]
 
-WINDOW = 0.005  # seconds that a task runs before the ear begins to listen
+WINDOW = 0.005  # seconds that a task runs before the control thread begins to listen
 BEAT = 0.5  # seconds between reports of a long task
-IDLE = 1.0  # seconds between looks at whether something was printed by nobody's work
-PRINTED_MOST = 4 << 20  # bytes of output in a report of work that goes on
-MEMORY_EVERY = 4  # reports
-MISSED_MOST = 1000  # cancelled calls that are on their way here, perhaps
+IDLE = 1.0  # seconds between checks for output while no task runs
+PRINTED_MOST = 4 << 20  # bytes of output in a report of a task that is still running
+MEMORY_EVERY = 4  # reports, of which one measures the memory
+MISSED_MOST = 1000  # cancelled calls that may still be on their way here
 
 
 class SpawnRequest(NamedTuple):
-    """What a drone is told at its start."""
+    """The start parameters of one drone."""
 
     number: int
     name: str
     env: dict[str, str]
     cwd: str | None
-    path: list[str]  # of the main image's modules
+    path: list[str]  # the driver's `sys.path`
     switch: Any
     watches_memory: bool
 
 
 class SpawnReply(NamedTuple):
-    """What it says of itself then."""
+    """The reply of a drone that has started."""
 
     pid: int
     node: str
     folder: str
-    boot: str  # of its machine: two of one have one clock
+    boot: str  # identifies its machine: two processes on one machine have one clock
 
 
 class Report(NamedTuple):
-    """It travels as bytes, like what it answers: Ray takes a fifth of a millisecond to open
-    anything else."""
+    """One report of a drone.
+
+    Reports travel as bytes, like the messages to a drone, because Ray takes a fifth of a
+    millisecond to unpickle any other object.
+    """
 
     number: int
     messages: list[list[bytes]]
     out: bytes
     err: bytes
     started: int
-    memory: int  # bytes; 0: not looked at
-    laden: bool  # something goes beside it
+    memory: int  # bytes; 0: not measured
+    laden: bool  # True if buffers go beside the report
 
     def packed(self) -> bytes:
         return dumps(tuple(self), 5)
@@ -98,11 +99,11 @@ class Report(NamedTuple):
 
 
 Told = tuple[bytes, OutOfBandBuffers | None]
-"""A report, and what goes beside it."""
+"""A packed report, and the buffers that go beside it."""
 
 
 class DroneActor:
-    """Runs in an actor: a drone's, of which Ray knows."""
+    """The class of the Ray actor in which a drone runs."""
 
     def __init__(self, birth: SpawnRequest, snapshot: Snapshot) -> None:
         self._folder = open_folder()
@@ -115,13 +116,12 @@ class DroneActor:
             file = os.open(os.path.join(self._folder, name), flags, 0o600)
             os.dup2(file, descriptor)
             os.close(file)
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as it lives
-        with suppress(
-            AttributeError
-        ):  # a thread that asks for something as Ray ends this process would start another
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
+        # Otherwise a thread that calls Ray while Ray ends this process would start another Ray.
+        with suppress(AttributeError):
             auto_init_hook.enable_auto_connect = False
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray has blocked it
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would raise in the work
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray has blocked SIGINT
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would raise in the task
         main = types.ModuleType("__main__")
         self._main = sys.modules["__main__"], main  # Ray's own is still in use
         sys.modules["__main__"] = main
@@ -136,12 +136,15 @@ class DroneActor:
         return monotonic()
 
     def take(self, said: bytes, *cargoes: OutOfBandBuffers) -> Told:
-        """Does what the message says. The driver has all reports up to the one that it names."""
+        """Handle a message, and return a report.
+
+        `said` has the number up to which the driver has all reports, and the message.
+        """
         has, frames = loads(said)
         return self._drone.take(has, frames, cargoes)
 
     def end(self, has: int) -> Told:
-        """Runs its exit handlers; the process ends with Ray's next word."""
+        """Run the exit handlers and return the last report. The driver then kills the actor."""
         last = self._drone.end(has)
         shutil.rmtree(self._folder, ignore_errors=True)
         return last
@@ -149,7 +152,7 @@ class DroneActor:
 
 class _ResultBuffer(ResultBuffer):
     def keep(self) -> bool:
-        """Not what goes beside messages: that dies with this drone."""
+        """Keep the result noted last, unless its buffers go beside: those die with this drone."""
         if status_of(self._last[0]) & SHARED:
             self._row.pass_over()  # type: ignore[attr-defined]
             return False
@@ -210,7 +213,7 @@ class RayDrone(DroneExecutor):
                 self._hear_recall([])
 
     def _listen(self, wait: bool) -> None:
-        """Orders come by the ear."""
+        """Receive nothing here, because messages come by the control thread."""
         self._give_back_if_laden()
 
     def _overlaps(self, overlap: Overlap) -> None:
@@ -225,11 +228,12 @@ class RayDrone(DroneExecutor):
         self._ear.end()
         return self.take(has, [], ())
 
-    # -- either thread, holding the socket's turn --------------------------------------------------
+    # -- either thread, holding `socket_turn` ------------------------------------------------------
 
     def _not_defined(self, definition: int, unknown: list[int]) -> None:
-        """The message that brought it has not arrived, as something beside it was lost: the driver
-        knows that soon."""
+        """Give back calls of an unknown function: the message with the function was lost, because
+        a buffer beside it was. The driver will know soon.
+        """
         self._send(pack_numbers(RETURNED, unknown))
 
     def _send(self, frames: list[bytes]) -> bool:
@@ -240,8 +244,10 @@ class RayDrone(DroneExecutor):
         self._outbox.append(frames)
 
     def _report(self, entries: int, whole: bool = False) -> Told:
-        """With answers comes the `whole` of what was printed: it is told before their promises
-        settle. So many `entries` of the diary have gone with it, or before."""
+        """Make a report, with or before which `entries` of the exit record have gone.
+
+        Answers have the `whole` output, because output is shown before promises settle.
+        """
         self._reports += 1
         self._diary.reported(self._reports, entries)
         messages, self._outbox = self._outbox, []
@@ -257,12 +263,12 @@ class RayDrone(DroneExecutor):
         ) if loaded else None
 
     def _what_was_printed(self, most: int) -> tuple[bytes, bytes]:
-        """stderr's first: see `OutputMerger`."""
+        """Return new output. stderr is read first: see `OutputMerger`."""
         out, err = self._printed
         errors = err.read(most)
         return out.read(most), errors
 
-    # -- the ear -----------------------------------------------------------------------------------
+    # -- the control thread ------------------------------------------------------------------------
 
     def hear_orders(self, orders: list[list[bytes]]) -> None:
         with self.socket_turn:
@@ -270,8 +276,7 @@ class RayDrone(DroneExecutor):
                 self._hear(frames)
 
     def take_what_ended(self) -> None:
-        """Of what is overlapped, while the main thread has nothing to do; else it sees to that
-        itself."""
+        """Collect ended overlapped tasks, unless the main thread is in a call and will do so."""
         if self._overlap is not None and self.in_call.acquire(blocking=False):
             try:
                 self._take_ended(self._overlap)
@@ -279,7 +284,7 @@ class RayDrone(DroneExecutor):
                 self.in_call.release()
 
     def news(self, long: bool) -> Told | None:
-        """What there is to be told; if a task runs for `long`, at least that it lives."""
+        """Return a report if there is news or, as a heartbeat, if a task runs for `long`."""
         with self.socket_turn:
             entries = self._diary.entries()
             self._send_what_waits()
@@ -293,7 +298,7 @@ class RayDrone(DroneExecutor):
 
 
 class _ControlThread:
-    """Hears orders, tells of long tasks, and looks now and then whether something was printed."""
+    """Receives orders, reports on long tasks, and checks now and then for output."""
 
     def __init__(self, drone: RayDrone) -> None:
         self._drone = drone
@@ -316,18 +321,18 @@ class _ControlThread:
     def _heard(self, future: Any) -> None:
         try:
             orders = future.result()
-        except Exception:  # the pool has ended, and its switch
+        except Exception:  # the pool has ended, and with it the switch
             return
         if not ray.is_initialized():
             return
-        if not orders:  # the driver thinks that this drone has ended
+        if not orders:  # the driver takes this drone for dead
             return
         self._orders += orders
         os.eventfd_write(self._bell, 1)
         self._listen()
 
     def wake(self) -> None:
-        """In the main thread: a task begins."""
+        """Wake the control thread, because a task begins. Called in the main thread."""
         if self._parked:
             self._parked = False
             os.eventfd_write(self._bell, 1)
@@ -336,7 +341,7 @@ class _ControlThread:
         self._news.register(bell, select.EPOLLIN)
 
     def end(self) -> None:
-        """All that it has begun to tell is on its way."""
+        """End the thread; each report that it has begun to send is then on its way."""
         self._ended = True
         os.eventfd_write(self._bell, 1)
         self._thread.join()
@@ -365,11 +370,12 @@ class _ControlThread:
             seen = current
 
     def _tell(self, long: bool) -> bool:
-        """One report at a time: who cannot keep up with what is printed holds up its telling, not
-        the work. Whether there may be more to tell."""
-        if (
-            not ray.is_initialized()
-        ):  # Ray is ending this process; asked for anything, it would start another cluster
+        """Send a report, unless the one before is still on its way; return True if more may come.
+
+        So a driver that cannot keep up with the output delays the reports, not the tasks.
+        """
+        # If Ray is ending this process, any call of Ray would start another cluster.
+        if not ray.is_initialized():
             return False
         if self._told is not None and not ray.wait([self._told], timeout=0)[0]:
             return True

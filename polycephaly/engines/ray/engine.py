@@ -1,22 +1,18 @@
-"""The Ray engine: starts actors, carries messages to them, hears what they say, notices their ends.
+"""The Ray engine: starts actors, sends them messages, receives reports, and notices deaths.
 
-    hub's turns ── start, send, kill ──> Ray          Ray's threads ── post ──> hub's turns
+    reactor ── start, send, kill ──> Ray          Ray's threads ── post ──> reactor
 
-Whatever Ray answers comes as a future's callback in a thread of Ray's, which posts to the hub: so
-all that changes a link or the roster happens in turns, as on one machine. No turn waits for
-anything that is done elsewhere; but where a drone starts or ends, Ray's head is asked for nodes and
-free resources, or told of an actor, which takes milliseconds.
+An answer of Ray comes as a future's callback in a thread of Ray, which posts to the reactor. So all
+changes of handles and the supervisor happen while holding the reactor's lock, as on one machine.
 
-An actor's death is told by each call that it has not answered. A drone that has none, be it idle or
-waiting for what it overlaps, is asked now and then; that is the watch. Then a task on its node
-reads what it has left there, if the node lives, and only after that the roster hears of the death:
-it decides by what was begun.
+If an actor dies, Ray fails each call that the actor has not answered. A drone without such a call
+is probed now and then (`_look`). After a death a task on the drone's node reads the exit record, if
+the node is alive. Only then does the supervisor learn of the death, because the supervisor decides
+by the tasks that had begun.
 
-All actors are the driver's: Ray ends them with it. They are those of one session (buffers.py):
-after `ray.shutdown` Ray would start another cluster for whatever it is asked, and after another
-`ray.init` it does not know them. So who asks in a turn looks first whether the session is still
-there; where it is not, the pool is broken, at the next `_look` or by who could not send. If Ray
-does not take a message of work for any other reason, that work is rejected, and no more."""
+The actors belong to one session of Ray (buffers.py). Each call of Ray from the reactor first checks
+that the session is still there. If not, the pool breaks: at the next `_look`, or when a message
+cannot be sent. See docs/decisions/0011-ray-engine.md."""
 
 from __future__ import annotations
 
@@ -65,22 +61,23 @@ __all__ = ["RayEngine"]
 
 log = logging.getLogger(__name__)
 
-PROBE_EVERY = 2.0  # seconds after which a drone that is silent is asked
-PROBES_A_SECOND = (
-    50  # of idle drones, however many there are: a probe costs the driver a millisecond
-)
-LAST_WITHIN = 5.0  # seconds for what a drone that ends has told by the switch
-REMAINS_WITHIN = 6.0  # seconds for a task on a dead drone's node
+PROBE_EVERY = 2.0  # seconds after which a silent drone is probed
+# Limit for all idle drones together, because a probe costs the driver a millisecond.
+PROBES_A_SECOND = 50
+LAST_WITHIN = 5.0  # seconds to wait for reports that an ending drone has sent by the switch
+REMAINS_WITHIN = 6.0  # seconds for the task that reads an exit record on a dead drone's node
 SWITCH_CALLS = 2 * MOST
 _DEATHS = (
     RayActorError,
     OutOfMemoryError,
     NodeDiedError,
     WorkerCrashedError,
-)  # which need not be of one kind
+)  # each of these means that the actor is dead
 
 
 class RayEngine:
+    """The Ray engine of one pool. `pool.engine.Engine` says which thread calls which method."""
+
     def __init__(self, supervisor: Supervisor, placement: dict[str, Any]) -> None:
         self.dispatcher = supervisor.dispatcher
         self._supervisor = supervisor
@@ -97,7 +94,7 @@ class RayEngine:
         options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._config.size}
         here = NodeAffinitySchedulingStrategy(self._home, soft=False)
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
-        self._nest = ray.remote(DroneActor)  # once: Ray keeps each of these for ever
+        self._nest = ray.remote(DroneActor)  # made once, because Ray keeps each of these for ever
         self._says_what_is_awaited = False
         self._open_book()
 
@@ -110,7 +107,7 @@ class RayEngine:
         )
 
     def is_there(self) -> bool:
-        """Its Ray."""
+        """Return True if this process is still connected to the session of this pool."""
         return ray.is_initialized() and session() == self._session
 
     def fail(self, error: Exception) -> None:
@@ -177,7 +174,10 @@ class RayEngine:
         self._supervisor.hello(handle)
 
     def _set_clock(self, handle: RayHandle, asked: float, its: float) -> None:
-        """Its answer was made about halfway between question and answer."""
+        """Estimate by how much the drone's clock is ahead.
+
+        The drone read its clock about halfway between request and answer.
+        """
         handle.ahead = its - (asked + monotonic()) / 2
 
     def _not_started(self, handle: RayHandle, error: Exception) -> None:
@@ -194,8 +194,10 @@ class RayEngine:
             self._supervisor.not_started(handle, why)
 
     def _say_what_is_awaited(self) -> None:
-        """Looks at drones that are being started, as long as there are any: is there one that has
-        no place?"""
+        """Warn of drones that have waited long for their resources.
+
+        Repeats for as long as drones are starting.
+        """
         starting = [
             handle
             for handle in self._supervisor.handles
@@ -219,7 +221,7 @@ class RayEngine:
             wait = 6 * tuning.start_report_seconds
         self._reactor.after(wait, self._say_what_is_awaited)
 
-    # -- what links use, in turns ------------------------------------------------------------------
+    # -- for handles, holding the reactor's lock ---------------------------------------------------
 
     def await_answer(
         self,
@@ -255,8 +257,11 @@ class RayEngine:
     def not_sent(
         self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
-        """In the turn that was to send it, which goes on with other drones: so not before the
-        next."""
+        """Handle a failed send, later.
+
+        The caller still holds the reactor's lock and goes on with other drones. So the failure is
+        posted.
+        """
         if not self.is_there():
             self._reactor.post(self._is_lost)
         elif tasks:
@@ -265,11 +270,11 @@ class RayEngine:
             raise error
 
     def land(self, cargo: Any) -> LazyBuffers | OutOfBandBuffers:
-        """What came beside a report."""
+        """Return the buffers that came beside a report, in the object store if there is room."""
         if isinstance(cargo, OutOfBandBuffers):
             try:
                 ref = self._store.put(cargo, sum(memoryview(each).nbytes for each in cargo.buffers))
-            except Full:  # then it stays where it is
+            except Full:  # the buffers stay in this process
                 return cargo
             return LazyBuffers(ref, self._session)
         return LazyBuffers(cargo, self._session)
@@ -288,14 +293,14 @@ class RayEngine:
         self._reactor.after(LAST_WITHIN, partial(self.ended, handle))
 
     def ended(self, handle: RayHandle) -> None:
-        """It has ended as it was told to, and all that it said was heard."""
+        """Handle the end of a drone that was stopped and whose reports have all been read."""
         if handle.state is not State.DEAD:
             if self.is_there():
                 ray.kill(handle.actor)
             self._died(handle, 0)
 
     def kill(self, handle: RayHandle) -> None:
-        if not self.is_there():  # its actors have ended with it
+        if not self.is_there():  # the actors have ended with their session
             handle.fate = "Ray was shut down"
             self._reactor.after(0.0, partial(self._died, handle, None))
             return
@@ -322,18 +327,17 @@ class RayEngine:
     # -- deaths ------------------------------------------------------------------------------------
 
     def lost(self, handle: RayHandle, error: Exception) -> None:
-        """A call of it has failed."""
+        """Handle a failed call of a drone: its death, or else an error of the engine."""
         if handle.dying:
             return
         if not isinstance(error, _DEATHS):
             self.fail(error)
             return
         handle.dying = handle.deaf = True
-        handle.fate, handle.cause = (
-            _fate(error),
-            error.with_traceback(None),
-        )  # its frames know the pool
-        ray.kill(handle.actor)  # one that could not be reached for a moment must not go on unseen
+        # Without the traceback, because its frames refer to the pool.
+        handle.fate, handle.cause = (_fate(error), error.with_traceback(None))
+        # An actor that was only unreachable for a moment must not go on.
+        ray.kill(handle.actor)
         born = handle.born_as
         if born is None:
             self._buried(handle, FinalState())
@@ -361,10 +365,10 @@ class RayEngine:
             self._supervisor.died(handle, exitcode)
 
     def released(self, handle: DroneHandle) -> None:
-        """Ray has done it."""
+        """Do nothing, because Ray has released the resources."""
 
     def _look(self) -> None:
-        """A drone of which nothing was heard may have died."""
+        """Probe silent drones without an unanswered call, because they may have died."""
         if self._ended or self._is_lost():
             return
         now = self._reactor.timers.now()
@@ -382,7 +386,7 @@ class RayEngine:
                 handle.probe()
         self._reactor.after(self._probe_every, self._look)
 
-    # -- hearing -----------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         self._when_done(self._switch.news.remote(), self._hear, self._deaf)
@@ -407,7 +411,7 @@ class RayEngine:
     def _when_done(
         self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
     ) -> None:
-        """One of the two, in a turn."""
+        """Call `act` or `failed` with the outcome of `ref`, holding the reactor's lock."""
         reactor = self._reactor
 
         def tell(future: Any) -> None:
@@ -431,7 +435,7 @@ class RayEngine:
             self._open_book()
 
     def discard(self, snapshot: Snapshot) -> None:
-        """It is only bytes."""
+        """Do nothing, because a snapshot is only bytes."""
 
     def left_out(self, name: str) -> str | None:
         return self._taken.left_out.get(name)
@@ -446,7 +450,11 @@ class RayEngine:
 
 
 class _Turn:
-    """Something to be done in a turn; if it fails, its crew does."""
+    """A callback for the reactor; does nothing if the engine's Ray session is gone.
+
+    If the callback raises, the reactor calls `RayEngine.fail`. The reactor finds the engine by
+    `__self__`, as with a bound method.
+    """
 
     def __init__(self, engine: RayEngine, act: Callable[[Any], object], value: Any) -> None:
         self.__self__ = engine
@@ -459,7 +467,7 @@ class _Turn:
 
 
 def _fate(error: Exception) -> str:
-    """What Ray says of it, without the table."""
+    """Return the first line of Ray's reason for a failure, without the table of details."""
     text = str(error).strip()
     _, found, why = text.partition("The actor is dead because ")
     lines = (why if found else text).splitlines() or [type(error).__name__]

@@ -1,18 +1,20 @@
-"""What a drone leaves when it dies: a folder on its node, with its running page and its output.
+"""The exit record of a drone on Ray: a folder on its node, with a status table and its output.
 
-    begun, results not yet acknowledged ──> page ─┐
-    descriptors 1 and 2 ──> out, err ─────────────┴── read on that node when it is dead ──> the driver
+    task begun, unacknowledged results ──> page ─┐
+    descriptors 1 and 2 ──> out, err ────────────┴── read on that node after a death ──> driver
 
-Ray tells that an actor has died; the page tells what it had begun, and brings results that did not
-reach the driver, as on one machine (engines/local/status_table.py). A result stays there until the
-driver says that it has the report it went with. Of the output what was read some megabytes ago is
-freed, so a drone that prints for days fills no disk: a hole in the file, as descriptors 1 and 2
-append to it at any time, in any process. If a drone dies that had more on its way to the driver
-than that, what is in the hole is not told.
+The page has the task that had begun, and the results that did not reach the driver, as on one
+machine (engines/local/status_table.py). A result stays there until the driver has acknowledged the
+report that brought it.
 
-The folder lies in Ray's own of this session. A drone that ends removes it, and so does who has read
-it. What is left when the driver itself was killed is removed by drones that start on that node: not
-by the first one that finds it, as its driver may be about to read it."""
+Output that was read some megabytes ago is freed, so that a drone that prints for days fills no
+disk. Freeing punches a hole in the file, because any process may append through descriptors 1 and 2
+at any time. If a drone dies with more output than that on its way to the driver, the output in the
+hole is lost.
+
+The folder lies in Ray's session directory. A drone that ends removes its folder, and so does the
+reader. If the driver was killed too, drones that start on that node remove the folder: but not the
+first one that finds it, because the driver may be about to read it."""
 
 from __future__ import annotations
 
@@ -34,12 +36,11 @@ from ..local.status_table import ROOM, Slot, StatusTable
 __all__ = ["ExitRecord", "FinalState", "Printed", "kill_owner", "open_folder", "read_remains"]
 
 _PAGE, OUT, ERR, _FOUND = "page", "out", "err", "found"
-UNREAD = 120.0  # seconds that a dead drone's folder waits for its driver, since somebody else has found it
-GONE_WITHIN = 1.0  # seconds for a process that was killed
-MOST = 1 << 20  # bytes of output that are read when it is dead, of each stream
-READ_KEPT = (
-    4 << 20
-)  # bytes of output, of each stream, that are kept when they were read; whole pages
+# Seconds that a dead drone's folder waits for its driver, after another drone has found it.
+UNREAD = 120.0
+GONE_WITHIN = 1.0  # seconds for a killed process to end
+MOST = 1 << 20  # bytes of each output stream that are read after a death
+READ_KEPT = 4 << 20  # bytes of each output stream that are kept after reading; whole pages
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None)
@@ -55,8 +56,7 @@ class FinalState(NamedTuple):
 
 
 class ExitRecord(Slot):
-    """The writer's side of the page. Of an outcome that it has no room for, it is kept that it was
-    sent."""
+    """The writer's side of the page. An outcome without room there is only noted as sent."""
 
     def __init__(self, folder: str) -> None:
         fd = os.open(os.path.join(folder, _PAGE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,10 +64,9 @@ class ExitRecord(Slot):
         self._status_table = StatusTable(1, fd)
         super().__init__(self._status_table._bytes)
         self._entries: deque[bytes] = deque()
-        self._dropped = 0  # entries that were before these
-        self._reports: deque[tuple[int, int]] = (
-            deque()
-        )  # each with how many entries had been kept before it was made
+        self._dropped = 0  # number of acknowledged entries, which came before `_entries`
+        # Report numbers, each with the number of entries that were kept before the report.
+        self._reports: deque[tuple[int, int]] = deque()
         self._begun = 0
 
     def start(self, number: int) -> None:
@@ -79,27 +78,33 @@ class ExitRecord(Slot):
             self._entries.append(result)
             return True
         self.pass_over()
-        return True  # to send it at once is not possible: it goes when the call is answered
+        return True  # nothing can be sent at once: the answer of the call brings the outcome
 
     def pass_over(self) -> None:
-        """Of what was begun last the result will be sent, and is not here."""
+        """Note that the result of the task begun last will be sent and is not in the page."""
         self.mark_sent(self._begun)
 
     def sent(self, number: int, arrive: bool) -> None:
-        """Not before it is acknowledged."""
+        """Do nothing: results are kept until they are acknowledged."""
 
     def entries(self) -> int:
-        """How many were kept so far. Who makes a report asks before it takes the outcomes: they are
-        noted first and then kept, so these, at least, go with it or went before, whatever the main
-        thread keeps meanwhile."""
+        """Return the number of entries kept so far.
+
+        A thread that makes a report calls this before taking the outcomes, which are noted first
+        and then kept. So at least these entries go with the report, or went before, whatever the
+        main thread keeps meanwhile.
+        """
         return self._dropped + len(self._entries)
 
     def reported(self, report: int, entries: int) -> None:
-        """Either thread, holding the socket's turn, as for what follows."""
+        """Note a report and its number of entries. In either thread, holding `socket_turn`."""
         self._reports.append((report, entries))
 
     def acknowledged(self, report: int) -> None:
-        """The driver has all reports up to that one. In the main thread."""
+        """Drop the entries of all reports up to `report`: the driver has them.
+
+        Called in the main thread, holding `socket_turn`.
+        """
         gone = self._dropped
         while self._reports and self._reports[0][0] <= report:
             gone = self._reports.popleft()[1]
@@ -111,19 +116,19 @@ class ExitRecord(Slot):
 
 
 class Printed:
-    """What a drone prints on one descriptor, as it reads it itself. By one thread at a time."""
+    """The output of a drone on one descriptor, read back by the drone; for one thread at a time."""
 
     def __init__(self, folder: str, name: str) -> None:
-        self._file = FileIO(os.path.join(folder, name), "r+")  # to be written into: by holes
+        self._file = FileIO(os.path.join(folder, name), "r+")  # writable, to punch holes
         self._read = 0
         self._freed = 0
 
     def read(self, most: int) -> bytes:
-        """At most so many bytes; -1: all that there are."""
+        """Read at most `most` bytes; all if -1."""
         found = self._file.read(most)
         self._read += len(found)
         old = self._read - self._freed - READ_KEPT
-        if old >= READ_KEPT:  # where the file system has no holes, they stay
+        if old >= READ_KEPT:  # if the file system has no holes, the output stays on disk
             old -= old % READ_KEPT
             _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, self._freed, old)
             self._freed += old
@@ -134,7 +139,7 @@ class Printed:
 
 
 def open_folder() -> str:
-    """A new one, of this process."""
+    """Make a folder for this process, and remove the abandoned folders of dead drones."""
     above = os.path.join(_session(), "polycephaly")
     os.makedirs(above, mode=0o700, exist_ok=True)
     for name in os.listdir(above):
@@ -147,9 +152,9 @@ def open_folder() -> str:
 
 
 def _is_given_up(folder: str) -> bool:
-    """Of a dead drone: its driver would have read it by now."""
+    """Return True if the driver would have read `folder` by now; the first call only marks it."""
     found = os.path.join(folder, _FOUND)
-    with suppress(OSError):  # or another one has just removed it
+    with suppress(OSError):  # another drone may just have removed the folder
         try:
             os.close(os.open(found, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
@@ -165,8 +170,10 @@ def _session() -> str:
 
 
 def kill_owner(folder: str) -> bool:
-    """On its node: SIGKILL for the drone whose folder that is. Ray's own kill waits for a process
-    that holds its interpreter. Whether it was there."""
+    """Kill the drone that owns `folder`, on its node; return True if the drone was there.
+
+    Ray's own kill would wait for a process whose interpreter is held by C code.
+    """
     pid, _, born = os.path.basename(folder).partition(".")
     if birth_of(int(pid)) == born:
         with suppress(ProcessLookupError, PermissionError):
@@ -176,8 +183,11 @@ def kill_owner(folder: str) -> bool:
 
 
 def _see_off(folder: str) -> None:
-    """Ray may have lost only the connection to it: what it began after its page was read would be
-    run twice."""
+    """Kill the owner of `folder`, and wait for its end.
+
+    Ray may have lost only the connection to the drone. Tasks that it began after its page was read
+    would run twice.
+    """
     with suppress(OSError):
         process = os.pidfd_open(int(os.path.basename(folder).partition(".")[0]))
         try:
@@ -190,13 +200,17 @@ def _see_off(folder: str) -> None:
 
 
 def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None:
-    """On the drone's node; it is dead then, and the folder is gone. None where there is nothing to
-    be read."""
+    """Read and remove a drone's folder, on its node, and make sure that the drone is dead.
+
+    Returns None if there is no page to read.
+    """
     _see_off(folder)
     status_table = os.path.join(folder, _PAGE)
     try:
         running = StatusTable(1, os.open(status_table, os.O_RDWR | os.O_CLOEXEC))
-    except OSError:  # it has ended by itself, and tidied up; or somebody else has, and nobody can tell what had begun
+    except OSError:
+        # No page: the drone has ended by itself and removed its folder. Or another process has
+        # removed the folder, and the tasks that had begun are unknown.
         return None
     try:
         started, sent, kept = running.started(0), running.sent(0), running.kept(0)
@@ -209,7 +223,7 @@ def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None
 
 
 def _rest(folder: str, name: str, start: int) -> bytes:
-    with suppress(OSError), FileIO(os.path.join(folder, name)) as file:  # or there is no more
+    with suppress(OSError), FileIO(os.path.join(folder, name)) as file:  # error: no more data
         os.lseek(file.fileno(), start, os.SEEK_DATA)
         return file.read(MOST)
     return b""

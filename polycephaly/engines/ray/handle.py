@@ -1,12 +1,12 @@
-"""The driver's end of a drone in a Ray actor.
+"""The driver's handle of a drone in a Ray actor.
 
     send ── WORK, STOP ──> calls of the actor ── answers: reports ──┐
-         ── CANCEL, RECALL ──> the switch ──> its ear               ├── in their order ──> hearing
+         ── CANCEL, RECALL ──> the switch ──> control thread        ├── in order ──> handlers.py
                                           reports <── the switch ───┘
 
-Calls are answered in the hub's turns: Ray tells in a thread of its own, which posts. A call that
-fails because the actor is gone brings the drone's end: what it left on its node is read first, so
-that it is known what had begun."""
+Answers are handled while holding the reactor's lock, because Ray's thread only posts them. If a
+call fails because the actor is gone, the drone's exit record on its node is read first, so that the
+tasks that had begun are known."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class RayHandle(DroneHandle):
         self.asked_for = self.dispatcher.reactor.timers.now()
         self.born_as: SpawnReply | None = None
         self.dying = False
-        self.calls = 0  # that it has not answered
-        self.deaf = False  # what it still says is found in what it left
-        self.last_report = -1  # when that has been read it has ended
-        self.out_read = self.err_read = 0  # bytes of its output that came
+        self.calls = 0  # calls of the actor that are unanswered
+        self.deaf = False  # ignores reports, because the exit record has their content
+        self.last_report = -1  # the drone has ended when this report has been read
+        self.out_read = self.err_read = 0  # bytes of its output that have arrived
         self._engine = engine
         self._take = actor.take.options(num_returns=2)
-        self._reports: dict[int, tuple[Report, Sequence[Any]]] = {}  # that came before others
-        self._has = 0  # reports, in their order
+        self._reports: dict[int, tuple[Report, Sequence[Any]]] = {}  # that came before earlier ones
+        self._has = 0  # reports that were read, in order
         self._memory = 0
         self._started = 0
         self._remains = FinalState()
@@ -64,7 +64,7 @@ class RayHandle(DroneHandle):
         return self.alive and not self.dying and ray.is_initialized()
 
     def takes(self, dedicated: bool = False) -> bool:
-        """One batch at a time: what waits behind a call of an actor cannot be had back."""
+        """One batch at a time, because tasks behind a call of an actor cannot be recalled."""
         if not self.is_up() or (self.in_flight and not self.overlapping):
             return False
         return super().takes(dedicated)
@@ -79,9 +79,8 @@ class RayHandle(DroneHandle):
         kind = frames[0][:1]
         if kind == WORK:
             loaded = self.ref_table.take()
-            if (
-                not tasks and not loaded and self.in_flight
-            ):  # a question, while it is busy: its ear hears that
+            # A message without tasks, for a busy drone, goes to the control thread.
+            if not tasks and not loaded and self.in_flight:
                 self._engine.order(self, frames)
             else:
                 answer, cargo = self._take.remote(dumps((self._has, frames), 5), *loaded)
@@ -95,7 +94,7 @@ class RayHandle(DroneHandle):
         return self.actor.end.options(num_returns=2).remote(self._has)
 
     def probe(self) -> None:
-        """Has its death noticed, if it is dead."""
+        """Call the actor without tasks, so that the call fails if the drone is dead."""
         answer, cargo = self._take.remote(dumps((self._has, []), 5))
         self._engine.await_answer(self, answer, cargo)
 
@@ -104,10 +103,13 @@ class RayHandle(DroneHandle):
         if not self.dying:
             self._engine.kill(self)
 
-    # -- hearing, in turns -------------------------------------------------------------------------
+    # -- receiving, holding the reactor's lock -----------------------------------------------------
 
     def hear(self, report: Report, cargo: Any) -> None:
-        """And what goes beside it: an ObjectRef, a `OutOfBandBuffers`, or nothing."""
+        """Handle a report, and later ones that waited for it.
+
+        `cargo` came beside the report: an ObjectRef, `OutOfBandBuffers`, or None.
+        """
         if self.deaf:
             return
         landed: Sequence[Any] = ()
@@ -144,10 +146,12 @@ class RayHandle(DroneHandle):
         self.remember(heard)
         return heard
 
-    # -- what is known of it -----------------------------------------------------------------------
+    # -- state of the drone ------------------------------------------------------------------------
 
     def started(self) -> int:
-        """It runs what it was sent, in that order."""
+        """Return the number of the task begun last; by default, the first task in flight, because
+        a drone runs tasks in the order of sending.
+        """
         if self.state is State.DEAD:
             return self._remains.started
         return (
@@ -169,7 +173,7 @@ class RayHandle(DroneHandle):
         return self._memory
 
     def not_begun(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
-        """A message did not arrive, since what goes beside it is lost."""
+        """Take back the tasks of a message that did not arrive, because its buffers are lost."""
         self.unheard(frames)
         here = [task for task in tasks if self.in_flight.get(task.number) is task]
         for task in here:
@@ -178,8 +182,11 @@ class RayHandle(DroneHandle):
         self.dispatcher.answered(self)
 
     def not_sent(self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception) -> None:
-        """In a turn: Ray has not taken a message. It did not like what lies beside it, if anything
-        does."""
+        """Reject tasks of a message that Ray has refused. Called holding the reactor's lock.
+
+        If any tasks have buffers beside the message, these are taken for the cause. Then only
+        those tasks are rejected, and the others are queued again.
+        """
         self.unheard(frames)
         here = [task for task in tasks if self.in_flight.get(task.number) is task]
         for task in here:
@@ -191,8 +198,10 @@ class RayHandle(DroneHandle):
         self.dispatcher.answered(self)
 
     def leave(self, remains: FinalState | None) -> None:
-        """What was found of it; None where its node is gone too: then all that it had may have
-        begun."""
+        """Note the exit record of a dead drone.
+
+        If None, for example because the node is gone too, all tasks in flight may have begun.
+        """
         if remains is None:
             last = next(reversed(list(self.in_flight)), 0)
             remains = FinalState(started=last)
@@ -211,7 +220,7 @@ class RayHandle(DroneHandle):
 
 
 class _Feed(LineSplitter):
-    """Output that comes in reports."""
+    """A stream of output that arrives in reports."""
 
     def __init__(self, drone: str, name: str) -> None:
         super().__init__(drone, name)
@@ -227,9 +236,8 @@ class _Feed(LineSplitter):
     def read(self) -> list[Line | OutputRecord | int]:
         given, self._given = self._given, b""
         heard: list[Line | OutputRecord | int] = []
-        while (
-            len(given) > _PIECE
-        ):  # as it would come through a pipe: a line without an end is told in pieces
+        # In pieces, as through a pipe, so that a line without an end is shown in parts.
+        while len(given) > _PIECE:
             heard += self._sort(given[:_PIECE])
             given = given[_PIECE:]
         self.open = not self._ended

@@ -1,10 +1,11 @@
-"""Is anybody at an address who speaks as a Ray cluster does? Ray itself tries for minutes where
-nobody answers, and for 20 seconds where a proxy or a gateway answers in the cluster's place.
+"""A quick check that a server at an address speaks gRPC, as the head of a Ray cluster does.
 
-    preface, SETTINGS, a request ──> who is there
-                                <── SETTINGS first: HTTP/2;  then an answer of status 200: gRPC
+    preface, SETTINGS, a request ──> server
+                                 <── SETTINGS first: HTTP/2; then an answer of status 200: gRPC
 
-Who speaks gRPC gives the status 200 to whatever he is asked, and says what is wrong with it later.
+Ray itself tries for minutes if no server answers, and for 20 seconds if a proxy or a gateway
+answers in place of the cluster. A gRPC server answers any request with status 200, and reports
+errors later.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ _HELLO = (
     + bytes((0, 0, len(_REQUEST), _HEADERS, 5, 0, 0, 0, 1)) + _REQUEST
 )  # fmt: skip
 _NOT_200 = bytes((*range(0x89, 0x8F), 0x08, 0x18, 0x48))
-"""With what an answer of another status begins."""
+"""The first byte of an answer of any other status."""
 
 
 def knock(address: str, within: float) -> None:
-    """Raises `ConnectionError` if not, after so many seconds at most; `ValueError` for what is no
-    address."""
+    """Check that a gRPC server answers at `address` within that many seconds.
+
+    Raises `ConnectionError` if not, and `ValueError` if `address` is not "HOST:PORT".
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")

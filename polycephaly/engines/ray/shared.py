@@ -1,4 +1,4 @@
-"""`RayShared`: a value that lies in Ray's object store, for many calls."""
+"""`RayShared`: a value in Ray's object store, for many calls."""
 
 from __future__ import annotations
 
@@ -18,31 +18,48 @@ T = TypeVar("T")
 
 
 class RayShared(Placeholder, Generic[T]):
-    """The handle of a value that was put into the cluster's object store once; made by
-    `Pool.share`.
+    """The handle of a value that was put into a cluster's object store once; made by `Pool.share`.
 
-    As an argument by itself it arrives as the value; inside another argument as a handle with that
-    `value`. Large buffers in it (arrays, data frames) are not copied for that: drones of a node
-    look at the same memory, which is read-only. It lives until `release`, the end of its ``with``
-    block, or the loss of the last reference to it; when Ray is shut down, the value is `Lost`. Any
-    thread may use it."""
+    Passed as an argument by itself, the handle arrives as the value. Inside another argument, it
+    arrives as a handle with that `value`. The value lives until `release`, the end of the handle's
+    ``with`` block, or the loss of the last reference. If Ray is shut down, the value is `Lost`.
+
+    Notes
+    -----
+    Any thread may use a handle. Large buffers in the value (arrays, data frames) are not copied for
+    a call: all drones on a node read the same memory, which is read-only.
+    """
 
     def __init__(self, part: Serialized) -> None:
         self._promise: _SettledRef | None = _SettledRef(part)
 
     @property
     def value(self) -> T:
-        """The value, built anew each time. Raises `ValueError` after `release`, and `Lost`."""
+        """The value, rebuilt at each access.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        Lost
+            If the node or the Ray session that had the value is gone.
+        """
         value: T = self._held().result()
         return value
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        """The size of the value as stored, in bytes.
+
+        Raises
+        ------
+        ValueError
+            If the handle was released.
+        """
         return len(self._held().where)
 
     def release(self) -> None:
-        """Frees the memory as soon as nobody looks at it. Twice is no error."""
+        """Free the memory as soon as no process uses it. A second call does nothing."""
         self._promise = None
 
     def stands_for(self) -> Promise[T]:
@@ -77,7 +94,7 @@ class RayShared(Placeholder, Generic[T]):
 
 
 class ResolvedShared(Generic[T]):
-    """What it is in a drone, where it came inside another value."""
+    """The handle as it arrives in a drone inside another value."""
 
     def __init__(self, value: T, nbytes: int) -> None:
         self.value = value
@@ -85,7 +102,7 @@ class ResolvedShared(Generic[T]):
 
 
 class _Slot:
-    """Is unpickled as the value of that promise."""
+    """Stands for a promise in pickled arguments; unpickled as the promise's value."""
 
     def __init__(self, promise: Promise[Any]) -> None:
         self._promise = promise
@@ -96,7 +113,7 @@ class _Slot:
 
 
 class _SettledRef(Promise[Any]):
-    """By a value that lies in the store."""
+    """A promise that is already settled, by a value in the object store."""
 
     _may_be_anywhere = _lies = True
 

@@ -1,12 +1,10 @@
-"""The switch: an actor through which drones and the driver talk while a drone's main thread is
-busy.
+"""The switch: an actor that passes messages between driver and drones whose main thread is busy.
 
-    driver ── order ──> one queue for each drone ── orders ──> its ear
-    driver <── news ── one queue, with room for a few <── tell ── ears
+    driver ── order ──> one queue for each drone ── orders ──> control thread of that drone
+    driver <── news ── one bounded queue <── tell ── control threads
 
-An actor that runs work hears nothing, and Ray lets nobody call a driver: so both ask here, and
-wait. What is neither order nor report of a running task goes by calls and answers of the drones
-themselves."""
+An actor that runs a task takes no other call, and Ray offers no calls of a driver. So both sides
+call the switch and wait there. Other messages go by calls of the drones' actors and the answers."""
 
 from __future__ import annotations
 
@@ -17,17 +15,17 @@ from typing import Any
 __all__ = ["Switch"]
 
 ROOM = 64
-"""Reports that wait for the driver, before those who bring more are made to wait."""
+"""Reports that may wait for the driver. If there are more, `tell` waits."""
 MOST = 256
-"""Calls that may wait here at a time: an actor's limit, for each drone two and some."""
+"""Half of the calls that may wait in the switch at a time, besides four for each drone."""
 
 
 class Switch:
-    """Runs in an actor of its own."""
+    """The class of the switch's actor."""
 
     def __init__(self) -> None:
         self._orders: dict[int, asyncio.Queue[list[bytes]]] = defaultdict(asyncio.Queue)
-        self._forgotten: set[int] = set()  # each number is one drone's for ever
+        self._forgotten: set[int] = set()  # drone numbers, which are never reused
         self._news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(ROOM)
 
     async def order(self, drone: int, frames: list[bytes]) -> None:
@@ -35,8 +33,10 @@ class Switch:
             self._orders[drone].put_nowait(frames)
 
     async def orders(self, drone: int) -> list[list[bytes]]:
-        """What there is for that drone; waits for something. Nothing: it is forgotten, and asks no
-        more."""
+        """Wait for messages to `drone`, and return them.
+
+        An empty list means that the drone is forgotten and must not ask again.
+        """
         if drone in self._forgotten:
             return []
         queue = self._orders[drone]
@@ -49,15 +49,17 @@ class Switch:
         await self._news.put((drone, report))
 
     async def news(self) -> list[tuple[int, Any]]:
-        """For the driver; waits for something."""
+        """Wait for reports, and return them to the driver."""
         taken = [await self._news.get()]
         while not self._news.empty():
             taken.append(self._news.get_nowait())
         return taken
 
     async def forget(self, drone: int) -> None:
-        """Who waits for its orders would wait for ever, and an actor has room for so many calls
-        only."""
+        """End the wait of a dead drone's `orders` call.
+
+        Such a call would wait for ever, and an actor has room for a limited number of calls.
+        """
         self._forgotten.add(drone)
         queue = self._orders.pop(drone, None)
         if queue is not None:

@@ -1,1 +1,1 @@
-"""The remote engine: a pool in another process, used as one of this process is."""
+"""The remote engine: a pool that another process serves, used like a local pool."""

@@ -1,11 +1,11 @@
-"""A bell for a thread that sleeps in a poll: whoever has something for it rings.
+"""A wake-up for a thread that sleeps in `poll`: an eventfd, written only if the thread sleeps.
 
-    sleeper  B1 `asleep` is set       B2 looks whether there is something to do   B3 sleeps, with the bell's descriptor
-    caller   C1 gives it something    C2 looks at `asleep`                        C3 rings
+    sleeper  B1 set `asleep`            B2 look for something to do   B3 poll the bell's descriptor
+    caller   C1 hand something over     C2 read `asleep`              C3 ring if `asleep` was set
 
-If C1 comes before B2, the sleeper sees it; if after, then B1 came before C2, so the caller rings.
-Ringing and closing exclude each other, or who rings late could write into a file that has got the
-descriptor since. (The same thread may enter twice: a finalizer may ring while it rings.)"""
+No wake-up is lost. If C1 comes before B2, the sleeper finds the item. If C1 comes after B2, then B1
+came before C2, so the caller rings.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ __all__ = ["Bell"]
 
 
 class Bell:
+    """The wake-up of one sleeping thread. Any thread may ring."""
+
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asleep = False
+        # Ringing and closing exclude each other: a late `ring` could otherwise write into another
+        # file that has been given the descriptor's number. The lock is reentrant because a
+        # finalizer may ring while its thread is ringing.
         self._lock = threading.RLock()
         self._closed = False
 
@@ -27,12 +32,14 @@ class Bell:
         return self._fd
 
     def ring(self) -> None:
+        """Wake the thread if it sleeps, or is about to."""
         if self.asleep:
             with self._lock:
                 if not self._closed:
                     os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
+        """Reset the wake-up, so that the next poll sleeps."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

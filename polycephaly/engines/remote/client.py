@@ -1,4 +1,4 @@
-"""`connect`: a pool in another process, used like one's own."""
+"""`connect` and `RemotePool`: a pool that another process serves, used like a local pool."""
 
 from __future__ import annotations
 
@@ -29,18 +29,24 @@ T = TypeVar("T")
 
 
 class RemotePool(ExecutorBase):
-    """A served pool, from another process; made by `connect`. Any thread may use it.
+    """A pool that another process serves; made by `connect`.
 
-    Work is given, cancelled and answered as with a `Pool` of one's own; code strings and functions
-    run in drones of the server's image. What is `__main__` here travels by value. When the
-    connection is lost, what was not answered is rejected with `ConnectionError`. It is closed when
-    nobody has it any more.
+    Tasks are submitted, cancelled and answered as with a local `Pool`. Code strings and functions
+    run in drones of the server process. Functions and classes of the client's `__main__` travel by
+    value. The connection is closed when no reference to the pool is left.
 
-    Callbacks of its promises, and `output`, are called in the thread that speaks with the server:
-    one that does not come back for 15 seconds is taken for the end of this client."""
+    Notes
+    -----
+    Any thread may use a remote pool.
+
+    If the connection is lost, unanswered tasks are rejected with `ConnectionError`.
+
+    Callbacks of promises, and `output`, are called in the thread that talks to the server. If one
+    of them does not return for 15 seconds, the server treats the client as gone.
+    """
 
     def __init__(self, connection: Connection) -> None:
-        self._dispatcher = connection  # type: ignore[assignment]  # it does what a crew does
+        self._dispatcher = connection  # type: ignore[assignment]  # has a dispatcher's interface
         self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
@@ -48,12 +54,28 @@ class RemotePool(ExecutorBase):
         return OneByOne(self._dispatcher, self._task_options, fn, iterables, AHEAD)
 
     def share(self, obj: T) -> RemoteShared[T]:
-        """Gives `obj` to the pool once, into shared memory: the handle stands for it in any number
-        of this client's calls; see `RemoteShared`. They are run by the drones of the server's host,
-        also where others have joined.
+        """Copy `obj` once into the pool's shared memory and return a handle.
 
-        Raises what the pickling of `obj` raises, and `MemoryError` where it would be more than the
-        pool may share."""
+        The handle stands for the value in any number of this client's calls. Such calls are run by
+        drones of the server's own host, even if other hosts have joined.
+
+        Parameters
+        ----------
+        obj : object
+            The value. It is pickled here.
+
+        Returns
+        -------
+        RemoteShared
+            The handle.
+
+        Raises
+        ------
+        MemoryError
+            If the value would exceed the memory that the pool may share.
+        Exception
+            Any error of pickling `obj`.
+        """
         pickled, buffers = pack_beside(obj, NOTHING)
         runs = [pickled, *buffers]
         return RemoteShared(self, self._connection.share(runs), sum(map(len, runs)))
@@ -62,7 +84,7 @@ class RemotePool(ExecutorBase):
 
     @property
     def drones(self) -> list[RemoteDrone]:
-        """Its drones at this moment; work given to one of them is run by that one."""
+        """The current drones. A task that is submitted to one of them runs on that drone only."""
         return [
             RemoteDrone(self, RemoteHandle(**each))
             for each in self._connection.ask("drones").result()
@@ -72,41 +94,68 @@ class RemotePool(ExecutorBase):
         return self.drones
 
     def refresh(self) -> None:
-        """Has the pool take a new snapshot of its image; for everybody who uses it. See
-        `Pool.refresh`."""
+        """Make the pool take a new snapshot of the server process. See `Pool.refresh`.
+
+        The snapshot is new for all users of the pool.
+        """
         self._connection.ask("refresh").result()
 
     @property
     def timeline(self) -> Timeline:
-        """What the pool's drones have done so far, for whomever, and when; those that have joined
-        as well, if their hosts tell it within five seconds. Times are of the clock of the pool's
-        machine. See `Timeline`."""
+        """A `Timeline` of the tasks that the drones have run so far for all clients.
+
+        Drones of joined hosts are included if their hosts answer within five seconds. Times are of
+        the clock of the server's machine.
+        """
         return unpack_timeline(self._connection.ask("timeline").result())
 
     def status(self) -> dict[str, Any]:
-        """What the pool is doing, as plain data that JSON can hold:
+        """Return the state of the pool as plain data that JSON can hold.
 
-        ``name``, ``pid``, ``host``, ``version`` (of polycephaly), ``address``, ``started`` (seconds
-        since 1970), ``width``, ``clients``, ``queued`` (pieces of work that no drone has got),
-        ``tasks_done`` (of clients, since it is served) and ``drones``: of each its ``number``,
-        ``name``, ``pid`` and ``host``, its ``state`` ("starting", "idle", "busy", "retiring" or
-        "unresponsive: why"), what it is ``running`` (a label or None), for how many ``seconds`` it
-        has been so (or None), in what it has been ``waiting`` without processor time (None, or the
-        attributes of a `Waiting`, with its ``seconds``), the ``memory`` that it and what it has
-        started hold for themselves, in bytes, and ``tasks_done``."""
+        Returns
+        -------
+        dict
+            ``name``, ``pid``, ``host``, ``version`` (of polycephaly), ``address``, ``started``
+            (seconds since 1970), ``width``, ``clients``, ``queued`` (tasks that no drone has been
+            sent), ``tasks_done`` (tasks of clients, since the pool is served) and ``drones``, a
+            list with one dict per drone:
+
+            ``number``, ``name``, ``pid``, ``host``; ``state`` ("starting", "idle", "busy",
+            "retiring" or "unresponsive: why"); ``running`` (a label, or None); ``seconds`` in that
+            state (or None); ``waiting`` (None, or the attributes of a `Waiting` and its
+            ``seconds``, if the drone has waited without processor time); ``memory`` (bytes that the
+            drone and the processes it started hold for themselves); ``tasks_done``.
+        """
         found: dict[str, Any] = self._connection.ask("status").result()
         return found
 
     def stop(self, now: bool = False) -> None:
-        """Asks the pool's owner to end it: when what runs is finished, or `now`. Returns when he
-        was asked.
+        """Ask the owner of the pool to end it. Return when the owner has been asked.
 
-        Raises `RuntimeError` where he lets nobody do that (see `serve`)."""
+        Parameters
+        ----------
+        now : bool
+            If true, running tasks are not waited for.
+
+        Raises
+        ------
+        RuntimeError
+            If the owner does not let clients stop the pool (see `serve`).
+        """
         self._connection.ask("stop", now=now).result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leaves, when what was submitted is done; the pool itself goes on. With `cancel_futures`,
-        what no drone has begun is cancelled. Twice is no error."""
+        """Disconnect after the submitted tasks are done. The pool itself goes on.
+
+        May be called more than once.
+
+        Parameters
+        ----------
+        wait : bool
+            If true, return after the connection is closed.
+        cancel_futures : bool
+            If true, cancel the tasks that no drone has begun.
+        """
         self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __enter__(self) -> Self:
@@ -156,16 +205,40 @@ def connect(
     timeout: float = 5.0,
     output: str | Callable[[Line], object] = "forward",
 ) -> RemotePool:
-    """A pool that another process serves. `where` is the name under which one of your own does on
-    this machine; or a connection file (a path, or a string with a ``/`` in it); or its address
-    (``tcp://HOST:PORT``) with its public key and one's own public and secret key
-    (`zmq.curve_keypair`), of which it must allow the public one. The keys of what has a name on
-    this machine are known. `output` says what becomes of the lines that this client's work prints,
-    as for a `Pool`; nobody else gets them.
+    """Connect to a pool that another process serves.
 
-    Raises `ConnectionError` where no pool of that name runs, nobody answers within `timeout`
-    seconds or the keys do not fit, `PermissionError` for a file that others may read, `ValueError`
-    for what is no name, file, address or key."""
+    Parameters
+    ----------
+    where : str or path
+        The name of a pool of this user on this machine; a connection file (a path, or a string with
+        a ``/``); or an address ``tcp://HOST:PORT``, which needs `server_key` and `keys` unless the
+        pool has a name on this machine.
+    server_key : str, optional
+        The server's public key.
+    keys : tuple of str, optional
+        The client's public and secret key (see `zmq.curve_keypair`). The server must allow the
+        public key.
+    timeout : float
+        Seconds to wait for the server's answer.
+    output : str or callable
+        What to do with lines that this client's tasks print, as for `Pool`. No other client gets
+        them.
+
+    Returns
+    -------
+    RemotePool
+        The connected pool.
+
+    Raises
+    ------
+    ConnectionError
+        If no pool of that name runs, if the server does not answer in time, or if the keys do not
+        fit.
+    PermissionError
+        If other users may read the connection file.
+    ValueError
+        If a name, file, address or key is malformed.
+    """
     check_timeout(timeout)
     return RemotePool(
         Connection(pool_registry.card_of(where, server_key, keys), timeout, check_output(output))

@@ -1,9 +1,9 @@
-"""A dealer: this end's socket to a server, with what ZeroMQ tells of the connection. A client has
-one, and a worker.
+"""The socket of a client, or of a joined host, to a server, with the state of its connection.
 
-It belongs to one thread. Why the connection is lost, if it is, stands in `lost`; what might be
-wrong with one that has not come about yet, in `trouble`. A connection that is lost stays so: nobody
-knows what was done of what was sent."""
+A `ClientSocket` belongs to one thread. If the connection is lost, `lost` says why, and the socket
+stays unusable, because the fate of the tasks that were sent is unknown. While a connection has not
+yet come about, `trouble` says why that may be.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ _EVENTS = (
 
 
 class ClientSocket:
+    """A ZeroMQ DEALER socket that is encrypted with CURVE, and the monitor of its connection."""
+
     lost = ""
     trouble = ""
     _ended = ""
 
     def __init__(self, card: Card) -> None:
         self._address = card.address
-        self.welcomed = False  # the server has said hello
+        self.welcomed = False  # the server's HELLO was received
         self._peer: Peer | None = None
         with ExitStack() as undo:
             context = new_context()
@@ -57,8 +59,11 @@ class ClientSocket:
             self._made = undo.pop_all()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Never waits: there is room, or else libzmq has given the connection up, after a handshake
-        that failed."""
+        """Send a message without blocking.
+
+        The high-water mark is unlimited, so libzmq refuses a message only after it has given the
+        connection up, because the handshake failed.
+        """
         try:
             if sum(map(len, frames)) > PIECE:
                 *parts, last = frames
@@ -70,11 +75,11 @@ class ClientSocket:
             self._ended = self._ended or "it was given up"
 
     def received(self) -> Iterator[list[bytes]]:
-        """The messages that have come; also what had come before the connection was lost."""
+        """Yield the messages that have arrived, also those from before a loss of the connection."""
         self._look()
         while not self.lost and has_news(self.socket):
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            if frames[0] == PING:  # so the server knows that all before it was read
+            if frames[0] == PING:  # tells the server that all earlier messages were read
                 self.send(frames)
             else:
                 yield frames
@@ -102,12 +107,12 @@ class ClientSocket:
                 self._ended = "the server has ended, or cannot be reached"
 
     def no_answer(self, timeout: float) -> ConnectionError:
-        """For whoever has waited so many seconds for the server's hello."""
+        """Return the error for a caller that waited `timeout` seconds for the server's HELLO."""
         why = f": {self.trouble}" if self.trouble else ""
         return ConnectionError(f"nobody answered at {self._address} within {timeout:g} s{why}")
 
     def close(self) -> None:
-        """Says good-bye, if anybody is there to hear it."""
+        """Send BYE if the connection is up, and close the socket."""
         with suppress(zmq.ZMQError):
             self.socket.send_multipart([BYE], zmq.NOBLOCK)
         if self._peer is not None:

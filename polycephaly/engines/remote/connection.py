@@ -1,16 +1,18 @@
-"""A client's connection: the socket to a served pool, and its thread. To work and promises it is a
-crew and its hub.
+"""A client's connection to a served pool: the socket and the thread that owns it.
+
+Tasks and promises use a `Connection` as their dispatcher and its reactor.
 
     callers ──append──> waiting ──┐            ┌── WORK, at most `AHEAD` calls unanswered ──> server
                                   ├── thread ──┤
     promises <──settle────────────┘            └── RESULTS, OUTPUT, TELL <──
 
-One thread owns the socket. What waits when it gets to send goes as one message; a function is sent
-once. Arguments are pickled when the call is made, and functions and classes of this image's
-`__main__` travel by value: the server's image is another one.
+All tasks that wait when the thread gets to send go as one message; a function is sent once.
+Arguments are pickled when the call is made. Functions and classes of this process's `__main__`
+travel by value, because the server process has another `__main__`.
 
-When the connection is lost, what was not answered is rejected with `ConnectionError`: nobody knows
-whether it was done."""
+If the connection is lost, unanswered tasks are rejected with `ConnectionError`: whether they were
+run is unknown.
+"""
 
 from __future__ import annotations
 
@@ -83,39 +85,42 @@ __all__ = ["Connection"]
 log = logging.getLogger(__name__)
 
 PACKET = 256 * 1024  # bytes after which a message is full
-AS_THE_POOL_SAYS = -1  # retries
+AS_THE_POOL_SAYS = -1  # a task's `retries`: as the pool is configured
 
 _NO_LEASES: list[Lease] = []
 _ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
-"""Of what was asked: all others are `RuntimeError`."""
+"""Exception types of failed requests, by the reply's `kind`; all others are `RuntimeError`."""
 
 
 class Connection:
-    """Raises `ConnectionError` where nobody answers, or we are not let in."""
+    """A connection to a served pool.
+
+    Raise `ConnectionError` if the server does not answer in time, or refuses this client.
+    """
 
     def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
         self._output = output
         self.address = card.address
         self.reactor = self
         self.task_options = TaskOptions(None, AS_THE_POOL_SAYS)
-        self.name = ""  # of the pool
+        self.name = ""  # the pool's name
         self.drones = 0
-        self.refusal: BaseException | None = None  # why no more work is taken
+        self.refusal: BaseException | None = None  # why new tasks are refused, or None
         self.registry = FunctionRegistry(NOTHING, None)
         self.welcome: Promise[None] = Promise()
         self.ended: Signal[None] = Signal()
         self._queue: deque[Task] = deque()
         self._asked: dict[int, Promise[Any]] = {}
-        self._questions: deque[list[Any]] = deque()  # those not sent yet
-        self._unanswered = 0  # questions that are sent
+        self._questions: deque[list[Any]] = deque()  # requests that are not sent yet
+        self._unanswered = 0  # requests that are sent and unanswered
         self._told: list[Callable[[], object]] = []
         self._timers = Timers()
         self._ask_numbers = itertools.count(1)
         self._acts: deque[Callable[[], object]] = deque()
-        self._in_flight: dict[int, tuple[Task, int]] = {}  # what is unanswered, and its bytes
+        self._in_flight: dict[int, tuple[Task, int]] = {}  # unanswered tasks and their bytes
         self._bytes = 0
         self._waiting: set[Task] = set()
-        self._defined = KnownFunctions()  # at the server
+        self._defined = KnownFunctions()  # functions that the server has
         self._bell = Bell()
         self._stopping = self._lost = self._left_behind = False
         self._cancels = ""
@@ -140,7 +145,7 @@ class Connection:
             self.close(cancel="all")
             raise
 
-    # -- what work and promises use, in any thread -------------------------------------------------
+    # -- the dispatcher's interface, in any thread -------------------------------------------------
 
     def submit(
         self,
@@ -157,7 +162,7 @@ class Connection:
                 f"{self.name} is served by another process, and keeps no results for its clients: give the work "
                 "without keep=True, or use a Pool of this process"
             )
-        task = task or Task(self)  # type: ignore[arg-type]  # what it needs of a crew is here
+        task = task or Task(self)  # type: ignore[arg-type]  # has what a task needs of a dispatcher
         task.target = target  # a `RemoteHandle`
         task_options = task_options or self.task_options
         task.timeout, task.retries = task_options
@@ -186,7 +191,10 @@ class Connection:
             raise another(self.refusal)
 
     def ask(self, what: str, **more: Any) -> Promise[Any]:
-        """A promise of what the server says; `RuntimeError` where it refuses."""
+        """Send an admin request and return a promise of its reply.
+
+        The promise is rejected with `RuntimeError` if the server refuses.
+        """
         self.check_open()
         number, promise = next(self._ask_numbers), Promise[Any]()
         self._asked[number] = promise
@@ -197,7 +205,10 @@ class Connection:
         return promise
 
     def _question(self, frames: list[Any]) -> None:
-        """In the thread: `ASKS` at once, for the server takes more for an attack."""
+        """In the connection's thread: send a request, at most `ASKS` at a time.
+
+        The server disconnects a client that sends more.
+        """
         self._questions.append(frames)
         self._send_questions()
 
@@ -207,7 +218,7 @@ class Connection:
             self._dealer.send(self._questions.popleft())
 
     def share(self, runs: Sequence[Any]) -> int:
-        """Has the server hold it: its number."""
+        """Copy `runs` into the pool's shared memory; return the number of the value."""
         self.check_open()
         number, asked, promise = next(self._ask_numbers), next(self._ask_numbers), Promise[Any]()
         self._asked[asked] = promise
@@ -218,11 +229,12 @@ class Connection:
         return number
 
     def give_up(self, number: int) -> None:
-        """Takes no lock, so finalizers may call it."""
+        """Release a shared value. Take no lock, so that finalizers may call this."""
         if not self._lost:
             self.post(lambda: self._dealer.send(pack_numbers(GIVE_UP, [number])))
 
     def filled(self, task: Task) -> None:
+        """Queue `task`: its inputs have arrived, or it is settled."""
         if not task.done():
             self._enqueue(task)
         self._waiting.discard(task)
@@ -234,10 +246,10 @@ class Connection:
             self._reject_all()
 
     def somebody_waits(self, task: Task) -> None:
-        """For that one, which itself waits for promises: nothing that this could tell."""
+        """Do nothing: a connection has no stall detection."""
 
     def drive(self, promise: Promise[Any], end: float | None) -> None:
-        """Nothing that a waiting thread could do."""
+        """Raise if this process is a fork. A waiting thread has nothing to drive."""
         if self._left_behind:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
@@ -248,26 +260,28 @@ class Connection:
         self._bell.ring()
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
-        """In the thread."""
+        """In the connection's thread: call `act` after so many seconds."""
         self._timers.set(self._timers.now() + seconds, act)
 
     def deliver(self, act: Callable[[], object]) -> None:
-        """In the thread: after the turn."""
+        """In the connection's thread: call `act` after the lock is released."""
         self._told.append(act)
 
     def withdraw(self, task: Task) -> None:
-        """In the thread: it was cancelled."""
+        """In the connection's thread: cancel `task` at the server."""
         self._waiting.discard(task)
         if task.number in self._in_flight:
             self._dealer.send(pack_numbers(CANCEL, [task.number]))
             self._answered(task.number)
 
     def explain(self, error: BaseException) -> None:
-        """There is nothing to add."""
+        """Do nothing: there is no snapshot of this process that could explain a missing name."""
 
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
-        """What was submitted is finished first; or cancelled: "all" of it, or what is "not
-        begun"."""
+        """Disconnect, after all submitted tasks are done or cancelled.
+
+        `cancel` is "all" or "not begun"; if empty, every task is finished first.
+        """
         self.refusal = self.refusal or RuntimeError(
             f"cannot schedule new futures after shutdown of {self.name}"
         )
@@ -276,9 +290,9 @@ class Connection:
         self._bell.ring()
         if wait:
             while self._thread.is_alive():
-                self._thread.join(0.5)  # now and then, so that Ctrl-C is heard
+                self._thread.join(0.5)  # time-limited, so that Ctrl-C is handled
 
-    # -- the thread --------------------------------------------------------------------------------
+    # -- the connection's thread -------------------------------------------------------------------
 
     def _live(self) -> None:
         settlers.add(get_ident())
@@ -302,7 +316,7 @@ class Connection:
             self._end()
 
     def _once(self) -> None:
-        """A turn, and after it what may run code of users: settling and cancelling."""
+        """Do one round under the lock; then settle and cancel without it: both run user code."""
         answered: list[Task] = []
         with self._turn:
             self._bell.hush()
@@ -313,7 +327,7 @@ class Connection:
             self._send_what_waits()
             self._sign()
             told, self._told = self._told, []
-        for tell in told:  # what work has printed is out before its promise settles
+        for tell in told:  # a task's output is delivered before its promise settles
             tell()
         for task in answered:
             if task.status == WITHDRAWN:
@@ -352,7 +366,11 @@ class Connection:
         settlers.discard(get_ident())
 
     def _reject_all(self) -> None:
-        """Whoever pops a piece of work rejects it."""
+        """Reject all tasks and requests.
+
+        Any thread may call this after the loss, also at the same time as others: whichever thread
+        pops an entry rejects it.
+        """
         refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
         for take in (
             self._queue.popleft,
@@ -450,14 +468,14 @@ class Connection:
     def _send_what_waits(self) -> None:
         while not self._lost and (self._defined.unused or self._could_send()):
             items = [Item(number, 0, FORGET) for number in self._defined.take_unused()]
-            leased: list[Any] = []  # until they are sent
+            leased: list[Any] = []  # keeps leases until the items are sent
             size = 0
             while size < PACKET and self._has_credit():
                 try:
                     task = self._queue.popleft()
                 except IndexError:
                     break
-                if task.done():  # cancelled while it waited
+                if task.done():  # cancelled while queued
                     continue
                 definition = task.definition
                 if definition.number not in self._defined:
@@ -490,19 +508,22 @@ class Connection:
 
     def _define(self, definition: RemoteFunction, items: list[Item]) -> None:
         items += [Item(oldest, 0, FORGET) for oldest in self._defined.add(definition)]
-        payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]  # without a store
+        # The payload is bytes, because the registry has no store.
+        payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]
         items.append(Item(definition.number, 0, definition.kind, payload))
 
     def _sign(self) -> None:
-        """A PING of the server's may lie behind much that is on its way: this tells it that we
-        live."""
+        """Send LIVES now and then: a PING of the server may be delayed behind data."""
         now = self._timers.now()
         if now - self._signed >= tuning.client_sign_seconds and self.welcome.done():
             self._signed = now
             self._dealer.send([LIVES])
 
     def _cancel_all(self, running: bool) -> None:
-        """All, or what the server has not begun: of what it has it knows that."""
+        """Cancel all tasks, or with `running` false those not begun.
+
+        Of the tasks that were sent, only the server knows which have begun.
+        """
         sent = list(self._in_flight)
         for task in [
             *self._queue,
@@ -513,9 +534,8 @@ class Connection:
                 task.cancel()
             except BaseException:
                 callbacks.exception("a callback of %r failed", task)
-        if (
-            not running and not self._lost and not self._recalled
-        ):  # after the first, nothing new was sent
+        # One RECALL is enough, because no task is sent after the first.
+        if not running and not self._lost and not self._recalled:
             self._recalled = True
             with self._turn:
                 self._dealer.send(pack_numbers(RECALL, sent))
@@ -526,10 +546,11 @@ _left_behind: list[Connection] = []
 
 
 def _forget_connections() -> None:
-    """In a forked child: they stayed behind with their threads."""
+    """In a forked child: give up all connections, because their threads do not exist here."""
     for connection in _connections:
         connection._lost = connection._left_behind = True
-        connection._bell.asleep = False  # its lock may be held by a thread that is not here
+        # The bell's lock may be held by a thread that does not exist in the child.
+        connection._bell.asleep = False
         connection.refusal = RuntimeError(
             f"the connection to {connection.address} belongs to another process"
         )

@@ -1,4 +1,4 @@
-"""`RemoteDrone`: one drone of a pool in another process, used as one's own."""
+"""`RemoteDrone`: one drone of a pool that another process serves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ __all__ = ["RemoteDrone", "RemoteHandle"]
 
 
 class RemoteHandle(NamedTuple):
-    """Where it is: to work that only this drone may do, what a link is in the pool's own
-    process."""
+    """The identity of a remote drone; the target of its tasks, as a local drone handle is."""
 
     number: int
     name: str
@@ -24,12 +23,14 @@ class RemoteHandle(NamedTuple):
 
 
 class RemoteDrone(DroneBase):
-    """A drone of a `RemotePool`, from its `drones`. Work given to it is run by it alone, in a
-    namespace that stays.
+    """A drone of a `RemotePool`, taken from its `drones`.
 
-    When it has ended, work is rejected with `RuntimeError`; what it was running, with `DroneDied`.
-    Any thread may use it.
+    Tasks that are submitted to a remote drone run on that drone only, in a namespace that persists.
+    After the drone has ended, new tasks are rejected with `RuntimeError`; the tasks that it was
+    running are rejected with `DroneDied`. Any thread may use a remote drone.
 
+    Examples
+    --------
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
     >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
@@ -43,21 +44,30 @@ class RemoteDrone(DroneBase):
         self._dispatcher = pool._dispatcher
         self._task_options = pool._task_options
         self._original = pool
-        self._handle = remote_handle  # type: ignore[assignment]  # it does what a link does
+        self._handle = remote_handle  # type: ignore[assignment]  # has what tasks need of a handle
         self._remote_handle = remote_handle
 
     @property
     def name(self) -> str:
+        """The name of the drone."""
         return self._remote_handle.name
 
     @property
     def host(self) -> str:
-        """The name of the machine that it runs on."""
+        """The name of the machine that the drone runs on."""
         return self._remote_handle.host
 
     @property
     def pid(self) -> int:
-        """Its process, on that machine; waits a moment where it is just being started."""
+        """The process id on the drone's machine.
+
+        Blocks for a moment if the drone is just being started.
+
+        Raises
+        ------
+        RuntimeError
+            If the drone could not be started.
+        """
         pid = self._remote_handle.pid or self._ask("drone")["pid"]
         if pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
@@ -65,6 +75,7 @@ class RemoteDrone(DroneBase):
 
     @property
     def alive(self) -> bool:
+        """True if the drone has not ended."""
         try:
             self._ask("drone")
         except RuntimeError:
@@ -73,24 +84,31 @@ class RemoteDrone(DroneBase):
 
     @property
     def unresponsive(self) -> str | None:
-        """Why nothing is heard of it while it should work, as `Drone.unresponsive` tells."""
+        """Why the drone makes no progress, or None if it does. See `Drone.unresponsive`."""
         why: str | None = self._ask("drone")["unresponsive"]
         return why
 
     @property
     def waiting(self) -> Waiting | None:
-        """In what it has waited without processor time, as `Drone.waiting` tells; `since` is of its
-        machine's clock."""
+        """The drone's current wait without processor time, or None. See `Drone.waiting`.
+
+        ``since`` is of the clock of the drone's machine.
+        """
         told = self._ask("drone").get("waiting")
         return None if told is None else Waiting(**told)
 
     def interrupt(self) -> None:
-        """Stops what runs, also another client's, as Ctrl-C would: its promise is rejected with
-        `KeyboardInterrupt`."""
+        """Interrupt the running task, also if it is another client's.
+
+        As after Ctrl-C, the task's promise is rejected with `KeyboardInterrupt`.
+        """
         self._ask("interrupt")
 
     def kill(self) -> None:
-        """SIGKILL: what it runs is rejected with `DroneDied`. Returns once it is dead."""
+        """Kill the drone with SIGKILL and return after its death.
+
+        The running task is rejected with `DroneDied`.
+        """
         self._ask("kill")
 
     def _ask(self, what: str) -> Any:

@@ -1,7 +1,8 @@
-"""TCP connections and forks: what a child has inherited of them is closed there at once.
+"""TCP connections and forks: each forked child closes its copies of the TCP sockets at once.
 
-A connection ends, for the other side, when the last process that has it closes it. A zygote or a
-drone that had it too would keep a closed server's port, and hide from it that a client has left.
+A connection ends, for the other side, when the last process that holds a copy closes it. A zygote
+or drone with a copy would keep the port of a closed server, and would hide from the server that a
+client has left.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ __all__ = ["Peer", "listening", "peer_of", "reached"]
 Peer = tuple[str, int] | None
 
 listening: set[int] = set()
-"""Ports on which this image listens."""
+"""Ports on which this process listens."""
 reached: set[Peer] = set()
-"""Hosts and ports to which it is connected."""
+"""Hosts and ports to which this process is connected."""
 
 
 def peer_of(fd: int) -> Peer:
-    """To whom a socket is connected, by number; None if it is not, or not any more."""
+    """Return the numeric address that a socket is connected to, or None if it is not connected."""
     try:
         connection = socket.socket(fileno=fd)
     except OSError:

@@ -1,14 +1,17 @@
-"""Who may speak to a server: CURVE keys, and the file that hands them on.
+"""CURVE keys, addresses, and the connection file that gives a client access to a server.
 
-    serve ──> connection file (mode 0600): address, the server's public key, one client's pair, whose it is ──> connect
+    serve ──> connection file (mode 0600): address, server's public key, a client's key pair,
+              the server process ──> connect
 
-A pair of keys is 40 characters of Z85 each, as `zmq.curve_keypair` makes them. The server knows its
-clients by their public keys, the *allow-list*; a client knows its server by that one's. Both prove
-that they have the secret half before anything else is said (CurveZMQ, which is CurveCP's handshake:
-perfect forward secrecy, no certificates).
+A key is 40 characters of Z85, as `zmq.curve_keypair` makes them. The server knows its clients by
+their public keys, the *allow-list*. A client knows its server by the server's public key. Both
+sides prove that they hold the secret half before anything else is sent (CurveZMQ, which is
+CurveCP's handshake: perfect forward secrecy, no certificates).
 
-Whoever can read the file can run code as its owner: so it is made with mode 0600, is refused with
-any other, and is never on a command line."""
+A process that can read the connection file can run code as its owner. Therefore the file is created
+with mode 0600, is refused if it has any other mode, and its contents never appear on a command
+line.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ KEY = 40  # characters
 
 
 def new_pair() -> tuple[str, str]:
-    """A public and a secret key. Raises `RuntimeError` where this ZeroMQ was built without
-    CURVE."""
+    """Return a public and a secret key.
+
+    Raise `RuntimeError` if libzmq was built without CURVE.
+    """
     if not zmq.has("curve"):
         raise RuntimeError(
             "this libzmq was built without CURVE, so nothing can be served by tcp://"
@@ -66,30 +71,33 @@ def check_address(address: str) -> str:
 
 
 def wants_ipv6(address: str) -> bool:
-    """All but IPv4 numbers do: a name may stand for either."""
+    """Return False for IPv4 numbers only: a host name may stand for either kind of address."""
     return not address.removeprefix("tcp://").rpartition(":")[0].replace(".", "").isdigit()
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a client has to know, and whose it is. Printing it shows no secret."""
+    """A connection file: a server's address and process, and the keys that a client needs.
+
+    The `repr` shows no secret.
+    """
 
     address: str
     server: str
     public: str
     secret: str
-    name: str = ""  # under which it is found (pool_registry.py), if any
-    pid: int = 0  # of the server
-    birth: str = ""  # of that process, as `procfs.birth_of` tells it
-    started: float = 0.0  # the server, in seconds since 1970
+    name: str = ""  # by which other processes find the pool (pool_registry.py), if any
+    pid: int = 0  # the server's process id
+    birth: str = ""  # when that process was created, from `procfs.birth_of`
+    started: float = 0.0  # when the server was, in seconds since 1970
     version: str = ""  # of polycephaly
 
     def lives(self) -> bool:
-        """Whether the server's process does, seen from its own machine."""
+        """Return whether the server's process is alive, seen from the server's own machine."""
         return bool(self.birth) and birth_of(self.pid) == self.birth
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Atomically, and never readable by anybody else. Raises `OSError`."""
+        """Write the file atomically, never readable by another user. Raise `OSError`."""
         target = Path(path)
         new = target.with_name(f".{target.name}.{os.getpid()}")
         fd = os.open(
@@ -105,8 +113,11 @@ class Card:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Card:
-        """Raises `OSError`, `PermissionError` where others may have read or written it,
-        `ValueError` if it is none."""
+        """Read a connection file.
+
+        Raise `PermissionError` if other users could read or write the file, `ValueError` if it is
+        no connection file, `OSError` if it cannot be read.
+        """
         text = read_private(path)
         try:
             found: dict[str, Any] = json.loads(text)

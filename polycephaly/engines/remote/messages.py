@@ -1,46 +1,19 @@
-"""What a client and its server say to each other: one table, as wire/messages.py is for a hub and
-its drones.
+"""The messages between a server and its clients and joined hosts.
 
-    client                                              server
-    HELLO    protocol, Python's version, who  ─────>
-             <──────  HELLO  the same, number of drones, who                     or  REFUSED  why
-    WORK     head, a payload for each item  ─────>      definitions, calls, what can be forgotten
-             <──────  RESULTS  head, a payload for each
-             <──────  RUNNING  numbers                  now and then: of these calls it is known that they have begun
-             <──────  OUTPUT  lines that its work has printed
-    SEEN     bytes of OUTPUT dealt with  ─────>         more of it may come
-    SHARE    JSON, a pickle and its buffers ─────>      to lie in shared memory; answered by TELL
-    GIVE_UP  numbers  ─────>                            of these: no call will name them any more
-    CANCEL   numbers  ─────>                            also what runs
-    RECALL   numbers  ─────>                            only what has not begun
-    ASK      JSON  ─────>                               what is not work: status, stop, drones ...
-             <──────  TELL  JSON, with the number of what was asked
-    PING     number  ─────>                             PING  <───── number: is it still there? It sends it back
-    LIVES    ─────>                                     every `client_sign_seconds`, also while much is on its way to it
-    PART     frames  ─────>                             which stand before those of its next message
-    BYE      ─────>   its work that is left is cancelled
+wire/messages.py is the counterpart for a controller and its drones.
 
-A *worker* (server/join.py) says hello as one, and takes work instead of giving it:
+A message is a list of frames: its type, a head of items of one size, and the items' payloads end to
+end, cut into pieces of at most `PIECE` bytes. Thus no frame is large, and libzmq refuses larger
+ones: a peer without a key could otherwise fill the memory with one frame. A longer message to a
+server is sent as several messages (PART), because libzmq keeps all frames of one message in memory
+until the last has arrived. server/flow_control.py limits how much a peer may send.
 
-    worker                                              server
-    WINDOW   number  ─────>                             so many calls it would hold; 0: it leaves
-             <──────  WORK, CANCEL, ASK                 as a client's; definitions bear their client's tag
-             <──────  RECALL  number                    give back so many, of what has not begun
-    RESULTS, RUNNING, TELL  ─────>                      as a server's
-    OUTPUT   ─────>                                     with the tag of whose it is
-    RETURNED numbers  ─────>                            these have not begun and shall not
-    NEWS     JSON  ─────>                               its drones; it lives
+The server checks shapes and sizes only. Payloads are unpickled in drones and in the client that
+submitted the task. The server reads only plain data: numbers, labels and JSON.
 
-A message is frames: its type, a head of items of one size, and their payloads end to end, cut into
-pieces of `PIECE` bytes at most. So no frame is large, and larger ones are refused by libzmq: a
-stranger could fill the memory with one. What goes to a server and is longer goes as several
-messages (PART), because libzmq keeps all frames of one in memory until the last has come. How much
-a peer may send is told by server/flow_control.py. The server looks at shapes and sizes only:
-payloads are opened in drones and in the client that gave the work. What it does read is plain data:
-numbers, labels, and JSON.
-
-Of a HELLO, the number of frames and the second one's layout are the same in each version of the
-protocol: so that whoever speaks another is told so."""
+In every version of the protocol, a HELLO has the same number of frames and its second frame has the
+same layout, so that peers of different versions can be told why they are refused.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +39,39 @@ __all__ = [
     "read_shares", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 4  # since pickles name modules and classes, which have other names than in 3
+PROTOCOL = 4  # protocol 3 pickled other names of modules and classes
 
+# Between a client and its server:
+#
+#     client   message   server   contents
+#       <──>   HELLO              protocol, Python version, properties; number of drones
+#       <──    REFUSED            the reason
+#        ──>   WORK               head, payloads: definitions, calls, definitions to forget
+#       <──    RESULTS            head, payloads
+#       <──    RUNNING            numbers of calls that are known to have begun; sent now and then
+#       <──    OUTPUT             lines that the client's tasks have printed
+#        ──>   SEEN               bytes of OUTPUT that were handled; allows as many more
+#        ──>   SHARE              JSON, a pickle, its buffers: for shared memory; answered by TELL
+#        ──>   GIVE_UP            numbers of shared values that no later call will name
+#        ──>   CANCEL             numbers of calls, running ones included
+#        ──>   RECALL             numbers of calls; cancels only those that have not begun
+#        ──>   ASK                JSON: an admin request (status, stop, drones ...)
+#       <──    TELL               JSON: the reply, with the number of the request
+#       <──>   PING               a number that the client returns: proves that the client is there
+#        ──>   LIVES              every `client_sign_seconds`, also while PINGs wait behind data
+#        ──>   PART               frames that precede those of the next message
+#        ──>   BYE                the client leaves; its remaining calls are cancelled
+#
+# The HELLO of a joined host (server/join.py) declares its role; the host receives tasks:
+#
+#      host    message   server   contents
+#        ──>   WINDOW             how many calls the host would hold; 0: the host leaves
+#       <──    WORK, CANCEL, ASK  as from a client; definitions carry the tag of their client
+#       <──    RECALL             how many of the calls that have not begun to give back
+#        ──>   RESULTS, RUNNING, TELL   as from a server
+#        ──>   OUTPUT             with the tag of the client that each line belongs to
+#        ──>   RETURNED           numbers of calls that have not begun and will not begin
+#        ──>   NEWS               JSON: the state of the host's drones; also a sign of life
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
     b"H",
     b"E",
@@ -86,39 +90,38 @@ RUNNING = b"G"
 LIVES = b"L"
 
 SHARES = 0x20
-"""Set in an item's kind: before its payload stand the numbers of the shared values that its call is
-given."""
+"""A flag of an item's kind: its payload begins with the numbers of the shared values it takes."""
 
 PIECE = 1 << 20
 LARGEST = 2 * PIECE
-"""Bytes of a frame. A head may be as large as this: so many items are not sent at once."""
+"""Maximal bytes of a frame. Heads are not cut, but never hold that many items."""
 
 AHEAD = 2048
-"""Calls of one client that are sent and unanswered."""
+"""Maximal number of sent, unanswered calls of one client."""
 
 BYTES_AHEAD = 64 << 20
-"""Bytes of these: with so many unanswered, no more are sent."""
+"""Bytes of sent, unanswered calls at which a client stops sending."""
 
 ASKS = 16
-"""Questions (ASK, SHARE) of one client that are sent and unanswered."""
+"""Maximal number of sent, unanswered requests (ASK, SHARE) of one client."""
 
 LINE = 64
-"""Bytes that a line of OUTPUT counts for, beside its text."""
+"""Bytes that a line of OUTPUT counts for, in addition to its text."""
 
 _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiQ")
-"""Number, definition, kind; the drone that is to do it (0: any); seconds that it may run (nan: as
-the pool says), retries (-1: as the pool says); bytes."""
+"""Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
+retries (-1: as the pool), bytes of the payload.
+"""
 _RESULT = Struct("<QBHQ")
-"""Number, status; bytes of the tail of what it printed, bytes of that and of the payload before
-it."""
+"""Number; status; bytes of the output tail; bytes of the payload and the tail after it."""
 _NUMBER = Struct("<Q")
 _COUNT = Struct("<H")
 _LABELS = Struct("<HH")
 
 
 Result = tuple[int, int, bytes, str]
-"""Number, status, payload, the tail of what was printed."""
+"""Number, status, payload, output tail."""
 _TAIL_MOST = 1 << 15  # bytes
 
 
@@ -133,9 +136,9 @@ class Item(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What the other end says of itself."""
+    """The peer's properties, from its HELLO."""
 
-    why: str | None  # we do not understand each other, if so
+    why: str | None  # why the peers are incompatible, or None
     drones: int
     who: dict[str, Any]
 
@@ -146,7 +149,7 @@ def hello(drones: int = 0, **who: Any) -> list[bytes]:
 
 
 def read_hello(frames: Sequence[bytes], it: str, we: str) -> Hello:
-    """`it` and `we`: what the other end is called, and this one. Raises `Malformed`."""
+    """Parse a HELLO. `it` and `we` name the peer and this side in messages. Raise `Malformed`."""
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
         raise Malformed("a hello of another shape")
     protocol, major, minor, drones = _HELLO.unpack(frames[1])
@@ -165,7 +168,7 @@ def read_hello(frames: Sequence[bytes], it: str, we: str) -> Hello:
 
 
 def pack_note(kind: bytes, note: dict[str, Any]) -> list[bytes]:
-    """JSON: what is not work."""
+    """Pack data that is no task, as JSON."""
     return [kind, *_pieces([json.dumps(note).encode()])]
 
 
@@ -180,7 +183,7 @@ def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
 
 
 def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
-    """Of OUTPUT: text, drone, stream; a worker's with the tag, too."""
+    """Parse the lines of OUTPUT: text, drone, stream, and from a joined host the tag."""
     lines = read_note(frames).get("lines")
     if not isinstance(lines, list) or not all(
         isinstance(each, list) and len(each) == parts for each in lines
@@ -192,14 +195,13 @@ def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
 
 
 def pack_share(number: int, asked: int, runs: Sequence[Any]) -> list[bytes]:
-    """`runs`: bytes-like, a pickle and its buffers. `asked`: the number of what will be
-    answered."""
+    """Pack a SHARE: `runs` are bytes-like, a pickle and its buffers; `asked` numbers the reply."""
     note = {"number": number, "id": asked, "sizes": [len(run) for run in runs]}
     return [SHARE, json.dumps(note).encode(), *(piece for run in runs for piece in _cut(run))]
 
 
 def read_share(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
-    """Number, what to answer, the pieces of each run. Raises `Malformed`."""
+    """Return the number, the number of the reply, and the pieces of each run. Raise `Malformed`."""
     note = read_note(frames[:2])
     number, asked, sizes = note.get("number"), note.get("id"), note.get("sizes")
     if not (
@@ -228,7 +230,7 @@ def pack_shares(numbers: Sequence[int], payload: bytes) -> bytes:
 
 
 def read_shares(packed: bytes) -> tuple[list[int], bytes]:
-    """Raises `Malformed`."""
+    """Split the numbers of shared values from a payload. Raise `Malformed`."""
     if len(packed) < _COUNT.size or len(packed) < (
         end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size
     ):
@@ -237,14 +239,13 @@ def read_shares(packed: bytes) -> tuple[list[int], bytes]:
 
 
 def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
-    """The payload of an item that defines: with what it is called, for whoever is told of it, and
-    whose it is."""
+    """Pack a definition: the function's label, for reports; the tag of its client; its bytes."""
     name, whose = label.encode("utf-8", "replace")[:200], tag.encode()
     return _LABELS.pack(len(name), len(whose)) + name + whose + payload
 
 
 def read_definition(packed: bytes) -> tuple[str, bytes, str]:
-    """Label, payload, tag. Raises `Malformed`."""
+    """Return label, payload and tag. Raise `Malformed`."""
     if len(packed) < _LABELS.size:
         raise Malformed("a definition without a label")
     middle, end = (_LABELS.size + size for size in _LABELS.unpack_from(packed))

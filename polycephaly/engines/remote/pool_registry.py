@@ -1,21 +1,17 @@
-"""Where the pools of this user are told by name: connection files in his runtime directory.
+"""The registry of this user's named pools: connection files in the user's runtime directory.
 
-    serve(pool, name="lab") ── claim ──> /run/user/1000/polycephaly/lab.json <── find ── connect("lab")
-                            <─ leave ──                       ^── running: lists them, drops those of the dead
+    serve(pool, name="lab") ── claim, leave ──> /run/user/1000/polycephaly/lab.json
+    connect("lab") ── find ──> the same file      running ──> all files; removes those of dead pools
 
-A card tells its server's process by pid and birth, so a pid that another process has got since
-misleads nobody.
+A connection file names its server's process by pid and creation time, so a reused pid misleads no
+reader. Writers hold `.lock` (flock) while they look at one file and write or remove it. A file
+appears whole (by rename) and after its server listens, so readers need no lock. The races:
 
-Whoever changes the directory holds `.lock` (flock), for as long as it takes to look at one card and
-write or remove it. A card appears whole (by rename) and after its server listens, so reading needs
-no lock. What could meet:
-
-    claim, claim     the second looks after the first has written, and finds a living one: refused
-    claim, running   `running` has found the card of a dead one; before it removes that it looks again, under the lock,
-                     and finds the new one's
-    claim, leave     an old server that closes late removes the card only if it is still its own
-    a death          of who holds the lock: the kernel lets go of it. What he had begun to write has his pid in its
-                     name, and goes when he is gone
+* claim, claim: the second looks after the first has written, finds a live pool and is refused.
+* claim, running: before `running` removes a dead pool's file, it looks again, under the lock.
+* claim, leave: an old server that closes late removes the file only if it is still its own.
+* the lock's holder dies: the kernel releases the lock. A half-written file is named after the
+  holder's pid, and is removed when that process is gone.
 """
 
 from __future__ import annotations
@@ -56,9 +52,12 @@ def check_name(name: str) -> str:
 
 
 def folder(*, make: bool = False) -> Path:
-    """The directory. Raises `PermissionError` where somebody else could write there, `OSError`."""
+    """Return the registry's directory.
+
+    Raise `PermissionError` if another user could write there, or `OSError`.
+    """
     for above in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
-        # Not another's, as that of who has called sudo: he could not use what we make there.
+        # Not another user's directory, as after sudo: its owner could not use files created here.
         if os.path.isabs(above) and os.path.isdir(above) and os.stat(above).st_uid == os.getuid():
             place = Path(above, "polycephaly")
             break
@@ -68,13 +67,12 @@ def folder(*, make: bool = False) -> Path:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
     try:
-        status = (
-            place.lstat()
-        )  # a link is none of ours: whoever made it could have it point anywhere
+        # A symbolic link is refused below: its creator could make it point anywhere.
+        status = place.lstat()
     except FileNotFoundError:
         if make:
             raise
-        return place  # who only looks makes none
+        return place  # reading does not create the directory
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
             f"{place} must be a directory of yours and of mode 0700, not {stat.filemode(status.st_mode)} of user "
@@ -84,13 +82,15 @@ def folder(*, make: bool = False) -> Path:
 
 
 def path_of(name: str) -> Path:
-    """Where the connection file of that pool is, if it runs. Raises `ValueError` for what is no
-    name."""
+    """Return the path of the connection file of the pool `name`, whether or not the pool runs.
+
+    Raise `ValueError` if `name` is malformed.
+    """
     return folder() / f"{check_name(name)}.json"
 
 
 def running() -> list[Card]:
-    """The cards of pools that run, by name. Files of those that do not are removed."""
+    """Return the connection files of running pools, by name, and remove those of ended pools."""
     place = folder()
     for new in place.glob(".*.json.*"):
         if not birth_of(int(new.suffix[1:]) if new.suffix[1:].isdigit() else 0):
@@ -104,8 +104,11 @@ def running() -> list[Card]:
 
 
 def find(name: str) -> Card:
-    """The card of the pool of that name. Raises `ConnectionError` where none runs,
-    `PermissionError` and `ValueError` as `Card.read` does."""
+    """Return the connection file of the pool `name`.
+
+    Raise `ConnectionError` if no such pool runs, `PermissionError` and `ValueError` as `Card.read`
+    does.
+    """
     path = path_of(name)
     with suppress(FileNotFoundError):
         card = Card.read(path)
@@ -121,7 +124,7 @@ def card_of(
     server_key: str | None = None,
     keys: tuple[str, str] | None = None,
 ) -> Card:
-    """The card of the pool that `connect` and `join` were told of. Raises as `connect` does."""
+    """Return the connection file for the arguments of `connect` or `join`; raise as these do."""
     if not isinstance(where, (str, os.PathLike)):
         raise TypeError(
             f"a pool is found by its name, a connection file or an address, not by {where!r}"
@@ -141,7 +144,7 @@ def card_of(
 
 
 def _at(address: str) -> Card:
-    """Its keys are known where it is one of the pools that are told of here."""
+    """Return the connection file of this user's running pool at `address`: its keys are known."""
     check_address(address)
     card = next((card for card in running() if card.address == address), None)
     if card is None:
@@ -153,14 +156,18 @@ def _at(address: str) -> Card:
 
 
 def check_free(name: str) -> None:
-    """Raises `FileExistsError` if a pool of that name runs. Another may come in the meantime:
-    `claim` decides."""
+    """Raise `FileExistsError` if a pool of that name runs.
+
+    Another pool may take the name afterwards: `claim` decides.
+    """
     _refuse(_living(path_of(name)))
 
 
 def claim(card: Card) -> None:
-    """Makes `card` the one of its name. Raises `FileExistsError` if another pool of that name runs,
-    `OSError`."""
+    """Register `card` under its name.
+
+    Raise `FileExistsError` if another pool of that name runs, or `OSError`.
+    """
     folder(make=True)
     path = path_of(card.name)
     with _locked(path.parent):
@@ -171,7 +178,7 @@ def claim(card: Card) -> None:
 
 
 def leave(card: Card) -> None:
-    """Removes it, if it is still there. Raises nothing: it may be called at the very end."""
+    """Remove `card` if it is still registered. Raise nothing: this may run at interpreter exit."""
     with suppress(OSError, ValueError):
         path = path_of(card.name)
         with _locked(path.parent):
@@ -180,8 +187,10 @@ def leave(card: Card) -> None:
 
 
 def _living(path: Path) -> Card | None:
-    """The card there, if its server lives; if that is dead, it is removed. What is none of ours is
-    left alone."""
+    """Return the connection file at `path` if its server is alive; remove it if the server is dead.
+
+    Files that are not connection files of this user are left alone.
+    """
     try:
         card = Card.read(path)
         if card.lives():
@@ -191,7 +200,7 @@ def _living(path: Path) -> Card | None:
             if card.lives():
                 return card
             path.unlink()
-    except (OSError, ValueError):  # gone, another user's, or of another version
+    except (OSError, ValueError):  # removed, another user's, or of another version
         pass
     return None
 
@@ -211,8 +220,8 @@ def _locked(place: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(
-                fd, fcntl.LOCK_UN
-            )  # a child forked meanwhile has the lock too, and it ends for both
+            # Unlock explicitly: a child forked meanwhile shares the lock, and closing the
+            # descriptor here would leave the child with it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

@@ -1,5 +1,7 @@
-"""Small files that hold secrets: read so that nobody but their owner decides what is read, or how
-long that takes."""
+"""Reading small files with secrets.
+
+No other user can decide the contents, or how long a read takes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,22 @@ MAX_BYTES = 1 << 20
 
 
 def read_private(path: str | os.PathLike[str]) -> bytes:
-    """Return the contents of a small file that belongs to this user, and that no other user may
-    read or write.
+    """Return the contents of a small private file of this user.
 
     Raises
     ------
     PermissionError
-        If the file has another owner, or a mode that lets others in.
+        If the file has another owner, or a mode that lets other users read or write it.
     ValueError
-        If `path` is no regular file (but a named pipe, a device), or if the file is larger than `MAX_BYTES`.
+        If `path` is no regular file (but a named pipe, a device), or is larger than `MAX_BYTES`.
     OSError
         If the file cannot be opened or read.
     """
     name = os.fspath(path)
-    # O_NONBLOCK: the open of a named pipe would wait for a writer, and that of some devices for a
-    # line.
+    # O_NONBLOCK: opening a named pipe would wait for a writer, and some devices for a line.
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        status = os.fstat(fd)  # of what was opened: the name may stand for something else by now
+        status = os.fstat(fd)  # of the opened file: the name may refer to another one by now
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{name} is no regular file ({stat.filemode(status.st_mode)})")
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

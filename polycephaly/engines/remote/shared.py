@@ -1,13 +1,12 @@
-"""`RemoteShared`: a value that lies in the shared memory of a pool in another process, for many
-calls of one client.
+"""`RemoteShared`: a value in the shared memory of a served pool, for many calls of one client.
 
-    share(obj) ── SHARE: pickle and large buffers ──> server: hold ──> segment <── each drone maps the same pages
-    a call that is given the handle ── its number ──> server: the call, and the value beside it ──> drone: `lent`
+    share(obj) ── SHARE: pickle, buffers ──> server: hold ──> segment <── each drone maps its pages
+    call with the handle ── the value's number ──> server: call, value beside it ──> drone: `lent`
 
-The server opens nothing of it: it puts the bytes where they are to lie. They are freed when the
-handle is released or lost and no call that has it waits to be sent; and with the client. What is
-given to calls goes by a *lease*, which each of these holds until it is sent, so that the word that
-it is over comes after them."""
+The server unpickles none of it; the server only stores the bytes. They are freed when the client
+disconnects, or when the handle is released or lost and no unsent call refers to the value: each
+such call holds the handle's *lease* until the call is sent, so that GIVE_UP is sent after the call.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ T = TypeVar("T")
 
 
 class _SharedHere(threading.local):
-    """The call whose arguments this thread is pickling: through which connection it goes, and what
-    it is given."""
+    """The call whose arguments this thread is pickling: its connection and the leases it takes."""
 
     connection: object = None
     leases: list[Lease]
@@ -37,6 +35,11 @@ here = _SharedHere()
 
 
 class Lease:
+    """Shared ownership of a value in a server's memory.
+
+    GIVE_UP is sent when the last reference to the lease is lost.
+    """
+
     def __init__(self, pool: RemotePool, number: int) -> None:
         self.number = number
         self.connection = pool._connection
@@ -46,14 +49,16 @@ class Lease:
 
 
 class RemoteShared(Generic[T]):
-    """The handle of a value that was given to a `RemotePool` once; made by `RemotePool.share`.
+    """The handle of a value in a served pool's shared memory; made by `RemotePool.share`.
 
-    Among the arguments of that pool's calls, also inside others, it arrives as the value. Large
-    buffers in it (arrays, data frames) are not copied for that: every drone maps the same memory,
-    and what a call writes into them is that call's alone. It lives until `release`, the end of its
-    ``with`` block, the loss of the last reference to it, or the end of the connection. Any thread
-    may use it.
+    Among the arguments of that pool's calls, also nested, the handle arrives as the value. Large
+    buffers in the value (arrays, data frames) are not copied: every drone maps the same memory, and
+    a call's writes are private to that call. The value lives until `release`, the end of the
+    handle's ``with`` block, the loss of the last reference, or the end of the connection. Any
+    thread may use a handle.
 
+    Examples
+    --------
     >>> import polycephaly as poly, os, tempfile
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
     >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
@@ -76,12 +81,12 @@ class RemoteShared(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value, as stored. Raises `ValueError` after `release`."""
+        """Bytes of the value as stored. Raises `ValueError` after `release`."""
         self._held()
         return self._nbytes
 
     def release(self) -> None:
-        """Frees the memory as soon as no call needs it. Twice is no error."""
+        """Free the memory as soon as no call needs the value. May be called more than once."""
         self._lease = None
 
     def _held(self) -> Lease:

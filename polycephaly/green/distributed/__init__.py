@@ -1,16 +1,18 @@
-"""Channels in several images: a channel that is sent away stays at home, and works elsewhere
-through remote ends.
+"""Channels between processes: a channel stays where it was made, and works elsewhere by proxies.
 
-    image A: owner.py    the channel itself, its lines  <──OFFER, DEMAND── remote end: proxy.py   image B
+    process A: owner.py  the channel itself, its queues  <──OFFER, DEMAND──  proxy.py  process B
                ├─ transaction.py     one sender, one receiver, exactly once
-               ├─ credit.py   its buffer, and who may fill it
-               └─ handlers.py    what image B says                           opcodes.py: all that can be said
-    in each image: transport.py, its sockets, looked after by the scheduler's owner; connection.py, a connection;
-    packed.py, items on their way; ends.py, ends that are counted; inherited.py, channels that came with a fork
+               ├─ credit.py          its buffer, and the processes that may fill it
+               └─ handlers.py        messages of process B (opcodes.py lists all messages)
+    in each process: transport.py, its sockets; connection.py, one connection; packed.py, items
+    in transit; ends.py, ends that are counted; inherited.py, channels that came with a fork
 
-The home is the image where the channel was made: a drone that makes one and returns it is where it
-lives. Images are connected with each other directly; what goes between two drones crosses a third
-image only if the channel lives there."""
+The *owning process* of a channel is the process that made it. If a drone makes a channel and
+returns it, that is the drone. Processes connect to each other directly: a message between two
+drones crosses a third process only if the channel lives there.
+
+See docs/decisions/0007-channels-between-processes.md.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ __all__ = ["Receiver", "Sender", "export", "new_end", "remote_end"]
 
 
 def export(channel: Channel[Any]) -> Any:
-    """How a channel of this image is pickled. From any thread."""
+    """Return how to pickle a channel of this process. Any thread may call this."""
     from ..channel import Channel, _Buffered
     from .owner import OwnedChannel
 

@@ -1,14 +1,14 @@
-"""A connection with another image: what is said is collected, what is heard is handed on, and how
-it ends is found out.
+"""A connection to another process: collects messages, dispatches them, and finds out how it ends.
 
-    put(kind, channel, number, payload) ──> out ──flush: one write──> socket ──hear──> OBEYED[kind](peer, ...)
+    put(kind, channel, number, payload) ──> out ──flush: one write──> socket
+    socket ──hear──> OBEYED[kind](peer, ...)
 
-Only the owner says and hears something; what was said is written by the owner, or by the watchdog,
-where a step of the owner's goes on for long.
+Only the scheduler's owner thread queues and receives messages. Queued messages are written by the
+owner thread or, if one of its steps takes long, by the watchdog.
 
-An image that ends says BYE. One that is killed says nothing; its parent leaves word how it ended
-(wire/addresses.py), and who was connected with it waits a moment for that, so that all who are told
-are told the cause."""
+A process that ends sends BYE. A killed process sends nothing, but its parent records how it ended
+(wire/addresses.py). Its peers wait a moment for that record, so that all waiters get the cause.
+"""
 
 from __future__ import annotations
 
@@ -39,50 +39,47 @@ log = logging.getLogger("polycephaly.green")
 
 CHUNK = 256 * 1024  # bytes read at a time
 PIECES = 512  # buffers in one write
-SMALL = 4096  # bytes of a payload that is copied into one buffer with its head
-KEPT = 1000  # of what is remembered of channels, ends and images that are gone
+SMALL = 4096  # bytes; smaller payloads are copied into one buffer with their header
+KEPT = 1000  # entries remembered about channels, ends and processes that are gone
 
 
-_space = memoryview(
-    bytearray(CHUNK)
-)  # where the owner reads into: a new one each time would be a new mapping
+# The owner thread's read buffer. A new one for each read would be a new memory mapping.
+_space = memoryview(bytearray(CHUNK))
 
 
 class PeerConnection:
-    """A connection with another image. Either may have remote ends of channels that live in the
-    other."""
+    """A connection to another process. Either may have proxies of channels of the other."""
 
     def __init__(self, post: ChannelTransport, end: socket.socket, address: str, pid: int) -> None:
         self.post = post
         self.end = end
-        self.who = address  # where the other image is reached; who has called us will say it
+        self.who = address  # the other process's; if that has dialled, from its HELLO
         self.name = f"process {pid}"
         self.pid = pid
         self.lost = False
         self.ending = PeerEnding("", None)
-        self.queued = self.sent = 0  # bytes, all told
+        self.queued = self.sent = 0  # bytes since the beginning
         self.writing = allocate_lock()
         self._out: deque[Any] = deque()
         self._in = bytearray()
-        self._due = self._blocked = (
-            False  # somebody will write: who is told by the post, or by the socket
-        )
-        # Of remote ends here, of channels there: all by the op's number, or the channel's.
+        # A write is pending: on the transport's next flush, or until the socket is writable.
+        self._due = self._blocked = False
+        # For proxies here of channels there; by number of the operation, or of the channel.
         self.numbers = count(1)
-        self.waiting: dict[int, Any] = {}  # what was asked, and is not answered yet
-        self.held: dict[int, Any] = {}  # offers of a select, HELD
-        self.credits: dict[int, Any] = {}  # the places in their buffers that are granted to us
-        # Of remote ends there, of channels here.
-        self.ops: dict[int, Any] = {}  # those that are not over
-        self.asked: dict[
-            int, Callable[[bool], object]
-        ] = {}  # who wants to know whether an op was HELD
-        self.given: dict[int, Any] = {}  # deals that await TAKE or PASS
-        self.accounts: dict[int, Any] = {}  # the places in our buffers that are granted to them
+        self.waiting: dict[int, Any] = {}  # requests not answered yet
+        self.held: dict[int, Any] = {}  # offers of a select that is HELD
+        self.credits: dict[int, Any] = {}  # places in their buffers, granted to this process
+        # For proxies there of channels here.
+        self.ops: dict[int, Any] = {}  # operations that are not over
+        # callbacks for HELD or PASS
+        self.asked: dict[int, Callable[[bool], object]] = {}
+        self.given: dict[int, Any] = {}  # transactions that await TAKE or PASS
+        self.accounts: dict[int, Any] = {}  # places in the buffers here, granted to them
         self.ends: WeakSet[Any] = WeakSet()  # channels of which they hold Senders or Receivers
 
     def put(self, kind: int, channel: int = 0, number: int = 0, payload: bytes = b"") -> int:
-        """Says something; it is sent soon. Where in all that was said it begins."""
+        """Queue a message, which is sent soon. Return its position in the stream of all bytes
+        queued."""
         if self.lost:
             return self.queued
         began = self.queued
@@ -98,10 +95,13 @@ class PeerConnection:
         return began
 
     def flush(self, in_turn: bool = True) -> None:
-        """As much as the socket takes. From any thread, and in a step, where it is not said to be
-        `in_turn`: then it is left to the owner's next turn if somebody is writing (who may be this
-        very thread, further up: a finalizer says something in the middle of it), or the connection
-        is broken."""
+        """Write as much as the socket takes.
+
+        Without `in_turn`, any thread may call this, even during a step. The owner thread's next
+        turn then takes over if the connection is broken, or a write is in progress. That write may
+        be one of the same thread, further up the stack, if a finalizer sends a message in the
+        middle of it.
+        """
         self._due = False
         broken = True
         if self.writing.acquire(in_turn):
@@ -116,9 +116,11 @@ class PeerConnection:
             self.post.wants_to_write(self, now=False)
 
     def _write(self) -> bool:
-        """Nothing is left behind by two that write: who puts something looks at `_due` and
-        `_blocked` after that, and here they are cleared before it is looked whether there is
-        something."""
+        """Write the queued messages. Return False if the connection is broken.
+
+        Nothing is left behind if two threads write. `put` queues a message before it looks at
+        `_due` and `_blocked`. Here, both are cleared before the look at the queue.
+        """
         out = self._out
         while True:
             try:
@@ -134,10 +136,8 @@ class PeerConnection:
                         done -= len(piece)
             except BlockingIOError:
                 pass
-            except (
-                BrokenPipeError,
-                ConnectionResetError,
-            ):  # it has ended: what it said before is to be heard first
+            except (BrokenPipeError, ConnectionResetError):
+                # The peer has ended. Its earlier messages must be received first.
                 out.clear()
             except OSError:
                 return False
@@ -176,7 +176,8 @@ class PeerConnection:
                     break
                 at = end
                 self._obey(kind, channel, number, bytes(buffer[start:end]))
-        finally:  # what was heard is not heard again, though an item's own code should raise a SystemExit
+        finally:
+            # No message is handled twice, even if an item's own code raises SystemExit.
             del buffer[:at]
 
     def _obey(self, kind: int, channel: int, number: int, payload: bytes) -> None:
@@ -197,7 +198,7 @@ class PeerConnection:
             )
 
     def lose(self, why: str = "") -> None:
-        """The connection is no more; without `why` it is to be found out."""
+        """Drop the connection. If `why` is empty, find out how the process ended."""
         if self.lost:
             return
         self.lost = True
@@ -223,14 +224,14 @@ class PeerConnection:
 
 
 def keep_last(known: dict[K, V], key: K, value: V) -> None:
-    """Of those that `known` has, the last `KEPT`."""
+    """Store `value`, and keep only the last `KEPT` entries."""
     known[key] = value
     if len(known) > KEPT:
         del known[next(iter(known))]
 
 
 class PeerEnding(NamedTuple):
-    """How an image ended, in words that follow its name; and its death, where it died."""
+    """How a process ended, in words that follow its name, and its death, if it died."""
 
     how: str
     death: DroneDied | None
@@ -253,5 +254,6 @@ def _signal_name(number: int) -> str:
 
 
 OBEYED: dict[int, Callable[[PeerConnection, int, int, bytes], object]] = {}
-"""What is done at each word; owner.py and proxy.py fill it."""
+"""The handler of each kind of message; filled by handlers.py, ends.py and proxy.py."""
 TOLD_OF_LOSS: list[Callable[[PeerConnection], object]] = []
+"""Called for each connection that is lost, when its ending is known."""

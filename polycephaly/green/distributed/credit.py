@@ -1,14 +1,15 @@
-"""A buffer at home, and the credit that other images have with it.
+"""The buffer of a channel in its owning process, and the credit that other processes have with it.
 
-    remote end ──ITEM──> a place that was granted      no answer: many go in one write
-               <──CREDIT── free places                 <──RECALL── give back what you have not used ──BACK──>
+    proxy ──ITEM──> a place that was granted    no answer: many items go in one write
+          <──CREDIT── free places               <──RECALL── give back the unused places ──BACK──>
 
-Who sends is granted some of the free places; who is granted places and sends no more gives them
-back when others need them. A channel that is closed takes what was sent into granted places before
-the end was known: it is over when all are back.
+A process that sends is granted some of the free places. If it stops sending, it gives them back
+when others need them. A closed channel still takes the items that were sent into granted places
+before the sender knew of the close. The channel is over when all places are back.
 
-Receivers are given nothing ahead: what lay unused in an image that dies could not be told from what
-it had used."""
+Receivers are given nothing in advance: if a process dies, its unused items could not be told from
+the used ones.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = ["OwnedBufferedChannel", "bring_home"]
 
 
 class CreditAccount:
-    """The places of one buffer that are granted to one image."""
+    """The places of one buffer that are granted to one process."""
 
     __slots__ = ("channel", "granted", "recalled")
 
@@ -43,9 +44,8 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
     def _next_item(self) -> Any:
         item = super()._next_item()
         if item is NOTHING and self._buffer:
-            item = (
-                self._buffer.popleft()
-            )  # no `_refill` here: the select that it served might be the receiver's
+            # No `_refill` here, because the select that it served might be the receiver's.
+            item = self._buffer.popleft()
         return item
 
     def _store(self, item: Any) -> bool:
@@ -103,7 +103,7 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
                 peer.put(opcodes.RECALL, self._extra.number)
 
     def _has_come(self, peer: PeerConnection, item: PackedItem) -> None:
-        """Into a place that was granted."""
+        """Store an item that was sent into a granted place."""
         self._extra.accounts[peer].granted -= 1
         self._buffer.append(item)
         self._grant(peer)
@@ -117,9 +117,9 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
 
 
 def bring_home(channel: Any, post: ChannelTransport, number: int) -> None:
-    """The owner: from now on it serves other images too."""
+    """Make a channel serve other processes too. Called by the owner thread."""
     if isinstance(channel._extra, Known) and channel._extra.post is post:
-        channel._extra.number = number  # another one, if it is sent away after its end
+        channel._extra.number = number  # a new one if the channel is sent away after its end
         channel._end_if_over()
         return
     old = channel._make_extra()

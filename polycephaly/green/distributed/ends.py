@@ -1,34 +1,23 @@
-"""Ends: half of a channel, to be held by one, and to be counted.
+"""Ends of channels: senders and receivers, counted so that a channel closes with the last of a
+kind.
 
-    channel.sender() ──> Sender     send, put, sending      all of them gone: the channel is closed
-    channel.receiver() ─> Receiver  receive, get, receiving, async for
+    channel.sender() ──> Sender        send, put, sending
+    channel.receiver() ──> Receiver    receive, get, receiving, async for
 
-Any number of threads in any image may use a `Channel`; that one of them has ended closes nothing,
-since nobody can know who else would have sent. An end is known. It is gone when it was closed, or
-when whoever has it has ended; when the last end of its kind is gone, the channel is closed, and who
-waits at the other side is told: with the cause, where an image has died. An end that has never left
-its image is gone only when it was closed.
+Any number of threads in any process may use a `Channel`. If one of them ends, that closes nothing,
+because others might still send. An end is known. It is gone when it is closed, or when the process
+that holds it has ended. When the last of its kind is gone, the channel is closed; if a process
+died, the waiters at the other side get the cause. An end that never left its process is gone only
+when it is closed.
 
-In a drone an end is gone, too, when nothing there refers to it any more (LET_GO): with the call
-that brought it, unless the call has stored it, in a global, an attribute, a thread. Counting
-references tells; an end in a cycle of references is gone when the collector finds that. One that
-was pickled there was handed on: only its next holder lets it go. Where no drone is, forgetting an
-end says nothing.
+In a drone, an end is also gone when nothing there refers to it any more (LET_GO): with the call
+that brought it, unless the call has stored it in a global, an attribute or a thread. An end in a
+reference cycle is gone when the garbage collector finds the cycle. A pickled end was handed on:
+only its next holder releases it. Outside of drones, dropping an end reports nothing.
 
-    home ──a call's argument──> B: OPENED 7, was 0 ──an item──> C: OPENED 9, was 7      C has it, B no more
-         └─ the call comes to nothing, as B is killed before: ASTRAY 0
-
-The count is kept where the channel lives. Each time an end arrives somewhere, it has a new *token*;
-who holds it says OPENED with that and the one that it had before, so the home knows who has handed
-it on and need not be counted any more. What C says may come before what B says: tokens that were
-handed on are remembered, and B's is not counted then. An image to which it comes more than once is
-counted once, by the last token. Two images that have the same end hold it both. Where nobody is
-left who has it, the home waits for a moment, and hears what has come by then, before it counts the
-end as gone: it may have been handed on just before. An end that went with a call is followed until
-the call is settled: if its drone died, or it was never sent, and nobody has said OPENED with that
-token, the end is gone (ASTRAY) - but only when no other call with it is on its way. Of a call that
-is settled here while a drone has it, as it was cancelled or its time is over, that drone, or its
-death, tells later whether it had begun (`Work.never_began`)."""
+The owning process counts the holders of each end, by token. See
+docs/decisions/0007-channels-between-processes.md.
+"""
 
 from __future__ import annotations
 
@@ -59,31 +48,33 @@ __all__ = ["Receiver", "Sender", "new_end"]
 
 T = TypeVar("T")
 
-_FIRST = 0  # the token of an end that has not arrived anywhere
+_FIRST = 0  # token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
-MOMENT = 0.1  # seconds for who was handed an end to say that it has it, when the last who had it has died
-SAID_WITHIN = (
-    1.0  # seconds that a call waits for its drone to say that it has the ends that came with it
-)
-LOOKS = 5  # in which a moment passes: a machine that stands still, however long, is a fifth of a moment at most
+# Seconds, after the last holder of an end has died, for the next holder to report.
+MOMENT = 0.1
+# Seconds that a call waits until its drone has reported the ends that came with the call.
+SAID_WITHIN = 1.0
+# Timer steps in a moment. A suspended machine loses one step at most, however long that lasts.
+LOOKS = 5
 
 
 class _End(Generic[T]):
-    """What both have. It goes to other images as a channel does: there it is the same end."""
+    """An end of a channel. Like a channel, an end that is sent to another process is the same end
+    there."""
 
-    _only_follows = True  # calls, and does not wait for them: see `_waiters` in pool/inputs.py
+    _only_follows = True  # follows tasks, does not wait for them: see `_waiters` in pool/inputs.py
 
     def __init__(self, channel: Channel[T], number: int, token: int = _FIRST) -> None:
         self.channel = channel
         self._number = number
         self._token = token
-        self._calls = 0  # with which it is on its way
+        self._calls = 0  # calls on their way with this end
         self._closed = self._handed_on = False
         self._generation = channels.generation
 
     def __del__(self) -> None:
-        """In any thread, in the middle of anything. Not in a fork of the drone, whose copy it is
-        not to let go."""
+        """Release the end, in a drone. Runs in any thread, in the middle of anything. A fork of the
+        drone does not release its copy."""
         if (
             self._token
             and not (self._closed or self._handed_on)
@@ -93,7 +84,10 @@ class _End(Generic[T]):
             scheduler.post(partial(_let_go, self.channel, self._number, self._token))
 
     def close(self) -> None:
-        """It is gone. From anywhere; a second time it does nothing."""
+        """Close the end. Any thread may call this, more than once.
+
+        The channel is closed with its last end of this kind.
+        """
         if not self._closed:
             self._closed = True
             self._settle()
@@ -117,13 +111,13 @@ class _End(Generic[T]):
         return self.channel
 
     def _settle(self) -> None:
-        """One that came with a fork is held here from its first use on, as if it had been sent."""
+        """Register an end that came with a fork. From its first use on, this process holds the end
+        as if sent here."""
         if self._generation < channels.oldest:
             self._generation = channels.generation
             self.channel._is_inherited()
-            self._token = _arrives(
-                self.channel, self._number, _FIRST
-            )  # the snapshot's is still the snapshot's
+            # Not the token of the snapshot's process, which keeps its own hold.
+            self._token = _arrives(self.channel, self._number, _FIRST)
 
     def __reduce__(self) -> Any:
         self._open_channel()
@@ -133,7 +127,8 @@ class _End(Generic[T]):
         return _arrived, (type(self), self.channel, self._number, self._token)
 
     def _goes_with(self, task: Task) -> None:
-        """A call has it among its arguments, or captured. From any thread."""
+        """Follow a task that has the end among its arguments, or captured. Any thread may call
+        this."""
         scheduler.post(self._sent)
         task._hook(self._call_settled)
 
@@ -144,13 +139,12 @@ class _End(Generic[T]):
     def _call_settled(self, task: Any) -> None:
         scheduler.post(partial(self._came_through, _why_astray(task)))
         sent = task.sending
-        if (
-            sent is None or task.number not in sent.handle.in_flight
-        ):  # else its drone has it, and may not have opened it yet
+        if sent is None or task.number not in sent.handle.in_flight:
+            # No drone has the task, so none can still open the end later.
             task.followed = ()
 
     def _never_arrived(self, task: Task) -> None:
-        """A call that was settled before has come to nothing all the same."""
+        """Handle a task that was settled before and, as is known now, has come to nothing."""
         scheduler.post(partial(self._may_be_astray, task._exception or _was_cancelled(task)))
 
     def _came_through(self, error: BaseException | None) -> None:
@@ -180,36 +174,40 @@ class _End(Generic[T]):
 
 
 class Sender(_End[T]):
-    """An end by which things are sent: see `Channel.sender`. With ``with`` it is closed at the end
-    of the block."""
+    """The sending end of a channel; see `Channel.sender`.
+
+    Used in a ``with`` statement, the end is closed with the block.
+    """
 
     def send(self, item: T) -> Awaitable[None]:
-        """As `Channel.send`."""
+        """Send `item`, as `Channel.send` does."""
         return self._open_channel().send(item)
 
     def put(self, item: T, timeout: float | None = None) -> None:
-        """As `Channel.put`."""
+        """Send `item` from plain code, as `Channel.put` does."""
         self._open_channel().put(item, timeout)
 
     def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
-        """As `Channel.sending`."""
+        """Return a guard for `select`, as `Channel.sending` does."""
         return self._open_channel().sending(item, when=when)
 
 
 class Receiver(_End[T]):
-    """An end by which things are received: see `Channel.receiver`. ``async for`` and ``for`` work
-    as with the channel."""
+    """The receiving end of a channel; see `Channel.receiver`.
+
+    ``async for`` and ``for`` work as with the channel.
+    """
 
     def receive(self) -> Awaitable[T]:
-        """As `Channel.receive`."""
+        """Receive an item, as `Channel.receive` does."""
         return self._open_channel().receive()
 
     def get(self, timeout: float | None = None) -> T:
-        """As `Channel.get`."""
+        """Receive an item in plain code, as `Channel.get` does."""
         return self._open_channel().get(timeout)
 
     def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
-        """As `Channel.receiving`."""
+        """Return a guard for `select`, as `Channel.receiving` does."""
         return self._open_channel().receiving(when=when)
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -220,7 +218,7 @@ class Receiver(_End[T]):
 
 
 class _Items(Generic[T]):
-    """Of ``async for``: it refers to the end, which is not let go before."""
+    """Iterator of ``async for``. It refers to the end, which is therefore not released before."""
 
     def __init__(self, end: Receiver[T], channel: Channel[T]) -> None:
         self._end = end
@@ -234,12 +232,13 @@ class _Items(Generic[T]):
 
 
 def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
-    """Of ``for``, in the same way."""
+    """Iterator of ``for``, which refers to the end for the same reason."""
     yield from channel
 
 
 def _why_astray(task: Any) -> BaseException | None:
-    """Why what went with it cannot have arrived, or is gone again; None where it may be there."""
+    """Return why ends sent with `task` cannot have arrived, or are gone again; None if they may be
+    there."""
     error: BaseException | None = task._exception
     if isinstance(error, DroneDied) or (error is not None and task.sending is None):
         return error
@@ -251,10 +250,13 @@ def _was_cancelled(task: Any) -> CancelledError:
 
 
 class _Count:
-    """The ends of one channel, where it lives. `holders` has for each end who has it, by token;
-    None is this image, to which it has come back. `passed` has the last tokens of those who handed
-    it on, in their order. `calls` counts those with which it is on its way from here; while there
-    is one, who has died had it in vain: `forsaken` keeps how."""
+    """The ends of one channel, in its owning process.
+
+    `holders` maps each end to its holders, by token; None stands for this process, if the end has
+    come back. `passed` maps each end to the last tokens that were handed on, in order. `calls`
+    counts the calls from here that are on their way with an end. While there are any, the death of
+    a last holder has no effect yet, and `forsaken` keeps its cause.
+    """
 
     def __init__(self) -> None:
         self.made = 0
@@ -269,7 +271,8 @@ _counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
 
 
 def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
-    """One more. The owner counts it, or any thread does before anybody else can know it."""
+    """Return a new end. Any thread may call this, because no other code can know the end before it
+    is counted."""
     if channel.is_remote:
         raise RuntimeError(
             f"ends are made where the channel lives, and {channel!r} is only known here"
@@ -277,23 +280,26 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     count = _counts.get(channel)
     if count is None:
         count = _counts.setdefault(channel, _Count())
-    count.made += 1  # no call since the look: no other thread ran in between
+    # No call up to the next line, so no other thread runs in between.
+    count.made += 1
     number = count.made
     count.open["send" if kind is Sender else "receive"].add(number)
     return kind(channel, number)
 
 
 _here: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
-"""The ends that have arrived in this drone, by the identity of the channel, which they hold, and
-number: each is one object, so that it is let go with the last reference, however often it came."""
+"""The ends that have arrived in this drone, by number and `id` of the channel, which they keep
+alive. Each end is one object, however often it arrives, so it is released with the last
+reference."""
 
 
 some_arrived = False
-"""Since a drone has last looked for cycles of references, in which an end would stay."""
+"""True if ends have arrived since the drone last collected reference cycles, which would keep
+them."""
 
 
 def _lets_go() -> bool:
-    """Is this a drone?"""
+    """Return True in a drone."""
     return placeholders.shelf is not None
 
 
@@ -306,14 +312,18 @@ def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int)
     end = _here.get((id(channel), number))
     if end is None or end._closed or end._handed_on or end._generation < channels.oldest:
         end = _here[id(channel), number] = kind(channel, number, token)
-    end._token = token  # the home counts this image by the last one
+    end._token = token  # the owning process counts this process by the last token
     return end
 
 
 def _arrives(channel: Channel[Any], number: int, before: int) -> int:
-    """Its new token. In a drone it comes back when that is said: or the drone might die after its
-    call was answered, and nobody would ever know that it had the end. The owner itself says it
-    soon; it cannot wait for itself, and in the main image nobody outlives who would wait."""
+    """Report that an end has arrived, and return its new token.
+
+    In a drone, wait until the report is sent. Otherwise the drone might die after its call was
+    answered, and the owning process would never know that the drone had the end. The owner thread
+    reports soon, because it cannot wait for itself. The main process need not wait: no process
+    outlives it that would wait for the end.
+    """
     token = secrets.randbits(63) | 1
     if not channel.is_remote:
         scheduler.post(partial(_held_by, channel, number, None, token, before))
@@ -361,14 +371,17 @@ def _let_go(channel: Channel[Any], number: int, token: int) -> None:
 
 
 def _is_let_go(channel: Channel[Any], number: int, token: int) -> None:
-    """Where it lives. A token that holds nothing any more was handed on, or the end has come there
-    once more."""
+    """Release an end, in the owning process.
+
+    If the token holds nothing any more, the end was handed on, or has arrived at the same process
+    again.
+    """
     count = _counts.get(channel)
     holders = None if count is None else count.holders.get(number)
     if count is None or not holders or token not in holders:
         return
     _holds_less(count, channel, holders.pop(token))
-    if not holders:  # and nobody has died, so the channel is closed as if it had been by hand
+    if not holders:  # no process died: the channel closes as if by hand
         _in_a_moment(partial(_forsaken, channel, number, "", None))
 
 
@@ -401,7 +414,7 @@ def _held_by(
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
         passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
-        keep_last(passed, before, None)  # more than can be on their way at once
+        keep_last(passed, before, None)  # keeps more than can be in transit at once
         if token not in passed:
             for before_that in [each for each, who in holders.items() if who is holder]:
                 del holders[before_that]
@@ -419,8 +432,7 @@ def _holds_less(count: _Count, channel: Any, holder: PeerConnection | None) -> N
 
 
 def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
-    """A call with it has come to nothing: who would have had it, and has not handed it on, has it
-    no more."""
+    """Drop the holder of an end whose call came to nothing, unless the end was handed on."""
     if scheduler.mail is not None:
         scheduler.mail.hear_all()
     count = _counts.get(channel)
@@ -438,13 +450,15 @@ def _in_a_moment(act: Callable[[], object], looks: int = LOOKS) -> None:
 
 
 def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) -> None:
-    """Who had it was gone a moment ago. Who has it now has said so by now."""
+    """Count an end as gone whose last holder was gone a moment ago, unless another holder has
+    reported."""
     if scheduler.mail is not None:
         scheduler.mail.hear_all()
     count = _counts.get(channel)
     if count is None or not _is_open(count, number) or count.holders.get(number):
         return
-    if number in count.calls:  # with one that runs again (`retries`), say: that may take its time
+    # One of the calls may run again (`retries`), for example, which may take its time.
+    if number in count.calls:
         count.forsaken[number] = how, cause
     else:
         _gone(channel, number, how, cause)
@@ -485,9 +499,8 @@ def _hear_astray(peer: PeerConnection, channel: int, number: int, payload: bytes
     if its is not None:
         token, _ = _TOKENS.unpack_from(payload)
         why = payload[_TOKENS.size :].decode()
-        scheduler.post(
-            partial(_astray, its, number, token, why, None)
-        )  # not here: it hears what else has come
+        # Posted, because `_astray` receives messages, which a handler must not do.
+        scheduler.post(partial(_astray, its, number, token, why, None))
 
 
 def _lost(peer: PeerConnection) -> None:

@@ -1,5 +1,7 @@
-"""What other images say of channels that live here: each word leads to what the channel, an op or a
-deal does."""
+"""Handlers of the messages about channels of this process.
+
+Each message calls a method of the channel, of a pending operation or of a transaction.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,8 @@ def channel_of(peer: PeerConnection, number: int) -> Any:
         peer.put(opcodes.ALIAS, number, proper)
         number = proper
     channel = peer.post.channels.get(number)
-    if channel is not None and not isinstance(
-        channel._extra, Known
-    ):  # the note that does it is in the queue yet
+    if channel is not None and not isinstance(channel._extra, Known):
+        # The callback that does this is still in the scheduler's queue.
         bring_home(channel, peer.post, number)
     return channel
 
@@ -100,21 +101,21 @@ def _hear_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
 
 
 def _lost(peer: PeerConnection) -> None:
-    """An image has gone: its offers and demands with it."""
+    """Drop the offers and demands of a process that is gone, and settle its transactions and
+    places."""
     ops, peer.ops = peer.ops, {}
     for op in ops.values():
         if op.line is not None and not isinstance(op.line, Transaction):
             op.channel._strike("send" if op.item is not None else "receive", op)
     given, peer.given = peer.given, {}
-    for deal in reversed(given.values()):  # what comes back, comes back in the order of sending
+    for deal in reversed(given.values()):  # so that returned items keep the order of sending
         deal.lost(deal.receiver)
     asked, peer.asked = peer.asked, {}
     for answer in asked.values():
         answer(False)
     accounts, peer.accounts = peer.accounts, {}
-    for (
-        account
-    ) in accounts.values():  # not by their numbers: the post may have closed, and know none
+    for account in accounts.values():
+        # Not by number: the transport may have closed, and then knows none.
         account.channel._extra.accounts.pop(peer, None)
         scheduler.post(account.channel._match)
 

@@ -1,16 +1,18 @@
-"""Channels that came with a fork: a drone is a snapshot of an image, and has a copy of each channel
-that was there.
+"""Channels that a drone has inherited with its snapshot.
 
-    snapshot ──fork──> drone: ch.put(1) ──older than this image──> remote end of the original ──its address──> home
+    snapshot ──fork──> drone: ch.put(1) ──older than this process──> proxy ──address──> original
 
-A copy is of no use to anybody: so when a drone first uses it, it becomes a remote end of the
-original. Its number is made of what the two have in common: the address in memory, and the
-generation. The address is the original's as long as that lives; another channel that has it later
-is of a later generation, since each fork begins one. So the home finds it, or finds that it is no
-more, by looking through its objects, once for all that were there at the snapshot.
+A drone is a snapshot of a process, and has a copy of each of its channels. The copy alone is of no
+use, so it becomes a proxy of the original at its first use. If the original had no number for other
+processes yet, the proxy's number is made of the address in memory and the generation, which copy
+and original share. The original keeps its address as long as it lives. A channel that has the
+address later is of a later generation, because each fork begins one. So the owning process finds
+the original, or finds that it is gone, by one look through its objects for all channels that were
+there at the snapshot.
 
-In a process that the program itself has forked, they are channels of its own, in which nobody
-waits."""
+In a process that the program itself has forked, inherited channels become channels of that process,
+without waiters.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,12 @@ _ADDRESS_BITS = 48
 _GENERATIONS = 1 << 15
 
 _originals: WeakValueDictionary[tuple[int, int], Channel[Any]] = WeakValueDictionary()
-"""By generation and address: those that were found at the last look."""
+"""The channels found at the last look, by generation and address."""
 
 
 def settle(channel: Any) -> None:
-    """In a forked image: makes a copy what it is from now on."""
+    """In a forked process: turn an inherited copy into a proxy, or into a channel of this
+    process."""
     from .owner import OwnedChannel
     from .proxy import ChannelProxy, become_remote, ends
     from .transport import of_parents
@@ -48,9 +51,8 @@ def settle(channel: Any) -> None:
     if home is None:
         _adopt(channel)
         return
-    if (
-        isinstance(channel, OwnedChannel) and channel._extra.post in of_parents
-    ):  # not one of a pool that had ended before
+    if isinstance(channel, OwnedChannel) and channel._extra.post in of_parents:
+        # The transport is not that of a pool that had ended before the fork.
         number = channel._extra.number
     elif made < _GENERATIONS and id(channel) < 1 << _ADDRESS_BITS:
         number = _MARK | made << _ADDRESS_BITS | id(channel)
@@ -76,7 +78,7 @@ def is_inherited(number: int) -> bool:
 
 
 def number_of_inherited(post: ChannelTransport, number: int) -> int:
-    """The proper number of the original; 0 if it is no more."""
+    """Return the proper number of the original, or 0 if it is gone."""
     proper = post.aliases.get(number)
     if proper is None:
         made = (number & ~_MARK) >> _ADDRESS_BITS
@@ -91,7 +93,7 @@ def _look(made: int, address: int) -> Channel[Any] | None:
         if isinstance(each, channels.Channel) and not each.is_remote:
             _originals[abs(each._plain), id(each)] = each
     found = _originals.get((made, address))
-    if found is None and gc.get_freeze_count():  # such objects are not listed
+    if found is None and gc.get_freeze_count():  # frozen objects are not listed
         gc.unfreeze()
         return _look(made, address)
     return found

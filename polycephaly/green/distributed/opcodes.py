@@ -1,37 +1,12 @@
-"""What two images say to each other about channels: one table.
+"""The messages about channels between two processes.
 
     each message    kind, channel, number, bytes of the payload (HEAD), then the payload
 
-    kind       direction   number   meaning                                                    payload
-    HELLO      both                 who I am; the first message                                JSON
-    OFFER      -> home     op       I send this                                                the select's number, item
-    DEMAND     -> home     op       I would receive                                            the select's number
-    ITEM       -> home              I send this, into a place that I had been granted          item
-    WITHDRAW   -> home     op       not any more
-    TAKE       -> home     op       I have what you gave: it has happened
-    PASS       -> home     op       not I: my select has chosen another, or is over
-    RETURN     -> home              I had this, and who was to have it is gone: for another    item
-    HELD       -> home     op       my select waits for your COMMIT or RELEASE
-    BACK       -> home     places   I give back so many granted places
-    CLOSE      -> home              close it
-    OPENED     -> home     end      I hold this end of it                                      whose it is now, and was
-    ENDED      -> home     end      it is closed
-    LET_GO     -> home     end      nothing here refers to it any more                         whose it was
-    ASTRAY     -> home     end      I have sent it on, and it has come to nobody               whose it was, and why
-    DONE       home ->     op       a receiver has what you sent
-    WITHDRAWN  home ->     op       nobody has it, nobody will
-    GIVE       home ->     op       take this: answer TAKE or PASS                             item
-    HOLD       home ->     op       can you? answer HELD or PASS
-    COMMIT     home ->     op       you were held: it has happened
-    RELEASE    home ->     op       you were held: it has not
-    REFUSED    home ->     op       it has not, for this reason; op 0: the channel is closed   pickled exception
-    CREDIT     home ->     places   so many items you may send as ITEM
-    ALIAS      home ->     other    the channel, which you know by an inherited number, has this one
-    RECALL     home ->              give back what you have not used
-    BYE        both                 I end, and have said all
+The table below has all kinds. A select number is 0 for a plain send or receive. An item is a
+pickle; only the process that receives an item unpickles it.
 
-A select's number is 0 for a plain send or receive. An item is a pickle; who receives it opens it,
-and nobody else."""
+See docs/decisions/0007-channels-between-processes.md for the protocol.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +23,33 @@ NAMES = (
     "ALIAS", "RECALL", "BYE",
 )  # fmt: skip
 
+# kind       direction  number meaning                                    payload
+# HELLO      both              identifies the process; the first message  JSON
+# OFFER      -> owner   op     a thread sends this                        select number, item
+# DEMAND     -> owner   op     a thread would receive                     select number
+# ITEM       -> owner          fills a place that was granted             item
+# WITHDRAW   -> owner   op     the thread does not wait any more
+# TAKE       -> owner   op     the item of GIVE is received: it has happened
+# PASS       -> owner   op     declined: the select has chosen another, or is over
+# RETURN     -> owner          its receiver is gone: for another one      item
+# HELD       -> owner   op     the select waits for COMMIT or RELEASE
+# BACK       -> owner   places gives back that many granted places
+# CLOSE      -> owner          close the channel
+# OPENED     -> owner   end    this process holds the end                 tokens: new, before
+# ENDED      -> owner   end    the end is closed
+# LET_GO     -> owner   end    nothing here refers to the end any more    its token
+# ASTRAY     -> owner   end    sent on with a call that came to nothing   its token, reason
+# DONE       owner ->   op     a receiver, or the buffer, has the item
+# WITHDRAWN  owner ->   op     no receiver has the item, none will
+# GIVE       owner ->   op     take this: answer TAKE or PASS             item
+# HOLD       owner ->   op     hold the select: answer HELD or PASS
+# COMMIT     owner ->   op     the held operation has happened
+# RELEASE    owner ->   op     the held operation has not happened
+# REFUSED    owner ->   op     not happened; op 0: the channel is closed  pickled exception
+# CREDIT     owner ->   places that many items may be sent as ITEM
+# ALIAS      owner ->   number that of the channel known by an inherited number
+# RECALL     owner ->          give back the unused places
+# BYE        both              this process ends, and has sent everything
 (
     HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, BACK, CLOSE, OPENED,
     ENDED, LET_GO, ASTRAY, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,

@@ -1,12 +1,13 @@
-"""The home: the image where a channel was made runs its only real rendezvous, also for others.
+"""The owner side: the process that made a channel runs every rendezvous in it, also for others.
 
-    green threads of this image ──────────────────> lines of the channel <── Op: a send or receive of another image
-                                                            │
-                                                            └──> Deal (transaction.py): one sender, one receiver
+    green threads of this process ──> queues of the channel <── PendingOperation: a send or
+                                            │                   receive of another process
+                                            └──> Transaction: one sender, one receiver
 
-A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, whose lines
-hold threads and `PendingOperation`s alike, and which has no fast path. Channels that never leave
-are not touched."""
+A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, which has no
+fast path. Its queues hold threads and `PendingOperation`s alike. Channels that never leave their
+process are not touched.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ __all__ = ["Known", "OwnedChannel", "PendingOperation"]
 
 
 class _RemoteSelect:
-    """That of another image. As a `thread` it is one and the same in all its ops."""
+    """A `select` of another process."""
 
     __slots__ = ("number",)
 
@@ -37,7 +38,7 @@ class _RemoteSelect:
 
 
 class PendingOperation(Waiter):
-    """A send or receive of another image, which waits for this one's answer."""
+    """A send or receive of another process, which waits for the answer of this one."""
 
     __slots__ = ("channel", "number", "peer", "select", "withdrawn")
 
@@ -50,18 +51,18 @@ class PendingOperation(Waiter):
         self.peer = peer
         self.number = number
         self.select = _RemoteSelect(select) if select else None
-        # A select must not meet itself: its ops have one "thread".
+        # All operations of a select have equal threads, because a select must not meet itself.
         super().__init__((peer.who, select) if select else self, item)  # type: ignore[arg-type]
         self.withdrawn = False
         peer.ops[number] = self
 
     @property
     def can_be_relied_on(self) -> bool:
-        """A plain send is out of its image's hands."""
+        """True for a plain send, which its process cannot take back on its own."""
         return self.select is None and self.item is not None
 
     def passes(self) -> None:
-        """PASS has come, or what means the same."""
+        """Handle PASS, or a message that means the same."""
         deal, answer = (
             self.peer.given.pop(self.number, None),
             self.peer.asked.pop(self.number, None),
@@ -80,7 +81,7 @@ class PendingOperation(Waiter):
         return self.peer.put(opcodes.GIVE, 0, self.number, content)
 
     def serve(self, value: Any) -> None:
-        """What it sent has been received, or is in the buffer."""
+        """Report that the item has been received, or is in the buffer."""
         self._answer(opcodes.DONE)
 
     def happen(self, value: Any) -> None:
@@ -103,7 +104,7 @@ class PendingOperation(Waiter):
 
 
 class Known(_Extra):
-    """What a channel has that other images know."""
+    """The state of a channel that other processes know."""
 
     __slots__ = (
         "accounts",
@@ -122,13 +123,13 @@ class Known(_Extra):
         self.post = post
         self.number = number
         self.deals = 0
-        self.undecided = (
-            0  # those that gave an item of the buffer to a select, which may not want it
-        )
-        self.promised = 0  # places of the buffer that deals have in the hand
+        # Transactions that gave an item of the buffer to a select, which may decline the item.
+        self.undecided = 0
+        self.promised = 0  # places of the buffer that transactions have reserved
         self.accounts: dict[PeerConnection, CreditAccount] = {}
         self.pairing = self.closing = False
-        self.reason: BaseException | None = None  # why it was closed, where somebody has died
+        # Why the channel was closed, if its last end was lost with a process or a call.
+        self.reason: BaseException | None = None
 
     def is_empty(self) -> bool:
         return False
@@ -139,12 +140,12 @@ class Known(_Extra):
 
 
 class OwnedChannel(Channel[Any]):
-    """A channel that other images know. Its methods are the owner's."""
+    """A channel that other processes know. Only the owner thread calls its methods."""
 
     __slots__ = ()
     _extra: Known
 
-    # -- this image's threads: what can be done at once --------------------------------------------
+    # -- threads of this process: operations that are possible at once -----------------------------
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         self._check_open()
@@ -153,9 +154,9 @@ class OwnedChannel(Channel[Any]):
         receiver = self._first("receive", thread)
         if receiver is None:
             return self._store(item)
-        if (
-            receiver.is_far or self._keeps_order()
-        ):  # it has to say that it has it; it must not have it yet
+        if receiver.is_far or self._keeps_order():
+            # A receiver in another process must confirm first; no receiver may overtake an
+            # undecided item.
             if self._store(item):
                 self._match()
                 return True
@@ -163,7 +164,7 @@ class OwnedChannel(Channel[Any]):
         self._take_from_line("receive", receiver)
         try:
             receiver.serve(opened(item))
-        except Exception as error:  # it has the item, and cannot open it
+        except Exception as error:  # the receiver has the item, but cannot unpickle it
             receiver.refuse(error)
         return True
 
@@ -192,7 +193,7 @@ class OwnedChannel(Channel[Any]):
         return opened(item)
 
     def _first(self, end: str, other: Any) -> Waiter | None:
-        """Who stands first in that line, and is not `other`."""
+        """Return the first waiter in that queue that is not of the thread `other`."""
         line = self._sender if end == "send" else self._receiver
         if line is None:
             return None
@@ -203,7 +204,7 @@ class OwnedChannel(Channel[Any]):
         waiter.line = None
         self._forget_empty(end)
 
-    # -- items that nobody sends any more ----------------------------------------------------------
+    # -- items that no waiting thread sends --------------------------------------------------------
 
     def _next_item(self) -> Any:
         if self._extra.given_back:
@@ -211,8 +212,8 @@ class OwnedChannel(Channel[Any]):
         return NOTHING
 
     def _keeps_order(self) -> bool:
-        """Is an item that was sent before all others undecided? A receiver that has a later one
-        must not get it."""
+        """Return True if an earlier item is undecided. A receiver must not get a later one before
+        that."""
         return self._extra.undecided > 0
 
     def _store(self, item: Any) -> bool:
@@ -222,24 +223,24 @@ class OwnedChannel(Channel[Any]):
         raise AssertionError("there is no buffer")
 
     def _put_back_item(self, item: Any) -> None:
-        """It comes before all others."""
+        """Put back an item, before all others."""
         self._extra.given_back.appendleft(item)
 
     def _refill(self) -> None:
-        """There may be room in the buffer."""
+        """Fill the free places of the buffer, if there is one."""
 
     def _may_come(self) -> bool:
-        """Closed or not, might there still be an item for who receives?"""
+        """Return True if a receiver might still get an item, even if the channel is closed."""
         return self._has_items() or bool(self._extra.deals or self._extra.granted)
 
-    # -- bringing together -------------------------------------------------------------------------
+    # -- matching senders and receivers ------------------------------------------------------------
 
     def _enlist(self, end: str, waiter: Waiter) -> None:
         super()._enlist(end, waiter)
         self._match()
 
     def _match(self) -> None:
-        """Begins a deal of each two that stand in the lines and can meet."""
+        """Begin a transaction for each sender and receiver in the queues that can meet."""
         extra = self._extra
         if extra.pairing:
             return
@@ -253,7 +254,7 @@ class OwnedChannel(Channel[Any]):
         self._end_if_over()
 
     def _match_one(self) -> bool:
-        for receiver in self._receiver or ():  # what changes the line returns at once
+        for receiver in self._receiver or ():  # each change of the queue ends the loop
             item = self._next_item()
             if item is not NOTHING:
                 self._take_from_line("receive", receiver)
@@ -270,7 +271,7 @@ class OwnedChannel(Channel[Any]):
         return False
 
     def _put_back(self, end: str, waiter: Any) -> None:
-        """It was in the hand of a deal that came to nothing: first in its line again."""
+        """Put a waiter back at the head of its queue, after its transaction came to nothing."""
         if waiter.is_far:
             if waiter.peer.lost:
                 return
@@ -297,7 +298,7 @@ class OwnedChannel(Channel[Any]):
         else:
             super()._interrupt_served(waiter, error)
 
-    # -- other images ------------------------------------------------------------------------------
+    # -- other processes ---------------------------------------------------------------------------
 
     def _offered(self, op: PendingOperation) -> None:
         try:
@@ -322,7 +323,7 @@ class OwnedChannel(Channel[Any]):
         if isinstance(op.line, Transaction):
             op.withdrawn = True
             if not op.can_be_relied_on:
-                op.passes()  # it has not seen yet what it is asked, and has said no
+                op.passes()  # crosses GIVE or HOLD, and is as good as PASS
         elif op.line is not None:
             self._strike(end, op)
             op.drop()
@@ -330,7 +331,7 @@ class OwnedChannel(Channel[Any]):
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
 
     def _grant(self, peer: PeerConnection) -> None:
-        """It sends: perhaps it is to have places for more."""
+        """Grant free places of the buffer to a process that sends."""
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -362,7 +363,7 @@ class OwnedChannel(Channel[Any]):
         self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """No item can come any more: those who wait for one are told."""
+        """Refuse the waiting receivers and forget the channel, if no item can come any more."""
         if self._closed and not self._may_come():
             for waiter in self._waiting("receive"):
                 self._strike("receive", waiter)

@@ -1,5 +1,4 @@
-"""Items on their way between images: pickled by who sends, opened by who receives; nobody in
-between looks inside."""
+"""Items in transit between processes: pickled by the sender and unpickled by the receiver only."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ __all__ = ["NOT_KNOWN", "PackedItem", "opened", "pack_reason", "packed", "unpack
 
 
 NOT_KNOWN = "was closed, or its home has no use for it any more"
-"""Of a channel whose home knows nothing of it but its number; what else it is called, who asked
-knows."""
+"""Said of a channel that the owning process knows only by number. The process that asked adds the
+channel's name."""
 
 
 class PackedItem:
-    """An item that another image has sent, as it came."""
+    """An item of another process, still pickled."""
 
     __slots__ = ("content",)
 
@@ -28,20 +27,20 @@ class PackedItem:
 
 
 def packed(item: Any) -> bytes:
-    """Raises whatever the item's own pickling raises."""
+    """Pickle `item`. Raises any error of the item's own pickling."""
     if item.__class__ is PackedItem:
         return item.content
     try:
-        with placeholders.meeting(None):  # the handle of a kept value has no way through a channel
+        with placeholders.meeting(None):  # a kept value's handle cannot go through a channel
             return capturing.capture(item, capturing.common())
-    except (SystemExit, GeneratorExit) as error:  # of the item's own code: it is to end nobody
+    except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"
         ) from error
 
 
 def opened(item: Any) -> Any:
-    """Raises whatever the item's own unpickling raises, with a note."""
+    """Unpickle `item`. Raises any error of the item's own unpickling, with a note."""
     if item.__class__ is not PackedItem:
         return item
     try:
@@ -49,13 +48,13 @@ def opened(item: Any) -> Any:
     except Exception as error:
         error.add_note("while unpickling an item that another image sent through a channel")
         raise
-    except (SystemExit, GeneratorExit) as error:  # of the item's own code: it is to end nobody
+    except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         what = f"unpickling an item that another image sent through a channel raised {type(error).__name__}"
         raise RuntimeError(f"{what}: {error}") from error
 
 
 def pack_reason(error: BaseException) -> bytes:
-    """Why something has not happened, with the causes."""
+    """Pickle the error of an operation that has not happened, with its causes."""
     return pack_exception(error, packed)
 
 

@@ -1,12 +1,15 @@
-"""A remote end: in this image, of a channel that was made in another one, and lives there.
+"""The proxy side: a channel in a process other than its owning process.
 
-    await send(item) ──pickled──> Ask, parked ──OFFER──> home ──DONE──> goes on
-    await receive()  <──opened── Ask, parked <──GIVE── home <──DEMAND──┘        TAKE ──> home
+    await send(item) ──pickled──> RemoteOperation, parked ──OFFER──> owner ──DONE──> goes on
+    await receive() ──> RemoteOperation, parked ──DEMAND──> owner ──GIVE──> unpickled, TAKE
 
-It is a `Channel` as any other, but for what is not there: `claim`, and a `default` of `select`. A
-thread that waits here waits for another image, so it is no deadlock. That the home has closed the
-channel is known here when an answer has told it, or the home's end: `ended`, which nothing of this
-file goes by, as the home's own answer says more."""
+A proxy is a `Channel` like any other, but without `claim` and a `default` of `select`. A thread
+that waits here waits for another process, so this is no deadlock.
+
+A proxy learns that its channel is closed from an answer, or from the end of the owning process;
+both set `ended`. No operation relies on `ended`, because the owning process's own answer says more.
+An unrequested REFUSED sets `_closed`.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +36,20 @@ __all__ = ["ChannelProxy", "remote_end"]
 
 
 class _Away:
-    """What a remote end knows of its channel."""
+    """The state of a proxy."""
 
     __slots__ = ("ended", "home", "name", "number", "reason")
 
     def __init__(self, home: str, number: int, name: str) -> None:
         self.ended = False  # closed by others, as far as is known
-        self.reason: BaseException | None = None  # why, where its home has told it unasked
+        self.reason: BaseException | None = None  # from an unrequested REFUSED
         self.home = home
         self.number = number
         self.name = name
 
 
 class _Credit:
-    """The places that the home has granted to this image."""
+    """The places that the owning process has granted to this process."""
 
     __slots__ = ("places",)
 
@@ -55,7 +58,7 @@ class _Credit:
 
 
 class RemoteOperation(Parking):
-    """A send or receive that the home has been asked for; what is awaited is its answer."""
+    """A send or receive requested from the owning process; the awaitable of its answer."""
 
     __slots__ = ("errors", "number", "payload", "peer", "remote", "was_sent")
 
@@ -63,7 +66,7 @@ class RemoteOperation(Parking):
         super().__init__()
         self.remote = remote
         self.peer = peer
-        self.payload = payload  # of a send
+        self.payload = payload  # None for a receive
         self.errors: list[BaseException] = []
 
     @property
@@ -84,10 +87,10 @@ class RemoteOperation(Parking):
         return super().send(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.number not in self.peer.waiting:  # it has been answered: that first
+        if self.number not in self.peer.waiting:  # already answered: the answer comes first
             self.thread._interrupt(error)  # type: ignore[union-attr]
             return PARK
-        if self.payload is None:  # the home will be told PASS if it has given something
+        if self.payload is None:  # a GIVE under way will be answered with PASS
             self.leave()
             raise error
         self.errors.append(error)
@@ -103,7 +106,7 @@ class RemoteOperation(Parking):
         if self.thread is not None:
             self.leave()
 
-    # -- the home's answers ------------------------------------------------------------------------
+    # -- answers of the owning process -------------------------------------------------------------
 
     def done(self, value: Any = None) -> None:
         self.wake(value)
@@ -135,7 +138,7 @@ class ChannelProxy(Channel[Any]):
     _extra: _Away  # type: ignore[assignment]
     is_remote = True
 
-    # -- what green threads do ---------------------------------------------------------------------
+    # -- operations of green threads ---------------------------------------------------------------
 
     @coroutine
     def send(self, item: Any) -> Generator[Any, Any, None]:
@@ -165,13 +168,13 @@ class ChannelProxy(Channel[Any]):
         return False
 
     def _peer(self, may_be_closed: bool = False) -> PeerConnection:
-        """The connection to its home. Raises `ChannelClosed`."""
+        """Return the connection to the owning process. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
             raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
         away = self._extra
         try:
             post = the_post()
-        except RuntimeError:  # this image has no pool any more
+        except RuntimeError:  # this process has no pool any more
             raise _gone(
                 self, PeerEnding("has ended, as all drones of this image have", None)
             ) from None
@@ -219,7 +222,7 @@ class ChannelProxy(Channel[Any]):
             peer.put(opcodes.WITHDRAW, 0, number)
         return True
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- closing, and the rest ---------------------------------------------------------------------
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[Any]:
         raise RuntimeError(f"an end of {self!r} can be claimed only in the image where it was made")
@@ -237,7 +240,7 @@ class ChannelProxy(Channel[Any]):
     def _give_back_here(self, item: Any) -> None:
         try:
             self._peer(may_be_closed=True).put(opcodes.RETURN, self._extra.number, 0, packed(item))
-        except ChannelClosed:  # nobody can receive it any more
+        except ChannelClosed:  # no process can receive the item any more
             pass
 
     def __reduce__(self) -> Any:
@@ -275,11 +278,13 @@ class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
 
 _PLAIN = opcodes.SELECT.pack(0)
 ends: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
-"""A channel is one object in each image, however often it comes."""
+"""The proxies in this process, by address and number. However often a channel arrives, it is one
+object in each process."""
 
 
 def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]:
-    """What a channel is unpickled as: itself, where it lives; else a remote end of it."""
+    """Return the object that a channel is unpickled as: the channel itself in its own process, else
+    a proxy."""
     post = the_post()
     if home == post.address:
         own = post.channels.get(number)
@@ -293,8 +298,8 @@ def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]
 
 
 def _closed_here(post: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
-    """What a channel of this image has become that is closed, empty and forgotten; it still tells
-    why."""
+    """Return a closed channel in place of one of this process that was closed, empty and forgotten.
+    Its errors still have the reason."""
     closed: Channel[Any] = Channel(capacity)
     reason = post.reasons.get(number)
     if reason is not None:
@@ -305,7 +310,7 @@ def _closed_here(post: ChannelTransport, number: int, capacity: int) -> Channel[
 
 
 def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
-    """Nobody waits in it."""
+    """Turn `channel` into a proxy. No thread of this process waits in it."""
     channel.__class__ = BufferedChannelProxy if channel.capacity else ChannelProxy
     channel._extra = _Away(home, number, name)  # type: ignore[assignment]
     channel._plain = -channels.generation  # no fast path
@@ -329,14 +334,15 @@ def _gone(remote: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
 
 
 def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
-    """What the home has answered; with the channel's name, where the home has forgotten that."""
+    """Complete an error that the owning process has answered: name the channel, if that process has
+    forgotten the name."""
     if str(error).endswith(NOT_KNOWN):
         error.args = (f"{remote!r} {NOT_KNOWN}",)
     remote._extra.ended = True
     return error
 
 
-# -- what a home says ------------------------------------------------------------------------------
+# -- messages of an owning process -----------------------------------------------------------------
 
 
 def _hear_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
@@ -360,7 +366,7 @@ def _hear_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
         del peer.waiting[op]
         peer.put(opcodes.TAKE, 0, op)
         waiter.done(item)
-    elif op in peer.held:  # it was held, and this is for what
+    elif op in peer.held:  # the select was held for this item
         del peer.held[op]
         _take(peer, op, waiter, item)
     else:
@@ -386,7 +392,7 @@ def _take(peer: PeerConnection, op: int, offer: Offer, item: PackedItem) -> None
 
 
 def _settle(peer: PeerConnection, op: int, offer: Offer) -> None:
-    """The home needs not be told that it is not to be had any more."""
+    """Drop an offer without WITHDRAW, because the owning process knows that it is over."""
     peer.waiting.pop(op, None)
     offer.at = None
 
@@ -425,7 +431,7 @@ def _hear_refused(peer: PeerConnection, number: int, op: int, payload: bytes) ->
         if end is not None:
             end._closed, end._extra.reason = True, error.__cause__
         credit = peer.credits.get(number)
-        if credit is not None and not credit.places:  # else they are about to be recalled
+        if credit is not None and not credit.places:  # else RECALL is about to come
             del peer.credits[number]
         return
     waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
@@ -464,7 +470,7 @@ def _hear_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
 
 
 def _lost(peer: PeerConnection) -> None:
-    """A home has gone: nothing can be sent to its channels, or come from them."""
+    """Fail all operations on the channels of a process that is gone."""
     waiting, peer.waiting = peer.waiting, {}
     held, peer.held = peer.held, {}
     for op, waiter in waiting.items():
@@ -475,13 +481,12 @@ def _lost(peer: PeerConnection) -> None:
             waiter.at = None
             if op not in held:
                 waiter.refuse(error)
-            elif (
-                waiter.select.guards[waiter.index].end == "send"
-            ):  # a receiver may have been given the item
+            elif waiter.select.guards[waiter.index].end == "send":
+                # A receiver may have been given the item.
                 waiter.fail(_lost_item(error))
             else:
                 waiter.fail(error)
-    for reference in ends.valuerefs():  # a copy: other threads may unpickle ends meanwhile
+    for reference in ends.valuerefs():  # a copy: other threads may add proxies meanwhile
         end: Any = reference()
         if end is not None and end._extra.home == peer.who:
             end._extra.ended = True

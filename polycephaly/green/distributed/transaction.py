@@ -1,45 +1,21 @@
-"""A deal: one item, one sender, one receiver, of which at least one is in another image, or in a
-`select`.
+"""A transaction passes one item from one sender to one receiver, exactly once, between processes.
 
-The channel's home brings them together. What it holds in its hand meanwhile is nobody else's:
+At least one of the two is in another process, or in a `select`. The channel's owning process runs
+the transaction. Meanwhile both are out of their queues.
 
-    sender ──out of its line──> Deal <──out of its line── receiver
-    1  each of the two that is in a `select` is held, the one with the smaller number first      HOLD ──> HELD | PASS
-    2  the receiver is given the item; if it is in another image, it says that it has it         GIVE ──> TAKE | PASS
-    3  the sender is told that it has happened                                                   DONE, COMMIT
-    ✗  PASS at any step: nothing has happened. Who was held is released; both, but for who has passed, stand
-       first in their lines again.
+    sender ──out of its queue──> Transaction <──out of its queue── receiver
+    1  hold each of the two that is in a `select`, the smaller select
+       number first                                                         HOLD ──> HELD | PASS
+    2  give the item to the receiver, which confirms if it is in another
+       process                                                              GIVE ──> TAKE | PASS
+    3  report to the sender that it has happened                            DONE, COMMIT
+    ✗  PASS at any step: nothing has happened. Each that was held is released. Both go back to
+       the heads of their queues, except the one that has passed, and a held `select` of this
+       process, which queues again.
 
-Who waits for whom. A plain sender or receiver never says no and never lets wait: it is asked for
-nothing, or answers GIVE at once. A `select` that is held cannot answer others: they wait until it
-is told COMMIT (its item) or RELEASE. So a deal that holds one and waits for another makes the first
-wait for the second. As the numbers of selects are of one order in all images, and a deal takes the
-smaller first, those who wait for each other have growing numbers: there is no circle, and the last
-one answers. A receiver in a `select` that would be held last need not be: GIVE asks and tells at
-once.
-
-Exactly once, or told. The possible ends, by who dies when:
-
-    the receiver's image before GIVE was written   it has not seen the item: the deal is off, the next receiver has it
-    ... after that, before its TAKE was read       perhaps it has seen it: `send` raises `ItemLost`. Where the item was
-                                                   in the buffer, no send waits any more: it is told in the log
-    ... after its TAKE                             it has received the item
-    the sender's image before TAKE was read        a receiver that was given the item has it; else nobody
-    the home                                       a `send` that waits raises `ItemLost`, also in a `select` if that is
-                                                   held; all else `ChannelClosed`; its buffer is lost with it
-
-What is said on one connection arrives in the order of saying, so all that can cross is the end of a
-wait and its answer:
-
-    a plain send is broken off     WITHDRAW, and it waits for what the home says: DONE (it has happened: the error comes
-                                   at the next await), or WITHDRAWN. A deal that has it in the hand goes on; only where
-                                   that comes to nothing it is WITHDRAWN, and not put back
-    a receive is broken off,       WITHDRAW, and no waiting. If the home has said GIVE or HOLD meanwhile, WITHDRAW is as
-    or a select has chosen         good as the PASS that will come: the deal is off, and the PASS is of nothing known
-
-Order. An item of the buffer that was given to a `select` may come back; so nobody is given a later
-one before that is decided. (An item that a receive which was broken off, or an image that died, has
-not taken comes back without that.)"""
+See docs/decisions/0007-channels-between-processes.md for why selects cannot wait in a circle, the
+outcome of each death, messages that cross, and the order of items.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +36,12 @@ log = logging.getLogger("polycephaly.green")
 
 
 class Transaction:
-    """`sender` is None for an item of the buffer, `receiver` for a place in it. Each is a waiter: a
-    green thread of this image, an `Offer` of a select of its, or an `PendingOperation` of another
-    image."""
+    """The transfer of one item.
+
+    `sender` is None for an item of the buffer, `receiver` for a place in the buffer. Each is a
+    waiter: a green thread of this process, an `Offer` of one of its selects, or a
+    `PendingOperation` of another process.
+    """
 
     __slots__ = ("_to_hold", "channel", "given", "held", "item", "receiver", "sender", "told")
 
@@ -72,9 +51,10 @@ class Transaction:
         self.receiver = receiver
         self.item = item
         self.held: list[Any] = []
-        self.given = 0  # where in all that is said to the receiver's image the item begins
+        self.given = 0  # where the item begins in the bytes sent to the receiver's process
         self.told: list[BaseException] = []
-        """Raised in a thread of this image that is in the hand: it comes when that is decided."""
+        """Errors raised meanwhile in a thread of this process that takes part. Its await raises
+        them when the outcome is decided."""
         self._to_hold: list[Any] = []
 
     def begin(self) -> None:
@@ -141,7 +121,7 @@ class Transaction:
         self.taken()
 
     def taken(self) -> None:
-        """The receiver has the item."""
+        """Complete the transaction: the receiver has the item."""
         sender = self.sender
         if sender is not None:
             self._end_of(sender)
@@ -152,7 +132,7 @@ class Transaction:
         self._over()
 
     def off(self, gone: Any = None) -> None:
-        """It comes to nothing. `gone` has passed, or is dead."""
+        """End the transaction without effect. `gone` has passed, or its process is dead."""
         for end, each in (("receive", self.receiver), ("send", self.sender)):
             if each is None:
                 continue
@@ -166,7 +146,8 @@ class Transaction:
         self._over()
 
     def lost(self, receiver: PendingOperation) -> None:
-        """The receiver's image has died with the item under way, or in its hands."""
+        """Handle the death of the receiver's process while the item was in transit, or already
+        there."""
         if receiver.peer.sent <= self.given:
             self.off(receiver)
             return
@@ -180,15 +161,15 @@ class Transaction:
             self._refuse_item(error)
 
     def _let_go(self, end: str, one: Any) -> None:
-        """It is in its line again."""
+        """Put a waiter back into its queue, and release it if it is held."""
         held = one in self.held
         if held:
             one.release()
-        if one.is_far or not held:  # an offer of this image's is left anew with its release
+        if one.is_far or not held:  # a held offer of this process was left anew by its release
             self.channel._put_back(end, one)
 
     def _refuse_item(self, error: BaseException) -> None:
-        """It is the sender's fault, or nobody's: he is told."""
+        """Report `error` to the sender or, for an item of the buffer, to the receiver."""
         sender, receiver = self.sender, self.receiver
         if sender is not None:
             self._end_of(sender)
@@ -222,12 +203,12 @@ class Transaction:
 
 
 def chooses(waiter: Any) -> bool:
-    """Is it in a `select`?"""
+    """Return True if the waiter is in a `select`."""
     return isinstance(waiter, Offer) or (waiter.is_far and waiter.select is not None)
 
 
 def number_of(waiter: Any) -> tuple[str, int]:
-    """That of its select: of one order in all images."""
+    """Return the number of the waiter's select. These numbers have one order in all processes."""
     from .transport import the_post
 
     if waiter.is_far:

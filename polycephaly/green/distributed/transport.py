@@ -1,24 +1,23 @@
-"""The post: one image's sockets to other images, for its channels.
+"""The sockets of one process to other processes, for its channels.
 
-    remote end here ──dial──> <home>/<pid>.c of the image where the channel was made
-    <home>/<own pid>.c <──accept── images that have ends of channels made here
+    proxy here ──dial──> <directory>/<pid>.c of the process where the channel was made
+    <directory>/<own pid>.c <──accept── processes that have proxies of channels made here
 
-Two images share one connection, whoever has dialled: what goes there and back wakes the other side
-once. (Where both dial at once there are two, and each uses its own.)
+Two processes share one connection, whichever of them has dialled. If both dial at once, there are
+two, and each uses its own.
 
-All of it is done by the scheduler's owner: it sleeps in this epoll in place of its lock (`acquire`,
-`release`), and looks into it between steps (`look`). So a message crosses no thread, and channels
-need no locks here either. What is said is collected, and goes out when the owner looks or sleeps:
-messages to one image in one write. A step that goes on for long keeps nothing back: what it says
-goes at once, if nothing went just before, and else the watchdog sends it.
+The scheduler's owner thread does all the work. It sleeps in this epoll in place of its lock
+(`acquire`, `release`), and polls it between steps (`look`). So no message crosses a thread, and
+channels need no locks. Messages are collected, and sent when the owner thread polls or sleeps, in
+one write per process. If a step takes long, its messages go out at once if none went just before;
+else the watchdog sends them.
 
-Who may connect: the socket is in a directory that only its owner can enter, and both sides ask the
-kernel whose process the other is. Until it has said HELLO, nothing else of a connection is looked
-at.
+The socket is in a directory that only its owner can enter, and both sides ask the kernel for the
+user of the other. Before HELLO, no other message is accepted.
 
-The post opens with the first channel that leaves this image or comes to it. It closes with the
-image, or, in the main image, with its last pool: then no image is left to talk to. A forked child
-closes what it has inherited, and has none."""
+The transport opens with the first channel that leaves or enters this process. It closes with the
+process or, in the main process, with its last pool. A forked child closes the inherited sockets.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +52,18 @@ __all__ = ["ChannelTransport", "of_parents", "own_address", "the_post"]
 
 log = logging.getLogger("polycephaly.green")
 
-LOOK_AFTER = 0.0002  # seconds between looks of a busy owner
-PATIENCE = 5.0  # seconds: for a home that has more callers than its backlog holds, and for goodbyes
-FIND_OUT_EVERY = 0.005  # seconds between looks for how a drone ended that was connected
-FIND_OUT_LOOKS = (
-    60.0  # a number of them, for a machine that stands still takes no time from who is to tell that
-)
-UNREAPED = 0.01  # of a look, while it is a zombie: its parent, which leaves the word, waits for a processor, or is gone
-CALL_AGAIN = 0.005  # seconds between calls of a home whose backlog is full
-HEAR_MOST = 1000  # looks, when all is to be heard: others may go on to send
-ACCEPT_AGAIN = 0.1  # seconds until callers are let in again, where there was no descriptor for one
+LOOK_AFTER = 0.0002  # seconds between two polls of a busy owner thread
+PATIENCE = 5.0  # seconds to wait for a place in a full backlog, and for goodbyes
+FIND_OUT_EVERY = 0.005  # seconds between looks for how a connected process ended
+# A number of looks and not a time, because a suspended machine takes no time from the process that
+# is to report.
+FIND_OUT_LOOKS = 60.0
+# Part of a look that counts if the process is a zombie. Its parent, which records how it ended,
+# then waits for a processor, or is gone.
+UNREAPED = 0.01
+CALL_AGAIN = 0.005  # seconds between attempts to connect to a full backlog
+HEAR_MOST = 1000  # polls to receive everything; the peers may go on sending
+ACCEPT_AGAIN = 0.1  # seconds to the next accept, if there was no descriptor for one
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -71,13 +72,15 @@ _post: ChannelTransport | None = None
 
 
 def own_address() -> str | None:
-    """Where this image can be reached; None for an image that has no pool, and is of none."""
+    """Return the address of this process; None if it has no pool and belongs to none."""
     return addresses.address_here(addresses.own_home)
 
 
 def the_post() -> ChannelTransport:
-    """This image's, opened if need be. From any thread. Raises `RuntimeError` where there is nobody
-    to talk to."""
+    """Return this process's transport, opened if need be. Any thread may call this.
+
+    Raises `RuntimeError` if there are no processes to connect to.
+    """
     global _post
     post = _post
     if post is not None:
@@ -97,27 +100,26 @@ def the_post() -> ChannelTransport:
 
 
 class ChannelTransport:
-    """There is at most one in an image. Methods that are not said to be for everybody are for the
-    owner."""
+    """The transport of a process, which has at most one. Methods are for the owner thread only,
+    unless they say otherwise."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.channels: dict[int, Channel[Any]] = {}
-        """Those made here that others may know, by number: kept until they are closed."""
+        """Channels made here that others may know, by number; kept until they are closed."""
         self.reasons: dict[int, BaseException] = {}
-        """Why the last of those that are gone were closed, for who asks only then."""
-        self._numbers = count(
-            secrets.randbits(40) << 20
-        )  # those of a former image in this place say nothing here
+        """Why channels that are gone were closed, for processes that ask later; the last `KEPT` of
+        them."""
+        # A random start, so that numbers of an earlier process at this address mean nothing here.
+        self._numbers = count(secrets.randbits(40) << 20)
         self._number_of: dict[int, int] = {}
         self.aliases: dict[int, int] = {}
-        """The numbers by which drones know channels that they have inherited (inherited.py), and
-        the proper ones."""
+        """The numbers by which drones know inherited channels (inherited.py), and the proper
+        ones."""
         self.selects = count(1)
         self.peers: dict[str, PeerConnection] = {}
-        self.gone: dict[
-            str, PeerEnding
-        ] = {}  # what became of those that were lost, of the last of them
+        # How the last of the lost peers have ended.
+        self.gone: dict[str, PeerEnding] = {}
         self._by_fd: dict[int, PeerConnection] = {}
         self._dirty: deque[PeerConnection] = deque()
         self._news: list[tuple[int, int]] = []
@@ -128,7 +130,7 @@ class ChannelTransport:
             parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         )
         self._epoll = parent_death.own(select.epoll())
-        for old in (address, address[:-1] + "e"):  # of a process that had our number before
+        for old in (address, address[:-1] + "e"):  # of an earlier process with the same pid
             with suppress(FileNotFoundError):
                 os.unlink(old)
         try:
@@ -148,39 +150,40 @@ class ChannelTransport:
     def _begin(self) -> None:
         if self._open:
             scheduler.mail = self
-            scheduler.outside += (
-                1  # another image may wake who waits here: there is no verdict of a deadlock
-            )
+            # Another process may wake a thread that waits here, so no deadlock is reported.
+            scheduler.outside += 1
 
     def number_of(self, channel: Channel[Any]) -> int:
-        """By which others know it. From any thread."""
+        """Return the number by which others know the channel. Any thread may call this."""
         with fork_guard.guard:
             number = self._number_of.get(id(channel))
             if number is None:
                 number = self._number_of[id(channel)] = next(self._numbers)
-                self.channels[number] = channel  # so its `id` stays its own
+                self.channels[number] = channel  # so that its `id` stays unique
             return number
 
     def forget_channel(self, number: int, reason: BaseException | None) -> None:
-        """It is closed, and empty: for that `reason`, where somebody has died."""
+        """Forget a channel that is closed and empty. `reason` is set if its last end was lost with
+        a process or a call."""
         if reason is not None:
             keep_last(self.reasons, number, reason)
         with fork_guard.guard:
             channel = self.channels.pop(number, None)
             self._number_of.pop(id(channel), None)
 
-    # -- in place of the owner's lock --------------------------------------------------------------
+    # -- in place of the owner thread's lock -------------------------------------------------------
 
     def release(self) -> None:
-        """From any thread: wakes the owner."""
+        """Wake the owner thread. Any thread may call this."""
         os.eventfd_write(self._bell.fd, 1)
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Until it is woken, or there is something to read, or the time is over. Whether it was
-        woken. Without a time, somebody is about to wake it."""
+        """Sleep until `release` is called, there is something to read, or `timeout` is over. Return
+        True if `release` was called. Without a timeout, another thread is about to call
+        `release`."""
         if timeout < 0:
             self._rung.poll()
-        while self._dirty:  # once, but for what finalizers say meanwhile
+        while self._dirty:  # once, unless finalizers send messages meanwhile
             self._flush()
         news = self._epoll.poll(timeout)
         for fd, _ in news:
@@ -192,7 +195,7 @@ class ChannelTransport:
         return False
 
     def look(self) -> None:
-        """Sends what waits, and hears what has come."""
+        """Send the queued messages, and handle those that have arrived."""
         news, self._news = self._news, []
         now = monotonic()
         if news:
@@ -216,7 +219,7 @@ class ChannelTransport:
                 self._accept()
 
     def hear_all(self) -> None:
-        """All that has come by now. Not while something is being heard."""
+        """Handle all messages that have arrived by now. Message handlers must not call this."""
         for _ in range(HEAR_MOST):
             if not self._news:
                 self._news = [each for each in self._epoll.poll(0) if each[0] != self._bell.fd]
@@ -230,15 +233,18 @@ class ChannelTransport:
                 self._dirty.popleft().flush(in_turn)
 
     def send_late(self) -> None:
-        """What a step has said that is not over yet. From any thread."""
+        """Send the messages of a step that is not over yet. Any thread may call this."""
         if self._dirty:
             self._flush(in_turn=False)
 
     # -- connections -------------------------------------------------------------------------------
 
     def dial(self, address: str, name: str) -> PeerConnection | None:
-        """The connection to that image; None where it is gone. One that is lost, and of which it is
-        to be found out yet how, too: who asks something there is told with the others."""
+        """Return the connection to that process, or None if the process is gone.
+
+        Also return a lost connection if its cause is not known yet, so that a new request gets the
+        same error as those before.
+        """
         peer = self.peers.get(address)
         if peer is not None or not self._open:
             return peer
@@ -252,16 +258,15 @@ class ChannelTransport:
             )
             lost.name = name
             lost.lose("does not answer" if isinstance(error, BlockingIOError) else "")
-            return self.peers.get(
-                address
-            )  # it has been killed just now, and there is no word of it yet
+            # Killed just now, and how it ended is not recorded yet.
+            return self.peers.get(address)
         peer = self._connected(end, address)
         if peer is not None:
             self.peers[address] = peer
         return peer
 
     def _call(self, end: socket.socket, address: str) -> None:
-        """Connects. A backlog that is full is told at once, and waited for here."""
+        """Connect. The kernel reports a full backlog at once, so this call waits for a place."""
         end.setblocking(False)
         until = monotonic() + PATIENCE
         while True:
@@ -277,9 +282,8 @@ class ChannelTransport:
         try:
             end, _ = self._listener.accept()
         except OSError as error:
-            if (
-                error.errno in _EXHAUSTED
-            ):  # the caller stays there to be seen: looking at once again would not end
+            if error.errno in _EXHAUSTED:
+                # The caller stays in the backlog, where each poll would find it again at once.
                 log.warning("another image that calls for a channel has to wait: %s", error)
                 self._epoll.modify(self._listener.fileno(), 0)
                 scheduler.timers.set(scheduler.timers.now() + ACCEPT_AGAIN, self._accept_again)
@@ -314,9 +318,8 @@ class ChannelTransport:
         self._dirty.append(peer)
         if now:
             time = monotonic()
-            if (
-                time - max(self._looked, self._wrote) >= LOOK_AFTER
-            ):  # else more is to come, or we look soon
+            # Just after a look or a write, more messages follow, or the owner thread looks soon.
+            if time - max(self._looked, self._wrote) >= LOOK_AFTER:
                 self._wrote = time
                 self._flush(in_turn=False)
 
@@ -324,7 +327,8 @@ class ChannelTransport:
         self._epoll.modify(peer.end.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     def disconnect(self, peer: PeerConnection) -> None:
-        with peer.writing:  # or what is written might go to whoever has that descriptor then
+        # Otherwise a write might go to another file that has got the same descriptor.
+        with peer.writing:
             fd = peer.end.fileno()
             if self._by_fd.pop(fd, None) is not None:
                 with suppress(OSError):
@@ -332,10 +336,10 @@ class ChannelTransport:
                 parent_death.close(peer.end)
 
     def find_out(self, peer: PeerConnection, looks: float = FIND_OUT_LOOKS) -> None:
-        """It has died without a word; its parent leaves one."""
-        is_there = os.path.exists(
-            peer.who
-        )  # looked at first: the word is left before the socket goes
+        """Find out how a process ended that was killed; its parent records that."""
+        # Before the record is read, because the parent writes the record before it removes the
+        # socket.
+        is_there = os.path.exists(peer.who)
         ending = ending_of(peer.who, peer.name)
         if ending is None and is_there and looks > 0 and self._open:
             looks -= UNREAPED if state_of(peer.pid) == "Z" else 1
@@ -345,10 +349,10 @@ class ChannelTransport:
         else:
             peer.tell_loss(ending or PeerEnding("has ended", None))
 
-    # -- its end -----------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """From any thread, soon."""
+        """Close the transport soon. Any thread may call this."""
         global _post
         with fork_guard.guard:
             if _post is self:
@@ -356,7 +360,7 @@ class ChannelTransport:
         scheduler.post(self._close)
 
     def say_goodbye(self) -> None:
-        """The image ends: what was said is sent, and that this was all."""
+        """Send the queued messages and BYE, because the process ends."""
         for peer in list(self._by_fd.values()):
             peer.put(BYE)
             with suppress(OSError):
@@ -384,7 +388,7 @@ class ChannelTransport:
 
 
 def _say_goodbye() -> None:
-    """At the image's end, in any thread."""
+    """Say goodbye at the end of the process, in any thread."""
     post = _post
     if post is None:
         return
@@ -402,14 +406,15 @@ def _say_goodbye() -> None:
 
 
 def _close_post() -> None:
-    """The own hub has ended. A drone's goes on: others reach it in its parent's directory."""
+    """Close the transport with this process's reactor. That of a drone stays open, because others
+    reach it in the directory of its parent."""
     post = _post
     if post is not None and addresses.home_of_parent is None:
         post.close()
 
 
 def _forget() -> None:
-    """In a forked child. The sockets were closed as all that is `lifeline.own`."""
+    """Drop the transport in a forked child. `parent_death` has closed its sockets."""
     global _post
     if _post is not None:
         of_parents.append(_post)
@@ -417,6 +422,6 @@ def _forget() -> None:
 
 
 of_parents: list[ChannelTransport] = []
-"""Of the images that this one is a fork of."""
+"""Transports of the processes that this one is a fork of."""
 addresses.at_end.append(_close_post)
 os.register_at_fork(after_in_child=_forget)

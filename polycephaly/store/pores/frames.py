@@ -1,11 +1,11 @@
-"""What goes through a connection between a holder and the owner of a pore.
+"""The data on a connection between a holder and the owner of a pore.
 
     holder -> owner    hello: secret, name of the holder      once, in one piece, before all else
     owner -> holder    greeting, and with it the memory's descriptor
-    holder -> owner    frames: head (kind, size, offset), and for TOLD a pickle of that size
-    owner -> holder    farewell: the pore was closed, and did not end with its owner
+    holder -> owner    frames: head (kind, size, offset); for TOLD, then a pickle of that size
+    owner -> holder    farewell: the pore was closed, and its owner still runs
 
-It is a stream, so what was told by one system call each is read by one for many.
+The connection is a stream, so one system call can read many frames that were sent one by one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,32 @@ __all__ = [
 HEAD = Struct("<BIQ")
 TOLD, WROTE = 1, 2
 MOST = 32_000
-"""Bytes of a message's pickle. What is larger belongs into the memory. And up to 32 KiB the kernel
-takes a frame as a whole or not at all, so that a sender who is killed, or finds no room, leaves no
-half of one."""
+"""Limit in bytes of a message's pickle; larger data belong in the memory.
+
+Up to 32 KiB, the kernel takes a frame as a whole or not at all. So a sender that is killed, or
+finds no room, never leaves half a frame.
+"""
 
 GREETING, FAREWELL = b"\1", b"\2"
 
 Frame = tuple[int, int, int, bytes]
-"""Kind, size, offset, and the pickle, where there is one."""
+"""Kind, size, offset, and the pickle if there is one."""
 
 
 class Message(NamedTuple):
-    """What the owner of a pore receives.
+    """A message received by the owner of a pore.
 
-    `sender` is the name of the image that sent it: the drone's, or "MainProcess". `kind` is "told",
-    with the `value` that was told, or "wrote": then `length` bytes from `offset` on have been
-    written."""
+    Attributes
+    ----------
+    sender : str
+        The name of the process that sent it: the drone's, or "MainProcess".
+    kind : str
+        "told" for `Pore.tell`, "wrote" for `Pore.write`.
+    value : Any
+        The object passed to `tell`.
+    offset, length : int
+        The first byte, and the number of bytes, that `write` has written.
+    """
 
     sender: str
     kind: str
@@ -57,7 +67,7 @@ class Message(NamedTuple):
 
 
 def split(rest: bytes, piece: bytes) -> tuple[list[Frame], bytes]:
-    """The whole frames of what has come, and the beginning of another. Raises `Malformed`."""
+    """Return the whole frames in the bytes read, and the start of another. Raises `Malformed`."""
     piece = rest + piece if rest else piece
     frames: list[Frame] = []
     at, end, head = 0, len(piece), HEAD.size
@@ -79,7 +89,7 @@ def split(rest: bytes, piece: bytes) -> tuple[list[Frame], bytes]:
 
 
 def message_of(sender: str, frame: Frame) -> Message:
-    """Raises whatever the value's own unpickling raises."""
+    """Return the message in a frame. Raises the errors of unpickling its value."""
     kind, size, offset, pickled = frame
     if kind == TOLD:
         return Message(sender, "told", loads(pickled))

@@ -1,16 +1,17 @@
-"""A holder's side of a pore: one connection to its owner, made with the first use.
+"""A holder's side of a pore: one connection to its owner, made at the first use.
 
-    connect ──hello──> owner          nobody there: it was closed, or its owner has ended
-            <──greeting, descriptor── of memory: it is mapped, and the descriptor closed; of a file: it is kept
-    send    ──frame──> kernel's buffer; no room: waits, or says so
-    look    the owner's end: open; or a farewell: closed; or at its end: the owner ended
+    connect ──hello──> owner       refused: the pore was closed, or its owner has ended
+            <──greeting, descriptor──  memory: mapped, descriptor closed; a file: descriptor kept
+    send    ──frame──> kernel's buffer; if there is no room: wait, or report that
+    look    at the owner's end: open; or a farewell: closed; or at its end: the owner has ended
 
-The kernel takes a frame as a whole or not at all, unless its buffers were made very small. What
-breaks off a send (Ctrl-C, an interrupt) drops the connection, as nobody knows then what has gone;
-the next use makes a new one.
+The kernel takes a frame as a whole or not at all, unless its buffers were made very small. An
+exception during a send (Ctrl-C, an interrupt) drops the connection, because the number of bytes
+sent is unknown then; the next use makes a new connection.
 
-The kernel closes the owner's ends when it ends, unless somebody has a copy of them whom it forked
-behind Python's back. So who waits also looks at a pidfd of the owner's."""
+The kernel closes the owner's ends when the owner ends, unless a child that was forked behind
+Python's back has copies of them. So a waiting holder also polls a pidfd of the owner.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,7 @@ __all__ = ["Content", "Holder", "Home", "image_name", "machine"]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a pore is: what travels with it. The address is random, so it means this pore for
-    ever."""
+    """The identity of a pore, which travels with it. The address is random and never used again."""
 
     pore: str
     address: str
@@ -50,7 +50,7 @@ class Home:
     machine: str
 
     def closed(self, ended: bool, let_in: bool = True) -> PoreClosed:
-        """`let_in`: whether this image has ever reached it."""
+        """Return the error to raise. `let_in`: whether this process was ever connected."""
         why = "has ended" if ended else "has closed it"
         if not ended and not let_in:
             why += (
@@ -63,64 +63,70 @@ class Home:
 
 
 def machine() -> str:
-    """What tells this machine, since it was booted, from others."""
+    """Return an identifier of this machine since its last boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return boot.read().strip()
-    except (
-        FileNotFoundError,
-        PermissionError,
-    ):  # and not where no descriptor is left: then nobody can tell
+    # Other errors propagate: if no descriptor is left, the machine cannot be identified.
+    except (FileNotFoundError, PermissionError):
         return os.uname().nodename
 
 
 def image_name() -> str:
-    """The drone's name, or "MainProcess"."""
+    """Return the drone's name, or "MainProcess"."""
     process: Any = sys.modules.get("multiprocessing.process")
     return process.current_process().name if process is not None else "MainProcess"
 
 
 Content = memoryview | parent_death.Descriptor
-"""What a pore is: memory, mapped here, or an open file, as a descriptor of this image's own."""
+"""A pore's memory, mapped here, or its open file, as a descriptor of this process's own."""
 
 
 class Holder:
-    """Any thread may use it. It belongs to the process that made it: in a forked child there is
-    another."""
+    """The holder of one process; a forked child uses another one. Any thread may call it."""
 
     def __init__(self, home: Home, size: int, memory: memoryview | None, was_let_in: bool) -> None:
-        """`size`: of memory in bytes; 0: it is a file. `memory`: mapped by who forked this image,
-        if it `was_let_in`; a file is not inherited."""
+        """Prepare the connection, which the first use makes.
+
+        `size` is the size of the memory in bytes; 0 if the pore is a file. `memory` is the mapping
+        inherited from the parent process if that process `was_let_in`; a file is not inherited.
+        """
         self.pid = os.getpid()
         self._home = home
         self._size = size
         self._content: Content | None = memory
         self._was_let_in = was_let_in
         self._end: socket.socket | None = None
-        self._owner: parent_death.Descriptor | None = None  # its pidfd
+        self._owner: parent_death.Descriptor | None = None  # the owner's pidfd
         self._gone: PoreClosed | None = None
         self._connecting = threading.Lock()
-        self._turn = threading.Lock()  # of who sends
+        self._turn = threading.Lock()  # held while sending
 
     def content(self, look: bool) -> Content:
-        """The pore's pages or file. The first use waits for the owner's porter. Raises
-        `PoreClosed`; others if they `look`."""
+        """Return the pore's pages or file; the first use waits for the owner's I/O thread.
+
+        Raises `PoreClosed`; after the first use only if `look` is true.
+        """
         connected = False
         while (end := self._end) is None or (content := self._content) is None:
-            self._connect()  # once more only if another thread has closed it meanwhile
+            # Runs again only if another thread has closed the connection in the meantime.
+            self._connect()
             connected = True
         if look and not connected:
             self._look(end)
         return content
 
     def send(self, frame: bytes, wait: bool) -> bool:
-        """False: there was no room, and nothing of it was sent. Raises `PoreClosed`."""
+        """Send a frame; return False if there was no room and nothing was sent.
+
+        Without `wait`, another thread that is sending counts as no room. Raises `PoreClosed`.
+        """
         if wait:
             with self._turn:
                 return self._send(frame, wait)
         if self._end is None:
             self._connect()
-        with DeferredSigint():  # a Ctrl-C between the two lines would leave the lock taken
+        with DeferredSigint():  # a Ctrl-C between the two lines would leave the lock locked
             if not self._turn.acquire(blocking=False):
                 return False
             try:
@@ -142,8 +148,9 @@ class Holder:
             return True
         except OSError:
             self._look(end)
-            raise self._is_gone(ended=False) from None  # it reads no more, and is about to say so
-        except BaseException:  # nobody knows how much of it has gone
+            # The owner reads no more, and is about to send a farewell.
+            raise self._is_gone(ended=False) from None
+        except BaseException:  # the number of bytes sent is unknown
             self._drop()
             raise
 
@@ -159,20 +166,20 @@ class Holder:
             raise self._is_gone(ended=True)
 
     def _look(self, end: socket.socket) -> None:
-        """Raises `PoreClosed` if it is."""
+        """Raise `PoreClosed` if the pore is closed."""
         try:
             word = end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            if end.fileno() < 0:  # another thread has just dropped it
+            if end.fileno() < 0:  # another thread has just dropped the connection
                 return
             word = b""
         raise self._is_gone(ended=word != FAREWELL)
 
     def _connect(self) -> socket.socket:
         with self._connecting:
-            if self._end is not None:  # another thread was quicker
+            if self._end is not None:  # another thread was faster
                 return self._end
             home = self._home
             if self._gone is not None:
@@ -196,16 +203,17 @@ class Holder:
                 end.close()
                 raise self._is_gone(birth_of(home.owner) != home.birth, self._was_let_in) from None
             except BaseException:
-                if self._end is not end:  # else a Ctrl-C came when all was done
+                # Otherwise a Ctrl-C came after the connection was complete.
+                if self._end is not end:
                     end.close()
                 raise
             return end
 
     def _let_in(self, end: socket.socket) -> None:
         greeting, fds = parent_death.receive_fds(end, 1, 1)
-        if greeting != GREETING:  # it is being closed
+        if greeting != GREETING:  # the pore is being closed
             raise ConnectionResetError
-        if not fds:  # it came with one, which had no place here
+        if not fds:  # the descriptor was sent, but this process has no number left for it
             raise OSError(
                 errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}"
             )
@@ -214,7 +222,8 @@ class Holder:
             if self._content is None:
                 if self._size:
                     self._content = memoryview(map_range(came.fd, 0, self._size, MAP_SHARED))
-                elif self._home.owner != self.pid:  # the owner, who tells himself something, has it
+                # An owner that uses `tell` itself has the file already.
+                elif self._home.owner != self.pid:
                     self._content = came
         finally:
             if self._content is not came:
@@ -225,7 +234,7 @@ class Holder:
         self._end = parent_death.own(end)
 
     def _is_gone(self, ended: bool, let_in: bool = True) -> BaseException:
-        if self._gone is None:  # or another thread has seen it first
+        if self._gone is None:  # otherwise another thread has noticed it first
             self._gone = self._home.closed(ended, let_in)
         self._drop()
         return another(self._gone)
@@ -239,12 +248,13 @@ class Holder:
             parent_death.close(owner)
 
     def close(self) -> None:
-        """Also in a finalizer. While another thread sends or connects, it does nothing. A file is
-        closed with the connection, and comes with the next; memory stays mapped."""
-        with (
-            DeferredSigint(),
-            ExitStack() as held,
-        ):  # a Ctrl-C would leave a lock taken, or half of it open
+        """Close the connection and a file; memory stays mapped. Safe in a finalizer.
+
+        Does nothing while another thread sends or connects. A file is received again with the next
+        connection.
+        """
+        # A Ctrl-C would leave a lock locked, or the connection half closed.
+        with DeferredSigint(), ExitStack() as held:
             for lock in (self._turn, self._connecting):
                 if not lock.acquire(blocking=False):
                     return

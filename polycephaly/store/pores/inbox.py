@@ -1,16 +1,17 @@
-"""The owner's side of one pore: who is connected, and what came and was not received yet.
+"""The owner's side of one pore: the connected holders, and the messages not received yet.
 
-    porter: member readable ──a piece of the stream──> pieces ──split──> frames ──> receive: Message
-               └── held ≥ ROOM: stops reading, so the senders' buffers fill, and they wait: that is the credit
+    I/O thread: member readable ──a piece of the stream──> pieces ──split──> frames ──> Message
+                └── ROOM bytes waiting: stop reading; the senders' buffers fill, and they wait
 
-`pieces` has one writer, the porter. Receivers split pieces under a lock, which runs no code of
-users; what unpickling runs, it runs outside of that. Each of the two counters has one writer:
-`came` the porter, `taken` whoever has the lock.
+`pieces` has one writer, the pore I/O thread. Receivers split pieces while holding a lock under
+which no user code runs: unpickling happens outside. Each of the two counters has one writer: `came`
+the I/O thread, `taken` the thread that holds the lock.
 
-Nothing is waited for in vain: a receiver leaves its milestone in `waiting` and then looks once
-more; the porter puts a piece down and then takes the milestones out. And for room: a receiver
-counts, then looks whether the porter has stopped; the porter notes that it stops, then looks at the
-count once more."""
+No wake-up is lost. A receiver adds its signal to `waiting` and then checks once more; the I/O
+thread adds a piece and then takes the signals out. The same holds for room: a receiver counts, then
+checks whether the I/O thread has stopped; the I/O thread notes that it stops, then checks the count
+once more.
+"""
 
 from __future__ import annotations
 
@@ -38,31 +39,32 @@ __all__ = ["ROOM", "ConnectedHolder", "Inbox", "may_be_trusted"]
 log = logging.getLogger("polycephaly.store.pores")
 
 ROOM = 256 * 1024
-"""Bytes that wait to be received before the senders have to wait; beside what the kernel holds for
-each of them."""
+"""Bytes of unreceived messages at which the senders have to wait, in addition to the kernel's
+buffer for each of them.
+"""
 PIECE = 64 * 1024
-"""Bytes read at once."""
+"""Limit in bytes of one read."""
 NAME = 200
-"""Bytes of a holder's name."""
+"""Limit in bytes of a holder's name."""
 
 
 def may_be_trusted(end: socket.socket) -> bool:
-    """Is the other end of it of our own user, or root's?"""
+    """Return whether the process at the other end runs as our own user, or as root."""
     uid = int.from_bytes(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], "little")
     return uid in (0, os.geteuid())
 
 
 class ConnectedHolder:
-    """A holder, seen from the owner. The porter's, but for `rest`."""
+    """A connected holder, seen from the owner. Only the I/O thread uses it, except for `rest`."""
 
     def __init__(self, inbox: Inbox, end: socket.socket) -> None:
         self.inbox = inbox
         self.end = parent_death.own(end)
-        self.name: str | None = None  # until it has said who it is
-        self.rest = b""  # of the last piece that was split
+        self.name: str | None = None  # None until the holder has sent its hello
+        self.rest = b""  # unsplit bytes of the last piece; guarded by the inbox's lock
 
     def let_in(self) -> bool:
-        """It has said something for the first time."""
+        """Read the hello and send the greeting; return False if the secret is wrong."""
         hello = self.end.recv(len(self.inbox.secret) + NAME)
         secret, name = hello[: len(self.inbox.secret)], hello[len(self.inbox.secret) :]
         if not compare_digest(secret, self.inbox.secret):
@@ -72,7 +74,7 @@ class ConnectedHolder:
         return True
 
     def read(self) -> bool:
-        """Takes what it has told; False where there is no more and never will be."""
+        """Read one piece; return False if the stream has ended."""
         try:
             piece = self.end.recv(PIECE)
         except BlockingIOError:
@@ -89,7 +91,7 @@ class ConnectedHolder:
 
 
 class Inbox:
-    """Made and closed by the owner; what the porter alone touches is said to be his."""
+    """The inbox of one pore, made and closed by its owner."""
 
     def __init__(
         self,
@@ -100,12 +102,13 @@ class Inbox:
     ) -> None:
         self.pid = os.getpid()
         self.secret = secret
-        self.content = parent_death.own(content)  # of the memory, or of the file
+        self.content = parent_death.own(content)  # the descriptor of the memory or the file
         self.listener = parent_death.own(listener)
-        self.members: dict[int, ConnectedHolder] = {}  # the porter's
+        self.members: dict[int, ConnectedHolder] = {}  # by descriptor; used by the I/O thread only
         self.pieces: deque[tuple[ConnectedHolder, bytes]] = deque()
-        self.came = self.taken = 0  # bytes
-        self.stopped = False  # the porter reads no more, until there is room
+        # Bytes read by the I/O thread, and bytes split by receivers.
+        self.came = self.taken = 0
+        self.stopped = False  # the I/O thread reads no more until there is room
         self._end: Signal[None] = Signal()
         self.waiting: deque[Signal[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
@@ -113,7 +116,7 @@ class Inbox:
         self._open = [None]
         self._io_thread = io_thread
 
-    # -- any thread of the owner's -----------------------------------------------------------------
+    # -- any thread of the owner -------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -121,12 +124,12 @@ class Inbox:
 
     @property
     def ended(self) -> bool:
-        """The porter has closed it: nothing more will come."""
+        """True if the I/O thread has closed the pore: no more messages will come."""
         return self._end.done()
 
     def close(self) -> None:
-        """Also in a finalizer."""
-        with DeferredSigint():  # a Ctrl-C between the two would leave it open for ever
+        """Request the closing. Safe in a finalizer."""
+        with DeferredSigint():  # a Ctrl-C between the two lines would leave the pore open for ever
             try:
                 self._open.pop()
             except IndexError:
@@ -134,12 +137,12 @@ class Inbox:
             self._io_thread.ask("close", self)
 
     def wait_until_ended(self) -> None:
-        """It was closed: until the porter has done it."""
+        """Wait, after `close`, until the I/O thread has closed the pore."""
         if not self._io_thread.is_this_thread():
             self._end.result()
 
     def take(self) -> tuple[str, Frame] | None:
-        """What came first, and from whom; None if there is nothing."""
+        """Return the oldest frame and its sender's name, or None if there is no frame."""
         while True:
             try:
                 return self._frames.popleft()
@@ -151,8 +154,10 @@ class Inbox:
         return bool(self._frames or self.pieces)
 
     def is_over(self) -> bool:
-        """Nothing is there, and nothing will come; also not of a piece that another receiver is
-        splitting."""
+        """Return whether no message is left and none will come.
+
+        A piece that another receiver is splitting counts as left.
+        """
         if not self.ended:
             return False
         with self._splitting, DeferredSigint():
@@ -160,7 +165,7 @@ class Inbox:
 
     def _split_more(self) -> bool:
         with self._splitting, DeferredSigint():  # a Ctrl-C between the lines would lose the piece
-            if self._frames:  # another receiver was quicker
+            if self._frames:  # another receiver was faster
                 return True
             try:
                 member, piece = self.pieces.popleft()
@@ -180,7 +185,7 @@ class Inbox:
 
     @contextmanager
     def news(self) -> Iterator[Signal[None]]:
-        """Settled when there may be something to take, or never will be."""
+        """Yield a signal that is set when there may be a message, or never will be another one."""
         news: Signal[None] = Signal()
         self.waiting.append(news)
         try:
@@ -191,7 +196,7 @@ class Inbox:
             with suppress(ValueError):
                 self.waiting.remove(news)
 
-    # -- the porter --------------------------------------------------------------------------------
+    # -- the pore I/O thread -----------------------------------------------------------------------
 
     def tell_waiting(self) -> None:
         waiting = self.waiting
@@ -202,7 +207,7 @@ class Inbox:
                 return
 
     def end(self) -> None:
-        """Takes what was told until now, and nothing more."""
+        """Read the messages sent until now, and close the connections."""
         parent_death.close(self.listener)
         for member in self.members.values():
             try:
@@ -211,7 +216,7 @@ class Inbox:
                     while member.read():
                         pass
                 member.end.send(FAREWELL)
-            except OSError:  # it is gone
+            except OSError:  # the holder is gone
                 pass
             member.leave()
         self.members.clear()

@@ -1,5 +1,4 @@
-"""`Pore`: memory, or an open file, with one owner; others use it without a copy, and tell him
-things through it."""
+"""`Pore`: memory, or an open file, with one owner, which other processes use without a copy."""
 
 from __future__ import annotations
 
@@ -38,31 +37,53 @@ if TYPE_CHECKING:
 
 __all__ = ["Pore"]
 
-TURN = 127  # a bit mask: after so many messages that were there without a wait, other green threads have a turn
+# Bit mask: every 128th `receive` lets other green threads run first.
+TURN = 127
 
 _numbers = count(1)
 
 
 class Pore:
-    """Shared memory that the image which makes it owns. Given to a drone, as an argument, in a
-    result or captured by a function, it arrives as a pore on the same pages: what one writes, all
-    see.
+    """Shared memory, or an open file, owned by the process that makes the pore.
 
-    ``Pore(nbytes)`` is plain memory, ``Pore(shape, dtype)`` a numpy array (`dtype` None: bytes). It
-    is all zeros. ``Pore(file=file)`` is an open file instead, a socket or a device: whatever has a
-    descriptor (`fileno()`), or the number of one. Whoever has it may `tell` its owner something, or
-    `write`, which tells; the owner receives `Message` objects with ``for message in pore`` (in
-    plain code), ``async for`` (in green threads and asyncio), `get` or `receive`.
+    Passed to a drone, as an argument, in a result or captured by a function, a pore arrives as a
+    pore on the same pages: every process sees the writes of all others. ``Pore(nbytes)`` is plain
+    memory and ``Pore(shape, dtype)`` a numpy array, filled with zeros. ``Pore(file=file)`` is an
+    open file instead.
 
-    It is closed by its owner (`close`, the end of its ``with`` block, the loss of the owner's last
-    reference) or by the owner's end, however that comes. (So a drone keeps a pore that it makes:
-    one that its function only returns is closed when that has returned.) From then on each
-    operation on it raises `PoreClosed`, and who waits in one is told at once; views of its memory
-    stay what they are. The end of a holder changes nothing. Any thread may use it.
+    Each process that has the pore may `tell` the owner something, or `write`, which also notifies
+    the owner. The owner receives `Message` objects with ``for message in pore`` (in plain code),
+    ``async for`` (in green threads and asyncio), `get` or `receive`.
 
-    Raises `ValueError` and `TypeError` for what cannot be its shape and type, or a file, and
-    `MemoryError` for more than half of the machine's memory.
+    Parameters
+    ----------
+    shape : int or sequence of int, optional
+        The number of items, or the shape of the array.
+    dtype : optional
+        The numpy type of the items; None for bytes.
+    file : optional
+        An object with a descriptor (`fileno()`), such as a socket or device, or a descriptor's
+        number.
+    name : str, optional
+        A name for messages.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If the shape and type, or the file, are not valid.
+    MemoryError
+        If the size is more than half of the machine's memory.
+
+    Notes
+    -----
+    The owner closes the pore by `close`, by the end of its ``with`` block, by losing its last
+    reference, or by ending in any way. So a drone has to keep a pore that it makes: a pore that a
+    function only returns is closed when the function has returned. After that, each operation
+    raises `PoreClosed`, and operations that wait do so at once. Views of the memory stay valid. The
+    end of a holder changes nothing. Any thread may use a pore.
+
+    Examples
+    --------
     >>> import polycephaly as poly
     >>> def fill(pore, row):
     ...     pore.array[row] = row
@@ -99,10 +120,8 @@ class Pore:
             birth=birth_of(os.getpid()),
             machine=machine(),
         )
-        with (
-            DeferredSigint(),
-            ExitStack() as made,
-        ):  # a Ctrl-C would leave descriptors that nobody knows, or a porter who does
+        # A Ctrl-C would leak descriptors that no object holds, or that only the I/O thread holds.
+        with DeferredSigint(), ExitStack() as made:
             descriptor = parent_death.own(
                 parent_death.Descriptor(_pages(size) if file is None else _another(file))
             )
@@ -134,31 +153,35 @@ class Pore:
         self._dtype = dtype
         self._size = size
         self._content = content
-        self._inbox = inbox  # in the image that made it; and, meaning nothing, in its children
+        # Meaningful in the process that made it; forked children inherit it without effect.
+        self._inbox = inbox
         self._received = 0
         self._holder: Holder | None = None
         _here[home.address] = self
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
+        """The name given to the pore, or "pore" and a number."""
         return self._home.pore
 
     @property
     def owner(self) -> int:
-        """The process that owns it."""
+        """The number of the process that owns the pore."""
         return self._home.owner
 
     @property
     def nbytes(self) -> int:
-        """Of its memory; 0 if it is a file."""
+        """The size of the memory in bytes; 0 if the pore is a file."""
         return self._size
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or its owner has ended. In an image that has not used it yet, this
-        is its first use."""
+        """True if the pore is closed, or its owner has ended.
+
+        In a process that has not used the pore yet, this is its first use.
+        """
         try:
             self._reached()
         except PoreClosed:
@@ -167,12 +190,24 @@ class Pore:
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes, to be read and written: the same pages in every image. Raises `PoreClosed`."""
+        """The pore's bytes, readable and writable: the same pages in every process.
+
+        Raises
+        ------
+        PoreClosed
+            If the pore is closed.
+        """
         return self._mapped()[: self._size]
 
     @property
     def array(self) -> numpy.ndarray[Any, Any]:
-        """Its memory as a numpy array of its shape and type. Raises `PoreClosed`."""
+        """The memory as a numpy array of the pore's shape and type.
+
+        Raises
+        ------
+        PoreClosed
+            If the pore is closed.
+        """
         import numpy
 
         return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(
@@ -180,14 +215,27 @@ class Pore:
         )
 
     def fileno(self) -> int:
-        """The descriptor of its file in this image: for ``os.pread``, ``socket.fromfd``, ``mmap``,
-        ``os.dup``.
+        """Return the descriptor of the pore's file in this process.
 
-        It is the same open file everywhere, so all have one position in it, and one state of the
-        socket. The number is the pore's: it is good until this image closes the pore or has lost
-        its last reference, whatever a holder's owner does, and in this process only: a forked child
-        asks again. What is to last longer is an ``os.dup`` of it. Raises `PoreClosed`, and
-        ``io.UnsupportedOperation`` if it is memory."""
+        Returns
+        -------
+        int
+            A descriptor for ``os.pread``, ``socket.fromfd``, ``mmap``, ``os.dup``.
+
+        Raises
+        ------
+        PoreClosed
+            If the pore is closed.
+        io.UnsupportedOperation
+            If the pore is memory.
+
+        Notes
+        -----
+        The open file is the same in every process: all share one file position and one socket
+        state. The descriptor belongs to the pore. It is valid until this process closes the pore or
+        loses its last reference, whatever the owner does, and in this process only: a forked child
+        must ask again. Use ``os.dup`` for a descriptor that lasts longer.
+        """
         while True:
             content = self._reached()
             if isinstance(content, memoryview):
@@ -196,19 +244,40 @@ class Pore:
                 )
             if (fd := content.fd) >= 0:
                 return fd
-            # Another thread has just closed it: for all, which is told now, or for this image,
-            # which reaches it again.
+            # Another thread has just closed the descriptor: for all processes, which is reported
+            # now, or for this process, which connects again.
 
-    # -- from any image ----------------------------------------------------------------------------
+    # -- any process -------------------------------------------------------------------------------
 
     def tell(self, message: Any, *, wait: bool = True) -> bool:
-        """Sends the owner something small (32,000 bytes, pickled as an argument of a drone's call
-        is). Raises `PoreClosed`, and what its pickling raises.
+        """Send a small message to the owner.
 
-        Where the owner does not keep up, it waits for room; with ``wait=False`` it gives False
-        then, and has sent nothing. Inside a coroutine of a green thread it cannot wait: use ``await
-        green.call(pore.tell, message)``. True means that it is on its way: it is received unless
-        the owner ends before."""
+        Parameters
+        ----------
+        message
+            At most 32,000 bytes, pickled like an argument of a drone's call.
+        wait : bool, default True
+            Whether to wait for room if the owner does not keep up.
+
+        Returns
+        -------
+        bool
+            True if the message was sent: it is received unless the owner ends before. False if
+            there was no room, or another thread was sending, with ``wait=False``; then nothing was
+            sent.
+
+        Raises
+        ------
+        PoreClosed
+            If the pore is closed.
+        ValueError
+            If the message is too large.
+        RuntimeError
+            If a green thread's coroutine would have to wait: use ``await green.call(pore.tell,
+            message)``.
+        Exception
+            The errors of pickling the message.
+        """
         pickled = capturing.capture(message, capturing.common())
         if len(pickled) > MOST:
             raise ValueError(
@@ -218,14 +287,33 @@ class Pore:
         return self._send(HEAD.pack(TOLD, len(pickled), 0) + pickled, wait, "tell")
 
     def write(self, offset: int, data: Any, *, wait: bool = True) -> bool:
-        """Writes bytes (any buffer) into its memory from byte `offset` on, and tells the owner
-        where; as `tell`.
+        """Write bytes into the memory, and notify the owner of the place.
 
-        With ``wait=False`` and no room it is written, and not told. Raises `ValueError` for what is
-        not inside of it."""
+        Parameters
+        ----------
+        offset : int
+            The first byte to write.
+        data
+            Any buffer.
+        wait : bool, default True
+            As for `tell`. With ``wait=False`` and no room the bytes are written, but the owner is
+            not notified.
+
+        Returns
+        -------
+        bool
+            True if the owner was notified.
+
+        Raises
+        ------
+        PoreClosed, RuntimeError
+            As for `tell`.
+        ValueError
+            If the bytes would not be inside the memory.
+        """
         content = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         size = len(content)
-        memory = self._mapped(look=False)  # if it is closed, the telling says so
+        memory = self._mapped(look=False)  # if the pore is closed, `_send` raises the error
         if not 0 <= offset <= self._size - size:
             raise ValueError(
                 f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} of {self._size:,}"
@@ -243,15 +331,28 @@ class Pore:
             f"thread here: use `await green.call(pore.{what}, ...)`"
         )
 
-    # -- from the owner ----------------------------------------------------------------------------
+    # -- the owner ---------------------------------------------------------------------------------
 
     def get(self, timeout: float | None = None) -> Message:
-        """The next message, for plain code; waits for one, `timeout` seconds at most, then raises
-        `TimeoutError`.
+        """Return the next message, for plain code.
 
-        Raises `PoreClosed` when it is closed and all that was told before has been received,
-        `RuntimeError` where the caller is not the owner, and whatever the message's unpickling
-        raises."""
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; None for no limit.
+
+        Raises
+        ------
+        TimeoutError
+            If no message arrives in time.
+        PoreClosed
+            If the pore is closed and all messages sent before have been received.
+        RuntimeError
+            If the caller is not the owner, or is a green thread's coroutine that would have to
+            wait.
+        Exception
+            The errors of unpickling the message.
+        """
         inbox = self._owned("get")
         end = None if timeout is None else monotonic() + timeout
         while (taken := inbox.take()) is None:
@@ -270,13 +371,13 @@ class Pore:
         return message_of(*taken)
 
     async def receive(self) -> Message:
-        """The next message, for green threads and asyncio: as `get`."""
+        """Return the next message, for green threads and asyncio; otherwise like `get`."""
         inbox = self._owned("receive")
         self._received += 1
         if not self._received & TURN and _in_step():
             from ...green import sleep
 
-            await sleep(0)  # here, and not with a message in hand: who is cancelled would lose it
+            await sleep(0)  # before taking a message: a cancelled task would lose it
         while (taken := inbox.take()) is None:
             self._may_come(inbox)
             with inbox.news() as news:
@@ -284,7 +385,7 @@ class Pore:
         return message_of(*taken)
 
     def __iter__(self) -> Iterator[Message]:
-        """Messages, until it is closed: `get`."""
+        """Yield messages until the pore is closed; see `get`."""
         while True:
             try:
                 yield self.get()
@@ -292,7 +393,7 @@ class Pore:
                 return
 
     def __aiter__(self) -> AsyncIterator[Message]:
-        """Messages, until it is closed: `receive`."""
+        """Iterate over messages until the pore is closed; see `receive`."""
         return self
 
     async def __anext__(self) -> Message:
@@ -302,13 +403,17 @@ class Pore:
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """By the owner: for all. What was told before can still be received. By a holder: for this
-        image, until it is used again; while another thread of it tells or connects, it does
-        nothing. Twice is no error."""
+        """Close the pore. A second call does nothing.
+
+        Called by the owner, `close` is for all processes: messages sent before can still be
+        received. Called by a holder, it is for this process only, until the pore is used again;
+        while another thread of this process sends or connects, the call does nothing.
+        """
         self._let_go()
         if self._is_mine() and not self._size:
             assert self._inbox is not None
-            self._inbox.wait_until_ended()  # or a socket's address, say, would still be in use
+            # Otherwise a socket's address, for example, might still be in use.
+            self._inbox.wait_until_ended()
 
     def _let_go(self) -> None:
         if self._is_mine():
@@ -332,13 +437,13 @@ class Pore:
         if "_holder" in self.__dict__ and not finalizing():
             self._let_go()
 
-    # -- how it is held ----------------------------------------------------------------------------
+    # -- connection to the owner -------------------------------------------------------------------
 
     def _is_mine(self) -> bool:
         return self._inbox is not None and self._inbox.pid == os.getpid()
 
     def _held(self) -> Holder:
-        """The owner is a holder, too, where it tells itself something."""
+        """Return this process's holder. The owner has one too, once it uses `tell` itself."""
         if self._is_mine():
             assert self._inbox is not None
             if self._inbox.closed:
@@ -351,10 +456,10 @@ class Pore:
                 Holder(self._home, self._size, memory, was_let_in=content is not None),
                 holder,
             )
+            # No call between this check and the assignment: of several threads, only one sets the
+            # holder.
             holder = self._holder
-            if (
-                holder is before
-            ):  # no call since the look: of several threads, one brings the holder
+            if holder is before:
                 holder = self._holder = fresh
         assert holder is not None
         return holder
@@ -410,7 +515,7 @@ class Pore:
 
 
 _here: weakref.WeakValueDictionary[str, Pore] = weakref.WeakValueDictionary()
-"""Each pore is there once in an image, however often it arrives."""
+"""The pores of this process by address: a pore that arrives several times is one object."""
 
 
 def _arrive(home: Home, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
@@ -449,7 +554,7 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
 
 
 def _pages(size: int) -> int:
-    """A descriptor of so many bytes of new memory, for ever of this size."""
+    """Return a descriptor of new memory, sealed to this size."""
     fd = os.memfd_create("polycephaly-pore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -461,7 +566,7 @@ def _pages(size: int) -> int:
 
 
 def _another(file: Any) -> int:
-    """Another descriptor of the same open file."""
+    """Return another descriptor of the same open file."""
     fileno = getattr(file, "fileno", None)
     fd = fileno() if callable(fileno) else file
     if not isinstance(fd, int) or isinstance(fd, bool):
@@ -477,6 +582,6 @@ def _another(file: Any) -> int:
 
 
 def _in_step() -> bool:
-    """Is the caller code of a green thread, between two awaits?"""
+    """Return whether the caller is code of a green thread, between two awaits."""
     scheduler: Any = sys.modules.get("polycephaly.green.scheduler")
     return scheduler is not None and bool(scheduler.scheduler.in_step())
