@@ -17,7 +17,9 @@ import polycephaly
 
 project = "Polycephaly"
 version = release = polycephaly.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+napoleon_google_docstring = False
+napoleon_use_ivar = True
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -42,6 +44,10 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|concurrent|contextlib|multiprocessing|numpy|os|time|types|typing|zmq)\..*"),
     ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
     ("py:obj", r"Parallel"),
+    # Types in NumPy style are prose.
+    ("py:class", r"[a-z_ ]+|default .*"),
+    ("py:class", r"[{\"].*"),
+    ("py:exc", r"io\..*"),
     ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
     ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
     ("py:class", r"[A-Z]\d?"),

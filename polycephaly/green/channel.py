@@ -100,7 +100,7 @@ class Channel(Generic[T]):
 
     capacity = 0
     is_one_in_all_images = True
-    """For picklers: a channel is never replaced by the object of the same name in another
+    """Read by picklers, because a channel is never replaced by the object of the same name in another
     process."""
     is_remote = False
     """True if the channel was made, and lives, in another process."""

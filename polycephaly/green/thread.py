@@ -194,7 +194,7 @@ class GreenThread(Promise[T]):
         return not self.done()
 
     def own(self, killable: Any) -> None:
-        """Call `killable.kill()` when this green thread ends, if `killable` still exists then."""
+        """Call ``killable.kill()`` when this green thread ends, if `killable` still exists then."""
         if self._owned is None:
             self._owned = WeakSet()
         self._owned.add(killable)

@@ -97,7 +97,7 @@ class Kept(Generic[T]):
     def nbytes(self) -> int:
         """The approximate size of the value in bytes.
 
-        The size of its buffers counts, and `sys.getsizeof` of the first thousand objects.
+        The size of its buffers counts, and ``sys.getsizeof`` of the first thousand objects.
 
         Raises
         ------

@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans: tasks in the order of their answers, then those of green threads."""
+        """All spans, tasks in the order of their answers, then those of green threads."""
         if self._spans is None:
             self._spans = [
                 *(span for entry in self._entries for span in entry.spans()),

@@ -190,7 +190,7 @@ class Pore:
 
     @property
     def memory(self) -> memoryview:
-        """The pore's bytes, readable and writable: the same pages in every process.
+        """The pore's bytes, readable and writable, in the same pages in every process.
 
         Raises
         ------
