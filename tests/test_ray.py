@@ -827,7 +827,7 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
 
         def runs_work(pid):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as told:
-                return told.read().startswith("ray::Nest.take")
+                return told.read().startswith("ray::DroneActor.take")
 
         def kill_in_the_middle(node):
             while not any(map(runs_work, processes(node))):
