@@ -10,9 +10,10 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from in_time import WHY, Hub, Zygote, dispatcher_of, give, make_ready
+from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_ready
 
 from polycephaly.pool import health
+from polycephaly.pool.config import TaskOptions
 from polycephaly.pool.drone_handle import State
 from polycephaly.pool.health import BUSY, LOOK_AT_MEMORY, NEAR
 from polycephaly.pool.supervisor import START_TRIES
@@ -32,7 +33,7 @@ HOUR = 3600
 
 @pytest.fixture
 def reactor():
-    return Hub()
+    return FakeReactor()
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def info(caplog):
 
 @pytest.fixture
 def zygote(monkeypatch):
-    zygote = Zygote()
+    zygote = FakeZygote()
     monkeypatch.setattr(health, "state_of", lambda pid: zygote.state if pid == zygote.pid else "")
     return zygote
 
@@ -1019,3 +1020,16 @@ def test_the_dead_do_not_wait_and_none_is_no_deadlock(reactor, caplog):
     dispatcher.handles[0].state = State.DEAD  # and its last answers are on their way
     reactor.pass_(LOOK)
     assert not deadlocks(caplog)
+
+
+# -- a drone dies ----------------------------------------------------------------------------------
+
+
+def test_what_is_retried_keeps_its_order_and_goes_before_what_was_queued_later(reactor):
+    handle = dispatcher_of(reactor, 1, width=9).handles[0]
+    begun = [give(handle.dispatcher, overlapped, each, retries=1) for each in range(4)]
+    assert [*handle.in_flight] == [task.number for task in begun]
+    handle.begun = len(begun)
+    later = handle.dispatcher.submit(sleep, (1,), {}, task_options=TaskOptions(None, 0))
+    handle.dies()
+    assert [*handle.dispatcher.queue] == [*begun, later]

@@ -605,17 +605,18 @@ class Dispatcher:
     # -- holding the reactor's lock: failures ------------------------------------------------------
 
     def lose(self, tasks: list[Task], error: BaseException, *, again: bool) -> None:
+        retried = []
         for task in tasks:
             if task.done():
                 task.never_began()
-                continue
-            if again and task.retries > 0 and task.target is None and not self._abandoned:
+            elif again and task.retries > 0 and task.target is None and not self._abandoned:
                 task.retries -= 1
                 task.sending = None
-                self.queue.appendleft(task)
+                retried.append(task)
             else:
                 task.payload = b""
                 self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
+        self.queue.extendleft(reversed(retried))
 
     def doubt(self, handle: DroneHandle) -> None:
         """Watch a drone that has sent a malformed message. If that was an answer, its task would
