@@ -1,11 +1,11 @@
-"""A crew in a time that the test moves: what is decided by the clock, without a process, a thread
+"""A dispatcher whose time is moved by the test: decisions by the clock, without a process, a thread
 or a sleep.
 
-    test ── pass_, stand_still ──> Hub (timers, turns) ──> Crew, Roster, Halts, Watch, ... ──> Link ──> what it was sent
-      └──── what a drone does: answers, is quiet, holds memory ────────────────────────────────^
+    test ── pass_, stand_still ──> FakeReactor ──> Dispatcher, Supervisor, ... ──> FakeHandle
+      └──── a drone's acts: answers, is quiet, holds memory ───────────────────────────^
 
-All above the seam of pool/engine.py is the real thing. Made up are the hub, which has no threads
-and no sockets, and an engine whose drones are what the test says of them."""
+All above the protocol of pool/engine.py is the real thing. The reactor has no threads and no
+sockets, and the drones of the engine do only as the test says."""
 
 import itertools
 from collections import deque
@@ -15,7 +15,7 @@ from unittest import mock
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
 from polycephaly.pool.config import PoolConfig, TaskOptions
-from polycephaly.pool.drone_handle import DroneHandle as RealLink
+from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import hear
 from polycephaly.runtime.timers import Timers
@@ -37,7 +37,7 @@ PID = 7000  # and more, of drones
 WHY = "it is stopped by a signal"
 
 
-class Hub:
+class FakeReactor:
     """Its turns are taken when the test lets time pass, or gives work. An error in one is the
     test's."""
 
@@ -110,7 +110,7 @@ class Hub:
         pass
 
 
-class Link(RealLink):
+class FakeHandle(DroneHandle):
     """A drone that begins at once what heads its flight, and shows that it lives, unless the test
     says otherwise."""
 
@@ -227,7 +227,7 @@ class Link(RealLink):
         pass
 
 
-class Zygote(Launcher):
+class FakeZygote(Launcher):
     """It starts nothing. `state` is what the kernel tells of it."""
 
     def __init__(self):
@@ -242,7 +242,7 @@ class Zygote(Launcher):
         self.told.append(("continued", self.reactor.passed))
 
 
-class Machine:
+class FakeEngine:
     """And the engine: it starts drones, of which nothing is heard."""
 
     def __init__(self, keeper=None):
@@ -265,7 +265,7 @@ class Machine:
         return True
 
     def start(self, number, name, index):
-        return Link(self._dispatcher, number, name, self._keeper)
+        return FakeHandle(self._dispatcher, number, name, self._keeper)
 
     def released(self, link):
         pass
@@ -300,7 +300,7 @@ def dispatcher_of(reactor, size, *, ready=True, keeper=None, **plan):
         keeper.reactor = reactor
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
-            PoolConfig(size=size, machine=Machine(keeper), **(USUAL | plan))
+            PoolConfig(size=size, machine=FakeEngine(keeper), **(USUAL | plan))
         )
     reactor.turn()
     if ready:
@@ -315,8 +315,10 @@ def make_ready(dispatcher):
             link.says_hello()
 
 
-def give(dispatcher, what, *args, timeout=None, target=None):
+def give(dispatcher, what, *args, timeout=None, retries=0, target=None):
     """A call, sent if a drone takes it."""
-    work = dispatcher.submit(what, args, {}, target=target, task_options=TaskOptions(timeout, 0))
+    work = dispatcher.submit(
+        what, args, {}, target=target, task_options=TaskOptions(timeout, retries)
+    )
     dispatcher.reactor.turn()
     return work

@@ -7,7 +7,7 @@ test_options.py."""
 import math
 
 import pytest
-from in_time import Hub, dispatcher_of, give
+from in_time import FakeReactor, dispatcher_of, give
 
 from polycephaly.pool.cancellation import LOOKS
 from polycephaly.pool.drone_handle import State
@@ -25,7 +25,7 @@ async def overlapped(x):
 
 @pytest.fixture
 def reactor():
-    return Hub()
+    return FakeReactor()
 
 
 @pytest.fixture

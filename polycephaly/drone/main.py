@@ -287,9 +287,6 @@ class LocalDrone(DroneExecutor):
     def _hear_open(self, frames: list[bytes]) -> None:
         self.open_bulk()
 
-    def _hear_stop(self, frames: list[bytes]) -> None:
-        self._stopping = True
-
     _HEARD = {**DroneExecutor._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
 
     # -- used by the control thread ----------------------------------------------------------------

@@ -109,12 +109,7 @@ class Batch(Generic[Q, R]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

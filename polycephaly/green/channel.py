@@ -15,9 +15,8 @@ slot, but never fills one.
 If an interrupted waiter is no longer in the queue, it has been served: it first gets its item, and
 is interrupted at its next await. So no item is lost or doubled.
 
-A pickled channel stays in its process; other processes get a proxy of it (distributed/). A drone
-recognises a channel inherited with its snapshot by a *generation* older than the drone. Such a
-channel becomes a proxy at its first use.
+A pickled channel stays in its process; other processes get a proxy of it (distributed/). So does a
+drone that inherited the channel with its snapshot: its *generation* is older than the drone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from types import NoneType, TracebackType, coroutine
+from types import NoneType, coroutine
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ..errors import ChannelClosed, DroneDied
@@ -889,12 +888,7 @@ class Claim(Generic[T]):
             await self._take(self._wanted)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for end in self._held:
             self._release(end)
         self._held.clear()

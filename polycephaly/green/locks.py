@@ -8,7 +8,6 @@ supports it, or ``green.run(lock.acquire)``. Any thread may call the methods tha
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Any
 
 from ..promises.promise import Promise
@@ -144,12 +143,7 @@ class Semaphore:
     async def __aenter__(self) -> None:
         await self.acquire()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.release()
 
     def __enter__(self) -> None:
@@ -177,12 +171,7 @@ class Semaphore:
         if not acquiring.cancelled() and acquiring.exception() is None:
             self.release()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
 

@@ -15,9 +15,8 @@ until a thread waits in a way that needs one.
 
 See docs/decisions/0005-lock-free-promises.md for the proof that no wake-up is lost.
 
-This module does not know drones. Other modules derive classes from `Promise` that define how a
-promise is withdrawn (`_withdraw`), whether its task runs (`running`) and how a waiting thread can
-help (`_help`): see pool/task.py.
+This module does not know drones. Classes derived from `Promise` (pool/task.py) define how it is
+withdrawn (`_withdraw`), whether its task runs (`running`) and how a waiting thread helps (`_help`).
 """
 
 from __future__ import annotations

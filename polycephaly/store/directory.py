@@ -332,11 +332,11 @@ class ObjectDirectory:
         if home is not None and home is not handle:
             self.dispatcher.locality.add(task, home)
             return False
-        stall_detector = next(
+        lost = next(
             (each for each in missing if each.is_stuck or not self._bring_about(each)), None
         )
-        if stall_detector is not None:
-            self.dispatcher.reject(task, partial(self.why, stall_detector))
+        if lost is not None:
+            self.dispatcher.reject(task, partial(self.why, lost))
         else:
             self.dispatcher.hold(task)
             missing[0].waiting.append(partial(self.dispatcher.go_on, task))
@@ -347,13 +347,13 @@ class ObjectDirectory:
 
         If not, values that it takes are packed, so that the task can be sent there later.
         """
-        here = True
+        can_be_sent = True
         for each in task.payload.remote_objects.values():
             if handle not in each.holders and each.packed is None:
-                here = False
+                can_be_sent = False
                 if not each.is_stuck:
                     self._bring_about(each)
-        return here
+        return can_be_sent
 
     def fetch(self, remote_object: RemoteObject, fetch: Promise[Any]) -> None:
         if fetch.done():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from . import placeholders
@@ -135,12 +134,7 @@ class Kept(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pickle import PickleBuffer
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from ..wire.pickling import MainSnapshot, pack_strictly
@@ -102,12 +101,7 @@ class Shared(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -13,8 +13,7 @@
     RECALL    -> drone   give back the tasks that have not started
     RETURNED  drone ->   numbers: tasks that have not started and will not start here
     OPEN      -> drone   connect the DEALER: a message waits that the fast transport cannot carry
-    FRAMES    both ways  numbers (request,): report where threads and tasks are; reply: the request,
-                         and JSON (drone/frames.py)
+    FRAMES    both ways  numbers (request,); reply: the request, and JSON: where threads and tasks are
     STOP      -> drone   finish the tasks received, then end
 
 A ROUTER adds the sender's identity in front of the frames.

@@ -55,7 +55,6 @@ from .switch import MOST, Switch
 
 if TYPE_CHECKING:
     from ...pool.supervisor import Supervisor
-    from ...pool.task import Task
 
 __all__ = ["RayEngine"]
 

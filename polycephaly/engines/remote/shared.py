@@ -11,7 +11,6 @@ such call holds the handle's *lease* until the call is sent, so that GIVE_UP is 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ...drone.forwarded import lent
@@ -98,12 +97,7 @@ class RemoteShared(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:

@@ -17,7 +17,6 @@ from itertools import count
 from mmap import MAP_SHARED
 from operator import index
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
@@ -425,12 +424,7 @@ class Pore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
